@@ -78,12 +78,15 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """
     from megatune.cli.secrets import use_secrets
     from megatune.config.load import dump
+    from megatune.launch.context import log_path
     from megatune.launch.devices import count_gpus
+    from megatune.launch.output import outlive_reader
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.before import check_before
+    from megatune.training.rerun import rerun_lines
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
@@ -105,13 +108,17 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     output_dir = Path(settings.run.output_dir)
     if settings.checkpoint.push_to_hub and first:
         settings = _with_repository(settings)
+    run_yaml = dump(settings, {**checked.origins, **model.origins})
     payload = {
         "settings": settings,
-        "run_yaml": dump(settings, {**checked.origins, **model.origins}),
+        "given": loaded.settings,
+        "run_yaml": run_yaml,
         "case": checked.planned.case if checked.planned else None,
+        "asked": loaded.without_secrets,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
-    if first and (said := [*lines(loaded), *checked.lines, *before.lines]):
+    outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
+    if first and (said := [*lines(loaded), *checked.lines, *before.lines, *rerun_lines(settings, run_yaml)]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
@@ -171,7 +178,9 @@ def _held_against_machine(
     local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
     machine, unknown = this_machine(local, num_gpus)
     idle = max(0, num_gpus - local)
-    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
+    checked = preflight(
+        loaded, place.world_size, problems, machine, idle_gpus=idle, rows_follow=True, model_dir=model.config_dir
+    )
     return replace(checked, lines=(*checked.lines, f"plan       none: {unknown}")) if unknown else checked
 
 

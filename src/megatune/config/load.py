@@ -62,6 +62,12 @@ class Loaded:
         """What a user gave a value, by "group.name"; null, which is the default, is no value."""
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
 
+    @property
+    def without_secrets(self) -> Loaded:
+        """The same, fit to be written to a file."""
+        entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
+        return replace(self, entries=entries, secrets={})
+
     def accepted_notes(self) -> list[str]:
         """Return what a user is told of keys that change nothing, one for each reason."""
         return [f"{', '.join(keys)}: {why}" for why, keys in self.accepted.items()]
