@@ -152,7 +152,8 @@ def test_a_precision_that_the_device_hardly_computes_is_told(run: Run, gpu: str,
 def test_machines_that_are_not_full_are_noted_and_not_launched(run: Run) -> None:
     code, out, _ = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12")
     assert code == ExitCode.DONE
-    assert "12 devices do not fill machines of 8: 4 of the last one stay idle" in out
+    assert "1 node of 8 and 1 of 4" in out
+    assert "12 devices do not fill machines of 8: the last one has 4; --gpus_per_node 6" in out
     code, out, err = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--launch")
     assert (code, out) == (ExitCode.SETTINGS, "")
     assert "fix: --gpus 8, --gpus 16, or --gpus_per_node 6" in err

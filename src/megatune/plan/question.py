@@ -27,6 +27,7 @@ class Question:
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
+        written: settings, "group.name", that the user gave a value.
     """
 
     model: PlannedModel
@@ -41,6 +42,7 @@ class Question:
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
     file: str | None = None
+    written: frozenset[str] = frozenset()
 
     @property
     def case(self) -> Case:
@@ -58,6 +60,7 @@ class Question:
             global_batch_size=self.global_batch_size,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            written=self.written,
         )
 
 

@@ -205,6 +205,15 @@ class Space:
             if kind != parallel.cp_comm_type and heads % share == 0:
                 yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
 
+    def dispatched(self, settings: Settings) -> Iterator[Settings]:
+        """Yield the same layout with the other dispatcher of tokens to experts, where the user did not choose one."""
+        experts, name = settings.experts, "moe_token_dispatcher_type"
+        free = self.request.free and f"experts.{name}" not in self.request.written
+        if self.request.model.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
+            return
+        kind = "alltoall" if experts.moe_token_dispatcher_type == "allgather" else "allgather"
+        yield settings.model_copy(update={"experts": experts.model_copy(update={name: kind})})
+
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with other numbers of layers in the first and the last stage."""
         parallel, architecture = settings.parallel, self.request.model.architecture
@@ -231,9 +240,10 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            "experts' tokens are dispatched as moe_token_dispatcher_type says",
+            "virtual stages are left out where they save less than 5 % of a step",
             f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
             f"tried for the first {NUM_RESHAPED} layouts",
+            f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
         )
 
 
