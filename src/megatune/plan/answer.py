@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatune.config.rules import check
 from megatune.plan.changes.fixes import Fix, more_devices, savings
 from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
@@ -15,8 +16,7 @@ from megatune.plan.search import SearchResult, is_tight, priced, search
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
 _KEPT = 3  # layouts of a search for one
-# Where none fits at the upper end of what is known, the smallest is recommended of those that are at most this slower.
-_WORTH_ROOM = 0.5
+_SHORTEST = 512  # tokens of a row that is worth training on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Answer:
         fixes: where that does not fit, the cheapest changes after which it does.
         enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
         priced: what is faster, or fits more surely, and rounds more.
+        less: where no layout fits, changes of what is trained after which one does, with it.
     """
 
     question: Question
@@ -50,16 +51,12 @@ class Answer:
     fixes: tuple[Fix, ...] = ()
     enough: Estimate | None = None
     priced: tuple[Priced, ...] = ()
+    less: tuple[tuple[Changes, Estimate], ...] = ()
 
     @property
     def recommended(self) -> Estimate | None:
-        """The first of the layouts that were found; where all are tight, one that leaves more room than most."""
-        found = self.result.best
-        if found is None or not is_tight(found):
-            return found
-        slowest = (1 + _WORTH_ROOM) * min(each.time.total for each in self.result.ranked)
-        near = (each for each in (*self.result.ranked, *self.result.frontier) if each.time.total <= slowest)
-        return min(near, key=lambda each: each.fullest.total, default=found)
+        """The plan that is recommended of those found."""
+        return self.result.recommended
 
     @property
     def best(self) -> Estimate | None:
@@ -89,7 +86,28 @@ def answer(question: Question) -> Answer:
     result = search(question.request)
     enough = more_devices(result.too_large) if result.best is None else None
     found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
-    return replace(found, priced=tuple(_priced(found)))
+    less = tuple(_less(question)) if result.best is None else ()
+    return replace(found, priced=tuple(_priced(found)), less=less)
+
+
+def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
+    """Search again with what needs less memory: the optimizer on the host, adapters, shorter rows."""
+    request, cutoff = question.request, question.settings.data.cutoff_len
+    shorter = [cutoff // 2**power for power in range(1, cutoff.bit_length()) if cutoff // 2**power >= _SHORTEST]
+    kinds: tuple[Sequence[Changes], ...] = (
+        [{"optimizer.optimizer_cpu_offload": True}],
+        [{"finetuning.finetuning_type": "lora"}],
+        [{"data.cutoff_len": length} for length in shorter],
+    )
+    problems = len(check(question.settings, question.model.architecture))
+    for kind in kinds:
+        for changes in kind:
+            settings = with_settings(question.settings, changes)
+            valid = settings != question.settings and len(check(settings, question.model.architecture)) <= problems
+            asked = replace(request, settings=settings, keep=_KEPT)
+            if valid and (best := search(asked).best) is not None:
+                yield changes, best
+                break
 
 
 def _priced(found: Answer) -> Iterator[Priced]:

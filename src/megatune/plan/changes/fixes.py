@@ -10,7 +10,7 @@ from megatune.plan.case import Case
 from megatune.plan.changes.variation import Changes, smaller_micro_batch, varied, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, seconds, size
-from megatune.plan.search import TIGHT, SearchRequest, safe_bytes, search
+from megatune.plan.search import TIGHT, SearchRequest, is_tight, safe_bytes, search
 
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
@@ -113,16 +113,20 @@ def searched(before: Estimate) -> Fix | None:
 
 
 def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
-    """Find the fastest of the nearest misses' layouts that fits on two, four, eight or sixteen times as many devices.
+    """Find the fastest of the nearest misses' layouts that surely fits on two, four, eight or sixteen times as many
+    devices, or that fits as planned.
 
     These make up more stages, shard more experts, or train more rows at a time. None where sixteen times are too few.
     """
+    likely: Estimate | None = None
     cases = [near.case for near in too_large if near.case.machine.device.generation != "cpu"]
     for factor in (2, 4, 8, 16):
         asked = (estimate(more) for case in cases for more in _on_more(case, factor))
-        if found := [after for after in asked if after.fits]:
-            return min(found, key=lambda after: after.time.total)
-    return None
+        found = sorted((after for after in asked if after.fits), key=lambda after: after.time.total)
+        if sure := next((after for after in found if not is_tight(after)), None):
+            return sure
+        likely = likely or next(iter(found), None)
+    return likely
 
 
 def _on_more(case: Case, factor: int) -> Iterator[Case]:

@@ -35,11 +35,9 @@ from megatune.plan.pages.words import (
     trained_words,
 )
 from megatune.plan.question import Question
+from megatune.plan.run.preflight import tensor_parallel_across_machines
 from megatune.plan.search import equal_within, is_tight, safe_bytes
 from megatune.plan.uncertainty import memory_bound
-
-_LESS_MEMORY = "more devices, a smaller --seq, optimizer_cpu_offload=true, --trainable lora"
-
 
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     """Yield what the user asked for, then what could be better, then what was assumed."""
@@ -47,11 +45,13 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     yield words_page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
+        slow = tensor_parallel_across_machines(own)
+        yield words_page("", (line for text in slow for line in wrapped(f"WARNING: {text}", width, "")))
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
-            no = "No change of one or two settings is enough. Another layout may be (see below); what needs less: "
-            lines += [] if enough else wrapped(f"{no}{_LESS_MEMORY}.", width)
+            no = "No change of one or two settings is enough"
+            lines += [] if enough else wrapped(f"{no}{'; another layout is, see below' if result.best else ''}.", width)
             yield words_page("What would make it fit" if enough else "What helps most", lines)
         yield words_page("Is there a better layout?", _better(found, own, width))
         if found.is_better:
@@ -112,7 +112,6 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     result, held = found.result, size(found.question.machine.device.memory)
     if result.best is None:
         yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were judged."
-        yield from wrapped(f"What needs less: {_LESS_MEMORY}.", width, "")
         yield from _enough(found, width)
         return
     equal = frozenset(map(id, result.ranked[: result.num_equal] if result.num_equal > 1 else ()))
@@ -157,12 +156,17 @@ def _priced(found: Answer, width: int) -> Iterator[str]:
 
 
 def _enough(found: Answer, width: int) -> Iterator[str]:
-    """Say how many devices would do."""
+    """Say what would do: more devices, or less to train."""
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
+    for changes, best in found.less:
+        does = "fits" if not is_tight(best) else "fits, and is tight"
+        yield from wrapped(f"{written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}", width)
+    if found.enough is None and not found.less:
+        yield "Nor do sixteen times as many, the optimizer on the host, adapters, or shorter rows."
 
 
 def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:

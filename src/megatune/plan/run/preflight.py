@@ -241,7 +241,7 @@ def _warnings(planned: Estimate, idle_gpus: int) -> list[str]:
             f"{idle_gpus} GPUs of this machine are idle: num_processes: {case.world_size + idle_gpus} would train on"
             " all of them, with more rows in a step or fewer gradient_accumulation_steps"
         )
-    checks = (_single_precision, _tensor_parallel_across_machines, _no_sequence_parallel, _bubble, _nothing_to_share,
+    checks = (_single_precision, tensor_parallel_across_machines, _no_sequence_parallel, _bubble, _nothing_to_share,
               _recompute_not_needed, _no_overlap)  # fmt: skip
     return [*found, *(warning for check in checks for warning in check(planned))]
 
@@ -254,7 +254,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
         yield f"this run computes in fp32: {better}"
 
 
-def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
+def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
     case = planned.case
     tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node

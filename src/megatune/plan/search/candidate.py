@@ -23,6 +23,8 @@ from megatune.plan.uncertainty import memory_bound, time_uncertainty
 TIGHT = 0.95
 # Differences below this are within what an estimate is worth.
 _TOLERANCE = 1.02
+# Where all that fits is tight, the smallest is recommended of those that take at most this share more time.
+_WORTH_ROOM = 0.5
 # Two layouts of one model share most of what a plan is off by; this share of it is taken for that of their difference.
 _OF_DIFFERENCES = 0.2
 
@@ -114,6 +116,15 @@ class SearchResult:
     def best(self) -> Estimate | None:
         """The first of those that fit; None where none does."""
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def recommended(self) -> Estimate | None:
+        """The first of those that fit; where all are tight, the smallest of those that are not far slower."""
+        if (best := self.best) is None or not is_tight(best):
+            return best
+        slowest = (1 + _WORTH_ROOM) * min(each.time.total for each in self.ranked)
+        near = (each for each in (*self.ranked, *self.frontier) if each.time.total <= slowest)
+        return min(near, key=lambda each: each.fullest.total, default=best)
 
 
 def safe_bytes(case: Case) -> int:
