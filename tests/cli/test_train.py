@@ -266,6 +266,7 @@ def test_the_published_file_for_8_gpus_runs_on_8_processes(
     assert "step 3/3" in ended.stdout
 
 
+@pytest.mark.extended
 def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -312,6 +313,7 @@ def test_data_without_one_usable_row_is_65(run_file: Path, tmp_path: Path) -> No
     assert "Traceback" not in output
 
 
+@pytest.mark.extended
 def test_two_runs_do_not_share_a_folder(run_file: Path, tmp_path: Path) -> None:
     process = start("train", run_file, cache=tmp_path)
     list(lines_until(process, "step 1/"))
