@@ -45,6 +45,7 @@ _WHY = {
     "tensor_parallel": "fewer or smaller exchanges inside layers",
     "context_parallel": "fewer exchanges between parts of a row",
     "expert_parallel": "less waiting for tokens on their way to experts",
+    "host": "the device waits less for the host to launch its kernels",
     "pipeline": "stages wait less for each other",
     "data_parallel": "less of the gradients' exchange is left uncovered",
     "optimizer": "each process updates fewer parameters",

@@ -12,7 +12,6 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time
@@ -65,20 +64,14 @@ def case_of(row: Row) -> Case:
 
 @cache
 def machine_of(device: str) -> Machine:
-    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700, for which it
-    names a peak "between SXM and NVL". The NVL's is taken: what is sustained under a limit is less than any peak."""
+    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700."""
     if device != "h100-96g":
         return find_machine(device)
     machine = find_machine("h100-80g")
     return dataclasses.replace(
         machine,
-        device=dataclasses.replace(
-            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), flops=_PEAKS
-        ),
+        device=dataclasses.replace(machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), watts=500),
     )
-
-
-_PEAKS = Peaks({"bfloat16": 835e12})
 
 
 def _settings(row: Row, architecture: Architecture) -> Settings:
@@ -158,7 +151,8 @@ def _cut(name: str, layers: int, **more: Any) -> PlannedModel:
 def _latent(layers: int, heads: int, vocabulary: int, ffn: int, shared: int) -> PlannedModel:
     """DeepSeek-V2-Lite's shape, and Moonlight's."""
     shape = find_model("DeepSeek-V3").architecture
-    assert shape.moe is not None and shape.mla is not None
+    assert shape.moe is not None
+    assert shape.mla is not None
     experts = dataclasses.replace(
         shape.moe, num_experts=64, router_topk=6, moe_ffn_hidden_size=1408, shared_expert_intermediate_size=shared,
         num_groups=0, group_topk=0,

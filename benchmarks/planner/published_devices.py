@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatune.plan.catalogue import find_model
-from planner.row import BALANCED, FULL, NARROW, NO_OVERLAP, SWIFT, Row, ep, tp
+from planner.row import BALANCED, FULL, NARROW, NO_OVERLAP, Row, ep, tp
 
 _VERL = "ISEEKYAN/verl_megatron_practice"
 _LLMQ = "IST-DASLab/llmq, README.md and benchmarks"
@@ -47,7 +47,7 @@ def _grpo(name: str, share: float, layout: dict[str, Any]) -> Row:
 
 _CP2 = {"context_parallel_size": 2}
 H20 = (
-    Row(name="Qwen3-14B TP 4 DP 2, H20", source=SWIFT.replace("examples/megatron", "examples/megatron/fp8/benchmark.sh"),
+    Row(name="Qwen3-14B TP 4 DP 2, H20", source="modelscope/ms-swift, examples/megatron/fp8/benchmark.sh",
         model="Qwen3-14B", device="h20-96g", gpus=8, length=8192, rows=1, steps=8, speed=16 * 8192 / 13 / 8,
         document=2000, assumed="documents of 2000 tokens in the mean",
         settings={**tp(4), **NO_OVERLAP, "recompute_granularity": "selective", "packing": True,
@@ -74,7 +74,8 @@ H100 = (
 def _llmq(model: str, device: str, gpus: int, rows: int, speed: float) -> Row:
     """Half a million tokens a step in rows of 1024, everything in bf16, kernels in C++."""
     return Row(
-        name=f"{model}, {gpus} × {device}, {rows} rows", source=_LLMQ, model=model, device=device, gpus=gpus, length=1024, rows=rows,
+        name=f"{model}, {gpus} × {device}, {rows} rows", source=_LLMQ, model=model, device=device, gpus=gpus,
+        length=1024, rows=rows,
         steps=512 // rows // gpus, speed=speed / gpus, settings=NARROW,
     )  # fmt: skip
 

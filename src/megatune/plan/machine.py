@@ -17,6 +17,9 @@ class Device:
         flops: peak of dense matrix products, FLOP/s, by torch name of the dtype; "float32" as the engine computes it.
         bandwidth: of the device's memory, bytes/s.
         link: name of what joins the devices of one machine.
+        watts: what its board draws at most; None where that is unknown: its clocks then last as those of the device
+            that its generation's efficiencies were found on.
+        multiprocessors: over which kernels distribute their tiles; None for those of that device.
     """
 
     name: str
@@ -25,6 +28,8 @@ class Device:
     flops: Mapping[str, float]
     bandwidth: float
     link: str
+    watts: float | None = None
+    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

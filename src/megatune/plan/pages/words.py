@@ -43,6 +43,7 @@ TIME_WORDS = {
     "tensor_parallel": "tensor parallel",
     "context_parallel": "context parallel",
     "expert_parallel": "expert parallel",
+    "host": "host",
     "pipeline": "pipeline bubble",
     "data_parallel": "data parallel",
     "optimizer": "optimizer",
