@@ -301,7 +301,7 @@ def test_virtual_stages_are_ranked_where_they_win_clearly() -> None:
         update = {"virtual_pipeline_model_parallel_size": None}
         plain = estimate.case.settings.model_copy(update={"parallel": parallel.model_copy(update=update)})
         other = Candidate(asked.case(plain))
-        assert other.seconds > 1.05 * estimate.time.total or other.is_tight
+        assert other.seconds > 1.1 * estimate.time.total or other.is_tight
     assert num_virtual, "the rule is seen at work"
 
 

@@ -15,7 +15,7 @@ from megatune.plan.search import SearchResult, is_tight, priced, search
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
-_KEPT = 3  # layouts of a search for one
+_MANY = 2500  # layouts; of more only what gains most is searched again
 _SHORTEST = 512  # tokens of a row that is worth training on
 
 
@@ -104,7 +104,7 @@ def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
         for changes in kind:
             settings = with_settings(question.settings, changes)
             valid = settings != question.settings and len(check(settings, question.model.architecture)) <= problems
-            asked = replace(request, settings=settings, keep=_KEPT)
+            asked = replace(request, settings=settings, keep=1)
             if valid and (best := search(asked).best) is not None:
                 yield changes, best
                 break
@@ -115,8 +115,11 @@ def _priced(found: Answer) -> Iterator[Priced]:
     reference, request = found.best, found.question.request
     is_sure = reference is not None and not is_tight(reference)
     below = (1 - WORTH_CHANGING) * reference.time.total if reference is not None and is_sure else math.inf
-    for name, changes in priced(request):
-        asked = replace(request, settings=with_settings(request.settings, changes), below=below, keep=_KEPT)
+    choices = list(priced(request))
+    if found.result.num_considered > _MANY:
+        choices = choices[-1:]
+    for name, changes in choices:
+        asked = replace(request, settings=with_settings(request.settings, changes), below=below, keep=1)
         best = search(asked).best
         if best is not None and (is_sure or reference is None or not is_tight(best)):
             yield Priced(name=name, changes=changes, found=best)

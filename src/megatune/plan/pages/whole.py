@@ -39,6 +39,7 @@ from megatune.plan.run.preflight import tensor_parallel_across_machines
 from megatune.plan.search import equal_within, is_tight, safe_bytes
 from megatune.plan.uncertainty import memory_bound
 
+
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     """Yield what the user asked for, then what could be better, then what was assumed."""
     question, result, own = found.question, found.result, found.own
@@ -160,6 +161,7 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
+        layout += " (tight)" if is_tight(enough) else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
     for changes, best in found.less:

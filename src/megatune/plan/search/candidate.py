@@ -25,8 +25,9 @@ TIGHT = 0.95
 _TOLERANCE = 1.02
 # Where all that fits is tight, the smallest is recommended of those that take at most this share more time.
 _WORTH_ROOM = 0.5
-# Two layouts of one model share most of what a plan is off by; this share of it is taken for that of their difference.
-_OF_DIFFERENCES = 0.2
+# Two layouts of one model share most of what a plan is off by: an assumption, as few published runs differ in nothing
+# but their layout. This share of a plan's uncertainty is taken for that of a difference, and these for its limits.
+_OF_DIFFERENCES, _LEAST_DIFFERENCE, _MOST_DIFFERENCE = 0.2, 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ def is_tight(estimate: Estimate) -> bool:
 
 def equal_within(case: Case) -> float:
     """Return the share of a step's time by which a layout may be slower than another and still be taken for equal."""
-    return _OF_DIFFERENCES * time_uncertainty(case)
+    return min(max(_OF_DIFFERENCES * time_uncertainty(case), _LEAST_DIFFERENCE), _MOST_DIFFERENCE)
 
 
 def num_kinds(case: Case) -> int:

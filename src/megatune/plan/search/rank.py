@@ -16,12 +16,10 @@ from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult, equal_within, safe_bytes
 from megatune.plan.search.free import with_free
-from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
+from megatune.plan.search.space import CLEARLY, NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
-# Virtual stages are ranked where they save more than this of a step.
-_CLEARLY = 0.05
 _ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
 
 
@@ -116,8 +114,11 @@ class _Point:
                 enough.append(modules)
         memory = kept.case.machine.device.memory
         for room in (safe_bytes(kept.case), memory):
-            needless = room == memory and not least.is_tight and frontier.dominates(memory, kept.seconds)
-            if not needless and least.bytes <= room < kept.bytes:
+            if not least.bytes <= room < kept.bytes:
+                continue
+            share = (kept.bytes - room) / (kept.bytes - least.bytes)  # of the layers, that must be recomputed
+            seconds = kept.seconds + share * (least.seconds - kept.seconds)
+            if room < memory or least.is_tight or not frontier.dominates(room, seconds):
                 found += self._fewest_layers(virtual, room)
         return found
 
@@ -212,6 +213,8 @@ class _Search:
         key = (point.is_tight, seconds)
         if len(self.ranked) < self.request.keep or key < self.ranked[-1].rank_key[:2]:
             return True
+        if self.request.keep == 1:
+            return False
         # As fast as the first, as far as is known, and simpler than all that are as fast as this.
         within = (1 + equal_within(point.kept.case)) * self.ranked[0].seconds
         return (
@@ -236,7 +239,7 @@ class _Search:
             self._save_memory(point)
         if best is None or best.seconds >= self.request.below:
             return
-        if plain is not None and plain.is_tight == best.is_tight and plain.seconds <= (1 + _CLEARLY) * best.seconds:
+        if plain is not None and plain.is_tight == best.is_tight and plain.seconds <= (1 + CLEARLY) * best.seconds:
             best = plain
         self._insert(best)
         for each in filter(None, {plain, best}):

@@ -21,6 +21,8 @@ from megatune.plan.search.candidate import Candidate, Refusal, SearchRequest
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
 NUM_RESHAPED = 12
+# Virtual stages multiply messages, and ask for micro-batches in multiples of the stages: they must win clearly.
+CLEARLY = 0.1
 # Fewer tokens a process, and context parallelism exchanges more than it computes.
 TOKENS_OF_A_CONTEXT_PART = 4096
 # A layout of a user's own says what each stage holds; a search begins with equal shares.
@@ -240,7 +242,7 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            "virtual stages are left out where they save less than 5 % of a step",
+            f"virtual stages are left out where a step without them takes at most {CLEARLY:.0%} longer",
             f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
             f"tried for the first {NUM_RESHAPED} layouts",
             f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
