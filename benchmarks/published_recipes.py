@@ -118,9 +118,9 @@ RECIPES = (
         model="DeepSeek-V3", gpu="h800-80g", num_gpus=2048, rows=15_360, length=4096,
         layout=_sizes(1, 16, 64, **_OVERLAPS, **_BF16_AVERAGES, **_FULL),
         source="https://arxiv.org/abs/2412.19437, section 3.2",
-        told="It computes in FP8, overlaps experts' exchanges with computing (DualPipe) and recomputes less than whole\n"
-        "layers, which is not built here: bf16 and full recomputation are planned instead. It sends a token to four\n"
-        "machines at most, of which the planner knows nothing: experts over eight machines are cheaper there than here.",
+        told="It computes in FP8, overlaps experts' exchanges with computing (DualPipe) and recomputes less than\n"
+        "whole layers, which is not built here: bf16 and full recomputation are planned instead. It sends a token to\n"
+        "four machines at most, of which the planner knows nothing: experts over eight machines cost less there.",
     ),
 )  # fmt: skip
 

@@ -168,7 +168,8 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
         does = "fits" if not is_tight(best) else "fits, and is tight"
         yield from wrapped(f"{written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}", width)
     if found.enough is None and not found.less:
-        yield "Nor do sixteen times as many, the optimizer on the host, adapters, or shorter rows."
+        no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
+        yield from wrapped(no, width, "")
 
 
 def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
