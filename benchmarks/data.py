@@ -70,9 +70,9 @@ def load_inputs(folder: Path) -> tuple[Any, Callable[..., Any]]:
     def settings(**changes: object) -> Any:
         values = {
             "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "cutoff_len": 2048,
-            "packing": True, "template": "qwen", **changes,
+            "packing": True, "template": "qwen", "output_dir": folder / "out", **changes,
         }  # fmt: skip
-        return load(overrides=[f"{key}={value}" for key, value in values.items()]).require_valid_data()
+        return load(overrides=[f"{key}={value}" for key, value in values.items()]).require_valid()
 
     return AutoTokenizer.from_pretrained(folder / "model"), settings
 

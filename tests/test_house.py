@@ -20,7 +20,7 @@ FLOORS = {
     6: {"__main__"},
     5: {"cli"},
     4: {"rl"},
-    3: {"training", "generation", "verify"},
+    3: {"training", "generation", "verify", "doctor"},
     2: {"bridge", "objectives", "demo"},
     1: {"engine", "data", "plan", "launch"},
     0: {"config", "families"},

@@ -12,6 +12,7 @@ from megatune.config.settings import Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
+from megatune.plan.rows import RowLengths
 from megatune.plan.search import SearchRequest
 
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
@@ -24,6 +25,7 @@ class Question:
     Attributes:
         origins: as `Loaded.origins`; empty for a plan of a bare model.
         plans_own: whether the settings' own layout is planned, before a better one is searched for.
+        lengths: of rows; None where each is taken to be cutoff_len long.
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
@@ -38,6 +40,8 @@ class Question:
     global_batch_size: int
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
+    lengths: RowLengths | None = None
     plans_own: bool = False
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
@@ -61,6 +65,8 @@ class Question:
             document_length=self.document_length,
             image_tokens=self.image_tokens,
             written=self.written,
+            largest_picture=self.largest_picture,
+            lengths=self.lengths,
         )
 
 

@@ -38,7 +38,7 @@ SPREADS: dict[ModelClass, Spread] = {
 }
 _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
-_MEASURED_GENERATIONS = ("ampere", "ada", "hopper", "blackwell", "cpu")
+_OF_MEMORY, _OF_TIME = ("ampere", "hopper", "blackwell", "cpu"), ("ampere", "ada", "hopper", "blackwell")
 _CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
 
 
@@ -58,23 +58,23 @@ def memory_bound(case: Case) -> float:
     Few hold less than their plan, and none of those that were published less than 1 / 1.1 of it.
     """
     known = _CPU_MEMORY if case.machine.device.generation == "cpu" else SPREADS[model_class(case)].memory_bound
-    return _CALIBRATED * known if case.machine.calibration.num_runs else _on_device(case, known)
+    return _CALIBRATED * known if case.machine.calibration.num_runs else _on_device(case, known, _OF_MEMORY)
 
 
 def time_bound(case: Case) -> float:
     """Return how far a step may lie from its plan: with 0.3 nine of ten take 1 / 1.3 of it to 1.3 times it."""
-    return _on_device(case, SPREADS[model_class(case)].time_bound)
+    return _on_device(case, SPREADS[model_class(case)].time_bound, _OF_TIME)
 
 
 def time_uncertainty(case: Case) -> float:
     """Return the relative uncertainty of seconds: with 0.25 two of three steps take between 1 / 1.25 of the prediction
     and 1.25 times it."""
     known = SPREADS[model_class(case)].time
-    return known / 2 if case.machine.calibration.num_runs else _on_device(case, known)
+    return known / 2 if case.machine.calibration.num_runs else _on_device(case, known, _OF_TIME)
 
 
-def _on_device(case: Case, known: float) -> float:
-    return known if case.machine.device.generation in _MEASURED_GENERATIONS else known + _UNMEASURED
+def _on_device(case: Case, known: float, measured: Sequence[str]) -> float:
+    return known if case.machine.device.generation in measured else known + _UNMEASURED
 
 
 def least_and_most(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]:

@@ -97,6 +97,8 @@ def searched(before: Estimate) -> Fix | None:
             global_batch_size=case.global_batch_size,
             document_length=case.document_length,
             image_tokens=case.image_tokens,
+            largest_picture=case.largest_picture,
+            lengths=case.lengths,
             keep=1,
             free=False,
         )
@@ -188,8 +190,9 @@ def _less_memory(case: Case) -> Iterator[Changes]:
     if not settings.optimizer.optimizer_cpu_offload and case.machine.device.generation != "cpu":
         yield {"optimizer.optimizer_cpu_offload": True}
     yield {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
-    if settings.data.cutoff_len >= 1024:
-        yield {"data.cutoff_len": settings.data.cutoff_len // 2}
+    longest = min(settings.data.cutoff_len, case.sequence_length)
+    if longest >= 1024:
+        yield {"data.cutoff_len": longest // 2}
 
 
 _METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")

@@ -87,7 +87,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
         "fullest_stage": estimate.fullest.stage,
         "fullest_bytes": estimate.fullest.total,
         "stages": [
-            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total")}
+            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total", "host")}
             for stage in estimate.stages
         ],
         "seconds": {name: getattr(time, name) for name in (*TIME_PARTS, "total")},

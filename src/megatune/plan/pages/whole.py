@@ -26,7 +26,9 @@ from megatune.plan.pages.tables import (
 from megatune.plan.pages.words import (
     amount,
     count,
+    host_words,
     layout_words,
+    length_words,
     machine_words,
     recompute_words,
     row_words,
@@ -35,7 +37,7 @@ from megatune.plan.pages.words import (
     trained_words,
 )
 from megatune.plan.question import Question
-from megatune.plan.run.preflight import tensor_parallel_across_machines
+from megatune.plan.run.advice import tensor_parallel_across_machines
 from megatune.plan.search import equal_within, is_tight, safe_bytes
 from megatune.plan.uncertainty import memory_bound
 
@@ -79,6 +81,8 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
 
 def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
     yield words_page("", memory_lines(estimate, width, lead))
+    if host := host_words(estimate):
+        yield words_page("", wrapped(f"{host}.", width, ""))
     yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
         yield Page("The pipeline", list(terminal.schedule_lines(estimate, width)))
@@ -104,6 +108,10 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
+    if question.lengths is not None:
+        yield from entry("batch", rows)
+        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
+        return
     tokens = f"{row_words(question.case)} a row"
     is_wide = len(rows) + len(tokens) > width - 11
     yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")

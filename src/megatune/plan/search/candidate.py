@@ -16,6 +16,7 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
 from megatune.plan.memory.tensors import stage_chunks
+from megatune.plan.rows import RowLengths
 from megatune.plan.time import StepTime, step_time
 from megatune.plan.uncertainty import memory_bound, time_uncertainty
 
@@ -38,7 +39,7 @@ class SearchRequest:
         world_size: processes of the whole run, one a device.
         settings: what is not searched is taken from them.
         global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
-        document_length, image_tokens: as in `Case`.
+        document_length, image_tokens, largest_picture, lengths: as in `Case`.
         keep: how many layouts are ranked.
         written: settings, "group.name", that a user wrote: of what costs nothing these stay as they are.
         free: whether what costs nothing is turned on; see `search.free`.
@@ -52,6 +53,8 @@ class SearchRequest:
     global_batch_size: int | None = None
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
+    lengths: RowLengths | None = None
     keep: int = 20
     written: frozenset[str] = frozenset()
     free: bool = True
@@ -75,6 +78,8 @@ class SearchRequest:
             machine=self.machine,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            largest_picture=self.largest_picture,
+            lengths=self.lengths,
         )
 
 
