@@ -29,6 +29,7 @@ class Question:
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
+        written: settings, "group.name", that the user gave a value.
     """
 
     model: PlannedModel
@@ -45,6 +46,7 @@ class Question:
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
     file: str | None = None
+    written: frozenset[str] = frozenset()
 
     @property
     def case(self) -> Case:
@@ -62,6 +64,7 @@ class Question:
             global_batch_size=self.global_batch_size,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            written=self.written,
             largest_picture=self.largest_picture,
             lengths=self.lengths,
         )
