@@ -111,6 +111,14 @@ def test_checkpoints_that_cannot_be_resumed_from(run: dict[str, Any]) -> None:
     assert codes == [ExitCode.INPUT]
 
 
+def test_other_machines_may_have_no_output_dir(run: dict[str, Any]) -> None:
+    Path("file").touch()
+    changes = {"output_dir": "file/out", "resume_from_checkpoint": "nowhere"}
+    settings = load(overrides=[f"{key}={value}" for key, value in (run | changes).items()]).settings
+    assert len(check_before(settings).errors) == 2
+    assert check_before(settings, first=False).errors == []
+
+
 def test_data_sets_on_a_hub_are_left_to_the_run(run: dict[str, Any]) -> None:
     assert found(run, dataset="owner/name,hf::owner/other:part", eval_dataset="ms::a/b")[:2] == ([], [])
     assert found(run, dataset="owner/name", dataset_dir="ONLINE")[:2] == ([], [])

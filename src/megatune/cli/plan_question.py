@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from megatune.cli.collected import Collected
 from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
 from megatune.plan import trainable
 from megatune.plan.adapters import with_adapters
@@ -28,8 +28,6 @@ from megatune.plan.question import Asked, Question, read_settings
 if TYPE_CHECKING:
     from megatune.plan.case import PlannedModel
 
-T = TypeVar("T")
-
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
@@ -41,7 +39,7 @@ _OLD = ("volta", "turing")
 
 
 @dataclass
-class QuestionReader:
+class QuestionReader(Collected):
     """Reads everything, and reports all that is wrong at once.
 
     Args:
@@ -51,9 +49,6 @@ class QuestionReader:
 
     options: argparse.Namespace
     words: Arguments
-    findings: list[Finding]
-    missing: list[Finding] = field(default_factory=list)  # what ends with `missing_code`
-    missing_code: ExitCode = ExitCode.INPUT
     notes: list[str] = field(default_factory=list)
 
     def question(self) -> Question:
@@ -75,7 +70,7 @@ class QuestionReader:
         world, machine = self._machine(loaded.settings)
         placed = loaded.for_world(world)
         self.findings += placed.findings[len(asked.loaded.findings) :]
-        self._stop()
+        self.stop()
         assert model is not None
         assert machine is not None
         assert world is not None
@@ -118,7 +113,7 @@ class QuestionReader:
         written, hub = settings.model.model_name_or_path, settings.model
         name = written if self.file is not None else self.words.source or written
         if name is not None:
-            return self._found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
+            return self.found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
         what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
         if self.file:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
@@ -126,24 +121,7 @@ class QuestionReader:
         return None
 
     def _with_adapters(self, loaded: Loaded, model: PlannedModel) -> Loaded:
-        return self._found(lambda: with_adapters(loaded, model.architecture)) or loaded
-
-    def _found(self, find: Callable[[], T]) -> T | None:
-        try:
-            return find()
-        except MegatuneError as error:
-            if error.exit_code == ExitCode.SETTINGS:
-                self.findings += error.findings
-            else:
-                self.missing += error.findings
-                self.missing_code = error.exit_code
-            return None
-
-    def _stop(self) -> None:
-        if self.findings:
-            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
-        if self.missing:
-            raise MegatuneError(self.missing, self.missing_code)
+        return self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
 
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options
@@ -155,7 +133,7 @@ class QuestionReader:
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
             elif world is None and not any(finding.what.startswith("--gpus ") for finding in self.findings):
                 self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
-            return world, self._found(lambda: self._catalogued(world))
+            return world, self.found(lambda: self._catalogued(world))
         return self._this_machine(world, smallest)
 
     def _catalogued(self, world: int | None) -> Machine:
@@ -190,7 +168,7 @@ class QuestionReader:
         if world is None:
             world = num_gpus or smallest
         here = min(world, num_gpus) if num_gpus else world
-        machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
+        machine, unknown = self.found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
         if unknown:
             self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return world, machine
@@ -215,7 +193,7 @@ class QuestionReader:
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
         self._whole_machines(machine, world)
-        self._stop()
+        self.stop()
         known = self._rows(settings, model)
         return Question(
             model=model,
@@ -232,6 +210,7 @@ class QuestionReader:
             dataset_tokens=self.options.dataset_tokens,
             notes=tuple(self.notes),
             file=self.file,
+            written=frozenset(asked.loaded.written),
         )
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
@@ -240,10 +219,12 @@ class QuestionReader:
         if world <= size or world % size == 0:
             return
         what = f"{world} devices do not fill machines of {size}"
-        if self.options.launch is None:
-            self.notes.append(f"{what}: {-world % size} of the last one stay idle")
-            return
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
+        if self.options.launch is None:
+            last = f"the last one has {world % size}"
+            alike = f"; --gpus_per_node {per_node} plans {world // per_node} that are alike" if per_node > 1 else ""
+            self.notes.append(f"{what}: {last}{alike}")
+            return
         why = "every machine starts as many processes"
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))

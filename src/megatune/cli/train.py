@@ -99,15 +99,15 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     here = place or world
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
-    before = check_before(loaded.settings, loaded.invalid)
+    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
+    first = place.rank == 0 if place else world is None or world.node_rank == 0
+    before = check_before(loaded.settings, loaded.invalid, first=first)
     checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
     check_installed(loaded.settings)
     check_restarts(loaded.settings, is_joined=place is not None, nnodes=world.nnodes if world else 1)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
-    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
-    first = place.rank == 0 if place else world is not None and world.node_rank == 0
     if settings.checkpoint.push_to_hub and first:
         settings = _with_repository(settings)
     run_yaml = dump(settings, {**checked.origins, **model.origins})

@@ -14,7 +14,7 @@ from typing import TypeVar
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.processes import usable_processes
-from megatune.data.samples import LANGUAGE_FIELD, read_samples, replacements
+from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.sources.detection import ROWS_FOR_DETECTION
 from megatune.data.templates.files import check_template
@@ -79,15 +79,9 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     """
     data = settings.data
     few = ROWS_FOR_DETECTION if data.max_samples is None else min(data.max_samples, ROWS_FOR_DETECTION)
-    samples = read_samples(
-        replace(source, num_samples=None),
-        stage=settings.run.stage,
-        seed=settings.run.seed,
-        max_samples=few,
-        placeholders=replacements(data),
-        pictures=True,
-    )
-    first = list(samples)
+    samples = read_samples(replace(source, num_samples=None), seed=settings.run.seed, max_samples=few)
+    reader = RowReader(source, settings.run.stage, replacements(data), pictures=True)
+    first = list(with_examples(samples, reader))
     errors = [sample.example for sample in first if isinstance(sample.example, RowError)]
     if first and len(errors) == len(first) and all(error.code in _MISSING for error in errors):
         what = f"{source.name}: none of its first {len(first)} rows can be trained on"

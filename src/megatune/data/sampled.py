@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example, PreferencePair, texts
 from megatune.data.encode import Encoder
-from megatune.data.samples import Sample, read_samples, replacements
+from megatune.data.samples import RowReader, Sample, read_samples, replacements, with_examples
 from megatune.data.sources import DATASET_INFO, ONLINE, REMOTE, DatasetSource, datasets_of
 from megatune.data.sources.registry import parse_entry, parse_reference, read_registry
 from megatune.data.workers import encode_all
@@ -130,11 +130,9 @@ def _read(
 ) -> list[Sample]:
     """Return the first rows that can be trained on."""
     data, deadline, samples = settings.data, time.monotonic() + seconds, []
-    rows = read_samples(
-        source, stage=settings.run.stage, seed=settings.run.seed, shuffle=data.dataset_shuffle,
-        max_samples=data.max_samples, placeholders=replacements(data), pictures=pictures,
-    )  # fmt: skip
-    for sample in rows:
+    rows = read_samples(source, seed=settings.run.seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
+    reader = RowReader(source, settings.run.stage, replacements(data), pictures)
+    for sample in with_examples(rows, reader):
         samples += [] if isinstance(sample.example, RowError) else [sample]
         if len(samples) >= _MOST_READ or time.monotonic() > deadline:
             found.is_whole = False
@@ -188,8 +186,9 @@ def _chosen(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[place] for place in sorted({*evenly, *longest})]
 
 
-def _documents(example: Example | RowError) -> tuple[Example, ...]:
+def _documents(example: Example | RowError | None) -> tuple[Example, ...]:
     """Return a conversation or text itself, and those of a pair."""
+    assert example is not None
     assert not isinstance(example, RowError)
     return example.conversations() if isinstance(example, PreferencePair) else (example,)
 

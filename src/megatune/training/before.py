@@ -21,18 +21,19 @@ from megatune.training.storage.store import list_checkpoints
 _INDEX = "model.safetensors.index.json"
 
 
-def check_before(settings: Settings, invalid: Collection[str] = ()) -> Checked:
+def check_before(settings: Settings, invalid: Collection[str] = (), *, first: bool = True) -> Checked:
     """Look at everything that a run reads and writes, as far as it is on this machine.
 
     Args:
         invalid: "group.name" of settings that were refused: what hangs on them is not looked at.
+        first: whether this process writes output_dir; others, of other machines, may not have it.
     """
     checked = Checked()
     wrong = set(invalid)
     folder = None if "model.model_name_or_path" in wrong else _folder(settings.model.model_name_or_path)
     is_megatron = settings.model.mcore_model is not None or (folder is not None and is_torch_dist(str(folder)))
     check_data(settings, checked, tokenizer=None if is_megatron else folder, invalid=invalid)
-    if not {"run.output_dir", "run.resume_from_checkpoint", "run.overwrite_output_dir"} & wrong:
+    if first and not {"run.output_dir", "run.resume_from_checkpoint", "run.overwrite_output_dir"} & wrong:
         checked.run(lambda: _check_output(settings))
         resumes = checked.run(lambda: _check_checkpoint(settings))
         if folder is not None and not is_megatron and not (resumes and settings.finetuning.finetuning_type != "lora"):

@@ -1,4 +1,4 @@
-"""The files of LLaMA-Factory's folder `examples`, as settings: see llamafactory_examples.yaml."""
+"""The files of LLaMA-Factory's folder `examples`, as settings: see config/llamafactory_examples.yaml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import load
 from megatune.errors import Finding
 
-FACTS = Path(__file__).with_name("llamafactory_examples.yaml")
+FACTS = Path(__file__).parent / "config" / "llamafactory_examples.yaml"
 
 
 @dataclass(frozen=True)
