@@ -46,7 +46,7 @@ def make_talker(
     family: str, folder: Path, says: Sequence[str] = SAYS, asked: Sequence[str] = tuple(map(_QUESTION.format, _NUMBERS))
 ) -> Path:
     """Write a tiny model that was taught to say one of some texts when it is asked."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 16}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 16}
     make_checkpoint(family, folder, max_position_embeddings=2048, vocab_size=600, **sizes)
     tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [
