@@ -186,13 +186,16 @@ def test_a_run_that_drops_every_group_ends() -> None:
         (GroupFilter("std_filter", std_threshold=0), [1, 1], False),
         (GroupFilter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
         (GroupFilter("mean_filter", 0.9, 0.1), [1], True),  # a single sample
+        (GroupFilter("std_filter", std_threshold=0), [1, 1, None], False),  # None: its reward failed
+        (GroupFilter("mean_filter", 0.9, 0.5), [1, 0.4, None], True),
+        (GroupFilter("mean_filter", 0.9, 0.1), [0.5, None], False),  # one is compared with nothing
     ],
 )
-def test_filters(rule: GroupFilter, scores: list[float], kept: bool) -> None:
+def test_filters(rule: GroupFilter, scores: list[float | None], kept: bool) -> None:
     group = Group(_problem("a", 0), 0, 0, len(scores))
     group.responses = {place: _response(str(place), [1], "stop", ()) for place in range(len(scores))}
     for sample, score in zip(with_samples(group, ["x"] * len(scores)).samples, scores, strict=True):
-        sample.score = score
+        sample.score, sample.details = (score, {}) if score is not None else (0.0, {"error": "it raised"})
     assert passes(rule, group) is kept
 
 

@@ -28,6 +28,12 @@ def _settings(model: Path, output: Path, steps: int, **run_part: Any) -> RLSetti
     return replace(found, run=replace(found.run, logging_steps=1, **run_part))
 
 
+def _seldom_updated(*args: Any, **run_part: Any) -> RLSettings:
+    """Weights go to the engine at steps 0 and 3, and after checkpoints."""
+    found = _settings(*args, **run_part)
+    return replace(found, actor_train=replace(found.actor_train, model_update_frequency=3))
+
+
 def _records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
@@ -42,9 +48,9 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
     recorded = {"rollout_mock": "dump", "rollout_mock_dir": str(tmp_path / "rollouts")}
     dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "max_ckpt_to_keep": 1}
-    pool.run(1, run, _settings(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 2), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 2), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
     assert [step for step, *_ in _curve(whole)] == [1, 2, 3, 4]
     assert _curve(parts) == _curve(whole)
     weights = [(each / "model.safetensors").read_bytes() for each in (whole, parts)]
@@ -54,10 +60,10 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     assert sum(line["score"] for line in lines) / 80 == pytest.approx(_curve(whole)[-1][1])
     # A damaged checkpoint is passed over, and replaced.
     (parts / "checkpoint-4/model.safetensors").write_bytes(weights[0][:-1])
-    pool.run(1, run, _settings(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
     assert (parts / "checkpoint-4/model.safetensors").read_bytes() == weights[0]
     mocked = {**recorded, "rollout_mock": "mock"}
-    pool.run(1, run, _settings(model, again, 4, **mocked), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, again, 4, **mocked), model, limit=LIMIT)
     assert _curve(again) == _curve(whole)
     assert (again / "model.safetensors").read_bytes() == weights[0]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.cli.collected import Collected
+from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
 _EXAMPLES = {"gpus": "8", "gpus_per_node": "8", "seq": "4096", "global_batch": "64", "image_tokens": "441", "top": "10",
-             "document_length": "512", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
+             "document_length": "512", "longest_document": "2048", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
 _AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Generations without bfloat16.
 _OLD = ("volta", "turing")
@@ -63,6 +64,7 @@ class QuestionReader(Collected):
         arguments = replace(self.words, flags=[*self.words.flags, *cutoff])
         asked = read_settings(self.file, arguments, self.options.trainable)
         self.findings += asked.loaded.findings
+        self.notes += asked.loaded.accepted_notes()
         model = self._model(asked.loaded.settings)
         loaded = asked.loaded if model is None else self._with_adapters(asked.loaded, model)
         world, machine = self._machine(loaded.settings)
@@ -192,6 +194,7 @@ class QuestionReader(Collected):
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
         self._whole_machines(machine, world)
         self.stop()
+        known = self._rows(settings, model)
         return Question(
             model=model,
             machine=machine,
@@ -199,12 +202,15 @@ class QuestionReader(Collected):
             settings=settings,
             origins=asked.loaded.origins if self.file else {},
             global_batch_size=rows,
-            document_length=self._documents(settings),
-            image_tokens=self._images(model),
+            document_length=self._documents(settings) if known.lengths is None else None,
+            image_tokens=self._images(model, known),
+            largest_picture=known.largest_picture,
+            lengths=known.lengths,
             plans_own=plans_own,
             dataset_tokens=self.options.dataset_tokens,
             notes=tuple(self.notes),
             file=self.file,
+            written=frozenset(asked.loaded.written),
         )
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
@@ -213,10 +219,12 @@ class QuestionReader(Collected):
         if world <= size or world % size == 0:
             return
         what = f"{world} devices do not fill machines of {size}"
-        if self.options.launch is None:
-            self.notes.append(f"{what}: {-world % size} of the last one stay idle")
-            return
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
+        if self.options.launch is None:
+            last = f"the last one has {world % size}"
+            alike = f"; --gpus_per_node {per_node} plans {world // per_node} that are alike" if per_node > 1 else ""
+            self.notes.append(f"{what}: {last}{alike}")
+            return
         why = "every machine starts as many processes"
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))
@@ -250,17 +258,31 @@ class QuestionReader(Collected):
         changed = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // (size * replicas)}
         return settings.model_copy(update={"batch": batch.model_copy(update=changed)}), rows
 
+    def _rows(self, settings: Settings, model: PlannedModel) -> PlannedRows:
+        """Take lengths that are stated, else those of the data that a file names."""
+        mean, longest = self.options.document_length, self.options.longest_document
+        if mean is not None or longest is not None:
+            return stated_rows(settings, mean, longest)
+        rows = data_rows(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
+        self.notes += [rows.note] if rows.note else []
+        return rows
+
     def _documents(self, settings: Settings) -> float | None:
+        """Return the mean document of packed rows that are full."""
         length: float | None = self.options.document_length
         if length is not None and length > settings.data.cutoff_len:
             self.notes.append("documents longer than a row are cut: each row is one document")
             return None
-        if length is None and settings.packing:
+        if not settings.packing:
+            return None
+        if length is None:
             self.notes.append("each packed row counts as one document; shorter ones attend less (--document_length)")
         return length
 
-    def _images(self, model: PlannedModel) -> int | None:
+    def _images(self, model: PlannedModel, rows: PlannedRows) -> int | None:
         tokens: int | None = self.options.image_tokens
+        if tokens is None:
+            return rows.most_pictures
         if tokens and model.architecture.vision is None:
             self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
         return tokens

@@ -82,6 +82,12 @@ def _devices(settings: RLSettings, top: Part, roles: Roles) -> None:
             why = f"{_numbers(shared)}: responses are judged while others are still sampled"
             fix = f"write a device_mapping of {judge.name} of its own"
             roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+        for name, devices in others.items():
+            if ahead and (shared := {*judge.devices} & {*devices}):
+                what = f"async_generation_ratio above 0, and {judge.name} shares devices with {name}"
+                why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
+                fix = f"write async_generation_ratio: 0, or a device_mapping of {judge.name} of its own"
+                roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
 
 
 def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:

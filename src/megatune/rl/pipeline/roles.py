@@ -112,41 +112,60 @@ class EngineGroup:
 
 
 class Turns:
-    """Lets roles that share devices use them one after the other; the others are never moved."""
+    """Lets roles that share devices use them one after the other; the others are never moved.
 
-    def __init__(self, engines: EngineGroup, models: Sequence[ModelGroup]) -> None:
-        self._engines, self._models = engines, list(models)
+    Args:
+        judges: engines that work beside the rollout engines, on other devices; they may share those of models.
+    """
+
+    def __init__(self, engines: EngineGroup, models: Sequence[ModelGroup], judges: Sequence[EngineGroup] = ()) -> None:
+        self._engines, self._models, self._judges = engines, list(models), list(judges)
 
     def load(self, model: ModelGroup, checkpoint: str | None = None) -> None:
         """Load a model, with room for it."""
-        if self.meets_engines(model):
-            self._engines.sleep()
+        self._let_sleep(model)
         self._clear_of(model, ())
         model.load(checkpoint)
 
     def sample(self) -> None:
-        """Give the devices to the engines."""
+        """Give the devices to the engines, and to judges."""
         for model in self._models:
-            if self.meets_engines(model):
+            if self.meets_engines(model) or self._judges_of(model):
                 model.hold()
-        self._engines.wake()
+        for engines in (self._engines, *self._judges):
+            engines.wake()
 
     def compute(self, model: ModelGroup, *parts: str) -> None:
-        """Give the devices to a model, which needs these parts."""
-        if self.meets_engines(model):
-            self._engines.sleep()
-        if self._others(model) or self.meets_engines(model):
+        """Give the devices to a model, which needs these parts. Judges that share them have nothing to do."""
+        self._let_sleep(model)
+        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
             model.hold(*self._clear_of(model, parts))
 
     def transfer(self, model: ModelGroup) -> None:
         """Have the model's weights on the devices, and the engines'. Their cache comes back with `sample`, when the
         model has left: together they would be the most that a step needs."""
-        if self._others(model) or self.meets_engines(model):
+        for judge in self._judges_of(model):
+            judge.sleep()
+        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
             model.hold(*self._clear_of(model, ("weights",)))
         for other in self._models:
             if other is not model and self.meets_engines(other):
                 other.hold()
         self._engines.wake("weights")
+
+    @property
+    def judges_take_turns(self) -> bool:
+        """Whether a judge shares a device with a model."""
+        return any(map(self._judges_of, self._models))
+
+    def _let_sleep(self, model: ModelGroup) -> None:
+        if self.meets_engines(model):
+            self._engines.sleep()
+        for judge in self._judges_of(model):
+            judge.sleep()
+
+    def _judges_of(self, model: ModelGroup) -> list[EngineGroup]:
+        return [judge for judge in self._judges if {*judge.role.devices} & {*model.role.devices}]
 
     def _clear_of(self, model: ModelGroup, parts: Sequence[str]) -> Sequence[str]:
         for other in self._others(model):
