@@ -1,7 +1,7 @@
 """Where the time of a step of reinforcement learning goes: phases, transfers of weights by size, and waiting.
 
 Runs what `megatune rl` runs, on random models of several sizes, with a trainer and an engine on devices (processes of a
-CPU) of their own: one phase after the other, and for one of the sizes also one step ahead, in turn. Ray is started once.
+CPU) of their own: one phase after the other, and for one of the sizes also one step ahead, in turn. Ray starts once.
 """
 
 from __future__ import annotations
