@@ -35,7 +35,8 @@ _SETS = (
     "Rows are split by publisher: of each generation of devices, publishers in alphabetical order are in turn open, "
     "which constants may be chosen from, and held out, which they may not; of a generation with one publisher all rows "
     "are held out. The rule was written down, and committed, before any row of H20, H800, L40S, RTX 4090, RTX 5090, "
-    "B200 or Moonlight was predicted; the errors of 43 older rows were known by then."
+    "B200 or Moonlight was predicted; the errors of 43 older rows were known by then. A100 with PCIe alone came later: "
+    "by the same rule its publisher is held out, and the next one of Ampere, torchtitan, open."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatune.plan.catalogue import find_model
@@ -113,8 +114,10 @@ CARDS = (
 _PADDED = {**BALANCED, "moe_pad_expert_input_to_capacity": True}
 
 
-def _b200(model: str, layout: dict[str, Any], steps: int, milliseconds: float, length: int = 4096) -> Row:
-    """One row a micro-batch on eight B200: nothing recomputed, nothing overlapped."""
+def _simumax(
+    model: str, layout: dict[str, Any], steps: int, milliseconds: float, length: int = 4096, device: str = "b200-180g"
+) -> Row:
+    """One row a micro-batch on eight devices: nothing recomputed, nothing overlapped."""
     sizes = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
     parts = (f"{short.upper()} {layout[key]}" for short, name in sizes.items()
              if (key := f"{name}{'_model' if short != 'cp' else ''}_parallel_size") in layout)  # fmt: skip
@@ -122,7 +125,8 @@ def _b200(model: str, layout: dict[str, Any], steps: int, milliseconds: float, l
     for name in ("tensor_model", "context", "pipeline_model"):
         replicas //= layout.get(f"{name}_parallel_size", 1)
     return Row(
-        name=f"{model}, {' '.join(parts)}, {length // 1024}k, B200", source=_SIMUMAX, model=model, device="b200-180g",
+        name=f"{model}, {' '.join(parts)}, {length // 1024}k, {device.split('-')[0].upper()}",
+        source=_SIMUMAX, model=model, device=device,
         gpus=8, length=length, rows=1, steps=steps, speed=steps * replicas * length / (milliseconds / 1000) / 8,
         settings={**layout, **NO_OVERLAP, "overlap_p2p_comm": False},
     )  # fmt: skip
@@ -141,15 +145,39 @@ _L12, _L4, _V2, _V3 = (
 )
 # Of layouts that differ by the number of micro-batches alone, the one with 8 of them.
 B200 = (
-    _b200(_L12, _PP2, 8, 1476.8), _b200(_L12, tp(2), 8, 1387.0), _b200(_L12, tp(4), 8, 765.6),
-    _b200(_L12, tp(8), 8, 556.7), _b200(_V2, {**ep(8), **_PADDED}, 8, 676.2),
-    _b200(_V2, {**ep(4), **_PP2, **_PADDED}, 8, 492.6), _b200(_V3, {**ep(8), **_PADDED}, 8, 1101.7),
-    _b200(_V3, {**ep(4), **_PP2, **_PADDED}, 8, 771.6), _b200(_L4, _PP2, 8, 1935.4), _b200(_L4, tp(2), 8, 1716.8),
-    _b200(_L4, tp(4), 8, 899.6), _b200(_L4, tp(8), 8, 488.1),
-    _b200(_L12, _a2a(2, 4), 4, 1758.0, 32768), _b200(_L12, _a2a(1, 8), 4, 1768.1, 32768),
-    _b200(_L4, _a2a(2, 4), 4, 1984.7, 32768), _b200(_L4, _a2a(1, 8), 4, 2003.6, 32768),
-    _b200(_L12, _a2a(2, 4), 4, 11315.7, 131072), _b200(_L12, _a2a(1, 8), 4, 11301.9, 131072),
-    _b200(_L4, _a2a(2, 4), 4, 10577.6, 131072),
+    _simumax(_L12, _PP2, 8, 1476.8), _simumax(_L12, tp(2), 8, 1387.0), _simumax(_L12, tp(4), 8, 765.6),
+    _simumax(_L12, tp(8), 8, 556.7), _simumax(_V2, {**ep(8), **_PADDED}, 8, 676.2),
+    _simumax(_V2, {**ep(4), **_PP2, **_PADDED}, 8, 492.6), _simumax(_V3, {**ep(8), **_PADDED}, 8, 1101.7),
+    _simumax(_V3, {**ep(4), **_PP2, **_PADDED}, 8, 771.6), _simumax(_L4, _PP2, 8, 1935.4),
+    _simumax(_L4, tp(2), 8, 1716.8), _simumax(_L4, tp(4), 8, 899.6), _simumax(_L4, tp(8), 8, 488.1),
+    _simumax(_L12, _a2a(2, 4), 4, 1758.0, 32768), _simumax(_L12, _a2a(1, 8), 4, 1768.1, 32768),
+    _simumax(_L4, _a2a(2, 4), 4, 1984.7, 32768), _simumax(_L4, _a2a(1, 8), 4, 2003.6, 32768),
+    _simumax(_L12, _a2a(2, 4), 4, 11315.7, 131072), _simumax(_L12, _a2a(1, 8), 4, 11301.9, 131072),
+    _simumax(_L4, _a2a(2, 4), 4, 10577.6, 131072),
 )  # fmt: skip
 
-DEVICES = (*H20, *H100, *CARDS, *B200)
+
+def _pcie(model: str, layout: dict[str, Any], teraflops: float, of_token: float) -> Row:
+    """The same on eight A100 with PCIe alone, by TFLOP/s read off a chart, and operations of a token."""
+    row = _simumax(model, layout, 8, 1.0, device="a100-80g-pcie")
+    return dataclasses.replace(
+        row,
+        source="MooreThreads/SimuMax, assets/A100-Pcie.png",
+        speed=teraflops * 1e12 / of_token,
+        assumed="TFLOP/s read off a chart, of six operations a weight and token and causal attention",
+    )
+
+
+# Operations of a token: six a weight that it meets, of 12 layers and the output layer of Llama-3-70B, and of 4 layers
+# and the output layer of DeepSeek-V2, and attention to the half of 4096 tokens.
+_OF_L12, _OF_V2 = 6 * (12 * 855.6e6 + 1050.7e6) + 12 * 6 * 4096 * 8192, 6 * 2.26e9
+A100_PCIE = (
+    _pcie(_L12, _PP2, 151, _OF_L12),
+    _pcie(_L12, tp(2), 113.5, _OF_L12),
+    _pcie(_L12, tp(4), 82.5, _OF_L12),
+    _pcie(_L12, tp(8), 51.5, _OF_L12),
+    _pcie(_V2, {**ep(8), **_PADDED}, 82.5, _OF_V2),
+    _pcie(_V2, {**ep(4), **_PP2, **_PADDED}, 88.9, _OF_V2),
+)
+
+DEVICES = (*H20, *H100, *CARDS, *B200, *A100_PCIE)

@@ -1,8 +1,8 @@
 """Which rows constants may be chosen from, and which they may not.
 
-The rule, made before any of the rows of 2026-11-23 was predicted: of each generation of devices, publishers in
-alphabetical order are in turn open and held out, with all their rows. Rows of a generation with one publisher are all
-held out.
+The rule, made before any of the rows of 2026-11-23 was predicted, and kept as publishers were added: of each generation
+of devices, publishers in alphabetical order are in turn open and held out, with all their rows. Rows of a generation
+with one publisher are all held out.
 """
 
 from __future__ import annotations

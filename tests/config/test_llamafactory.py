@@ -194,8 +194,8 @@ OFF = [
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=true", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
     "finetuning_type=full", "finetuning_type=freeze", "finetuning_type=lora", "freeze_vision_tower=true",
-    "lora_rank=8", "lora_target=all", "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
-    "use_galore=false", "kto_chosen_weight=1.0", "ppo_epochs=4", "reward_model=null", "reward_model_type=lora",
+    "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
+    "use_galore=false", "ppo_epochs=4", "reward_model=null", "reward_model_type=lora",
     "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
     "do_train=True",
 ]  # fmt: skip

@@ -15,12 +15,11 @@ from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
-from megatune.plan.operators.operator import Product
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
 from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
-from megatune.plan.time.efficiency import Seconds, kernel_seconds, layer_seconds, optimizer_seconds
+from megatune.plan.time.efficiency import Seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
 from megatune.plan.time.rates import Rates
 
@@ -380,19 +379,6 @@ def test_all_recomputed_costs_somewhat_less_than_a_third_more():
     assert again.total / plain.total == pytest.approx(1.29, abs=0.04)
 
 
-def test_small_products_reach_a_smaller_share_of_the_peak():
-    rates = Rates.of(find_machine("h100-80g"), "bfloat16")
-
-    def share(rows: int, columns: int, depth: int) -> float:
-        product = Product(rows, columns, depth, 2)
-        return product.flops / rates.peak / kernel_seconds(rates, [product])
-
-    shares = [share(size, 4096, 4096) for size in (128, 512, 2048, 8192, 32768)]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.25 < 0.5 < shares[-1] < rates.dense / rates.peak
-    assert share(8192, 4096, 256) < share(8192, 4096, 4096)
-
-
 def test_short_rows_are_bound_by_the_host():
     short, long = (step_time(_case(cutoff_len=length, gpu="h100-80g", **_tp(8))) for length in (256, 8192))
     assert short.mfu < long.mfu / 3
@@ -416,26 +402,6 @@ def test_exchanges_are_launched_too(layout: dict[str, Any]):
     calls = _exchange(_case(gpu="h100-80g", cutoff_len=256, **layout)).calls
     assert (sum(calls) > 0) == bool(layout)
     assert together.total >= alone.total - alone.optimizer
-
-
-def test_boards_keep_their_clocks_as_long_as_their_power_lasts():
-    """An H20 has watts to spare, an H100 asks for twice what it may draw, and less still where it may draw less."""
-    machines = [find_machine(name) for name in ("h20-96g", "h100-80g", "rtx-4090", "l40s", "t4")]
-    limited = replace(machines[1], device=replace(machines[1].device, watts=500))
-    h20, h100, rtx, l40s, t4, slow = (
-        (rates := Rates.of(each, "float16")).dense / rates.peak for each in (*machines, limited)
-    )
-    assert h20 == rtx > 0.9 > l40s > h100 > slow > t4
-    assert slow == pytest.approx(h100 * (500 / 700) ** 0.5)
-    unknown = replace(machines[0], device=replace(machines[0].device, watts=None, multiprocessors=None))
-    assert Rates.of(unknown, "bfloat16").dense / unknown.device.flops["bfloat16"] == pytest.approx(h100)
-
-
-def test_attention_beside_tensor_cores_takes_what_the_fp32_rate_says():
-    """Kernels for packed rows reach a third of an H100's peak, and two thirds of an H20's, which has less of it."""
-    h20, h100 = (Rates.of(find_machine(name), "bfloat16") for name in ("h20-96g", "h100-80g"))
-    assert h100.packed == pytest.approx((0.35 * h100.peak, 0.28 * h100.peak))
-    assert 0.6 < h20.packed[0] / h20.peak < h20.dense / h20.peak
 
 
 def test_packed_documents_take_less_attention():

@@ -181,7 +181,10 @@ def _calibrate(options: argparse.Namespace, findings: list[Finding]) -> int:
 
     report = calibrate(options.calibrate)
     path = Path(options.calibration) if options.calibration else default_path(report.device)
+    print("\n".join(report.lines()))
+    if not report.calibration.num_runs:
+        what, fix = "nothing is written: without these factors plans are nearer", "give more runs, of several sizes"
+        raise MegatuneError(Finding(what, why="the fit is refused, as said above", fix=fix), ExitCode.INPUT)
     write(report.calibration, path, report.device)
-    print("\n".join([*report.lines(), f"written: {path}; plans for {report.device} use it"
-                     + (" with --calibration" if options.calibration else "")]))  # fmt: skip
+    print(f"written: {path}; plans for {report.device} use it" + (" with --calibration" if options.calibration else ""))
     return ExitCode.DONE

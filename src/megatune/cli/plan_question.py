@@ -210,6 +210,7 @@ class QuestionReader(Collected):
             dataset_tokens=self.options.dataset_tokens,
             notes=tuple(self.notes),
             file=self.file,
+            written=frozenset(asked.loaded.written),
         )
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
@@ -218,10 +219,12 @@ class QuestionReader(Collected):
         if world <= size or world % size == 0:
             return
         what = f"{world} devices do not fill machines of {size}"
-        if self.options.launch is None:
-            self.notes.append(f"{what}: {-world % size} of the last one stay idle")
-            return
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
+        if self.options.launch is None:
+            last = f"the last one has {world % size}"
+            alike = f"; --gpus_per_node {per_node} plans {world // per_node} that are alike" if per_node > 1 else ""
+            self.notes.append(f"{what}: {last}{alike}")
+            return
         why = "every machine starts as many processes"
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))

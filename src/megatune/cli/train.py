@@ -111,7 +111,6 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     run_yaml = dump(settings, {**checked.origins, **model.origins})
     payload = {
         "settings": settings,
-        "given": loaded.settings,
         "run_yaml": run_yaml,
         "case": checked.planned.case if checked.planned else None,
         "asked": loaded.without_secrets,

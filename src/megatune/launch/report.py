@@ -105,8 +105,15 @@ def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, o
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
-def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome:
-    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet."""
+_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
+
+
+def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NOT_HERE) -> Outcome:
+    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet.
+
+    Args:
+        lost: why a collective operation broke off.
+    """
     if failure.findings:
         return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
@@ -116,7 +123,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
     if failure.exit_code == ExitCode.OUT_OF_MEMORY:
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
-        verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
+        verb, why = "lost its peers", lost
     elif failure.kind is Kind.RELAYED:
         verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:

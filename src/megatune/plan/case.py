@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from megatune.architecture import Architecture
 from megatune.config.groups.run import PAIR_STAGES
@@ -12,6 +13,7 @@ from megatune.plan.machine import Machine
 from megatune.plan.rows import RowLengths, longest_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STANDARD = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ class Case:
 
         A micro-batch is as long as its longest row, with pipeline stages all of a step's are; group_by_length leaves
         little between them. Packed rows are joined, and padded to nothing. Replicas wait for the one with the longest
-        micro-batches, √(2 · ln dp) deviations above the mean.
+        micro-batches: the largest of dp normal variables (by Blom's approximation).
         """
         lengths, settings, count = self.lengths, self.settings, self.num_micro_batches
         assert lengths is not None
@@ -142,7 +144,8 @@ class Case:
         mean, spread = longest_of(lengths, 1 if settings.packing or settings.data.group_by_length else size)
         if settings.packing:
             spread /= math.sqrt(size)
-        waits = 0.0 if settings.data.group_by_length else spread * math.sqrt(2 * math.log(self.dp_size) / count)
+        deviations = _STANDARD.inv_cdf((self.dp_size - 0.375) / (self.dp_size + 0.25))
+        waits = 0.0 if settings.data.group_by_length else spread * deviations / math.sqrt(count)
         return min(mean + waits, float(lengths.longest)), spread
 
     @property

@@ -64,6 +64,16 @@ class Calibration:
     framework: int = 0
     num_runs: int = 0
 
+    @property
+    def of_time(self) -> bool:
+        """Whether seconds were fitted."""
+        return self.num_runs > 0 and (self.compute, self.communication) != (1.0, 1.0)
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether bytes were fitted."""
+        return self.num_runs > 0 and (self.activations, self.framework) != (1.0, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded, load
-from megatune.config.rules import finetuning
+from megatune.config.rules import finetuning, preference
 from megatune.config.settings import Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.variation import with_settings
@@ -29,6 +29,7 @@ class Question:
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
+        written: settings, "group.name", that the user gave a value.
     """
 
     model: PlannedModel
@@ -45,6 +46,7 @@ class Question:
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
     file: str | None = None
+    written: frozenset[str] = frozenset()
 
     @property
     def case(self) -> Case:
@@ -62,6 +64,7 @@ class Question:
             global_batch_size=self.global_batch_size,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            written=self.written,
             largest_picture=self.largest_picture,
             lengths=self.lengths,
         )
@@ -97,5 +100,5 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
     loaded = load(source, words.overrides, words.flags)
     if trainable is not None:
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
-    found = loaded.check_rules(rules=finetuning.RULES)
+    found = loaded.check_rules(rules=(*finetuning.RULES, preference.of_another_stage))
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))

@@ -31,10 +31,10 @@ class Spread(NamedTuple):
 
 
 SPREADS: dict[ModelClass, Spread] = {
-    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.45),
-    "experts": Spread(memory_bound=0.4, time=0.4, time_bound=1.45),
+    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.4),
+    "experts": Spread(memory_bound=0.4, time=0.4, time_bound=1.05),
     "lora": Spread(memory_bound=0.25, time=0.15, time_bound=0.5),
-    "vision": Spread(memory_bound=0.25, time=1.45, time_bound=1.45),
+    "vision": Spread(memory_bound=0.25, time=1.5, time_bound=1.5),
 }
 _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
@@ -58,7 +58,7 @@ def memory_bound(case: Case) -> float:
     Few hold less than their plan, and none of those that were published less than 1 / 1.1 of it.
     """
     known = _CPU_MEMORY if case.machine.device.generation == "cpu" else SPREADS[model_class(case)].memory_bound
-    return _CALIBRATED * known if case.machine.calibration.num_runs else _on_device(case, known, _OF_MEMORY)
+    return _CALIBRATED * known if case.machine.calibration.of_memory else _on_device(case, known, _OF_MEMORY)
 
 
 def time_bound(case: Case) -> float:
@@ -70,7 +70,7 @@ def time_uncertainty(case: Case) -> float:
     """Return the relative uncertainty of seconds: with 0.25 two of three steps take between 1 / 1.25 of the prediction
     and 1.25 times it."""
     known = SPREADS[model_class(case)].time
-    return known / 2 if case.machine.calibration.num_runs else _on_device(case, known, _OF_TIME)
+    return known / 2 if case.machine.calibration.of_time else _on_device(case, known, _OF_TIME)
 
 
 def _on_device(case: Case, known: float, measured: Sequence[str]) -> float:

@@ -53,9 +53,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     """Run the target that `launch` starts in every rank.
 
     Args:
-        payload: "settings", valid ones; "given", as they were before this machine's model and hub completed them;
-            "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None; "asked", what the user wrote,
-            without secrets; "model_dir", where the launcher put the files of a model on a hub.
+        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
+            "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
+            hub.
 
     Returns:
         DONE or STOPPED.
@@ -70,9 +70,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
     try:
-        check_same_settings(payload["given"])
-        plan = payload.get("case"), payload.get("asked")
-        return _train(context, settings, payload["run_yaml"], *plan, payload.get("model_dir"))
+        asked: Loaded = payload["asked"]
+        check_same_settings(asked.settings)
+        return _train(context, settings, payload["run_yaml"], payload["case"], asked, payload.get("model_dir"))
     finally:
         groups.leave()
 

@@ -23,7 +23,7 @@ def check_same_settings(settings: Settings) -> None:
     """Refuse to train with settings that are not the same on all ranks. Collective.
 
     Args:
-        settings: as this rank was given them.
+        settings: as this rank was given them, before its machine's model and hub completed them.
 
     Raises:
         MegatuneError: SETTINGS, on every rank: each key that differs, with its values and who has them.

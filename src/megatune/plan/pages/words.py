@@ -205,9 +205,10 @@ def machine_words(machine: Machine, world_size: int) -> str:
         return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
     if world_size <= per_node:
         return f"{world_size} × {device.name}" + (f", {machine.link.name}" if world_size > 1 else "")
-    nodes = -(-world_size // per_node)
-    within = f" of {per_node}, {machine.link.name} inside" if per_node > 1 else " of 1"
-    return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
+    nodes, left = divmod(world_size, per_node)
+    within = f" of {per_node}{f' and 1 of {left}' if left else ''}"
+    within += f", {machine.link.name} inside" if per_node > 1 else ""
+    return f"{world_size:,} × {device.name}: {count(nodes, 'node')}{within}, {machine.network.name} between"
 
 
 def slow_precision(question: Question) -> str:

@@ -27,7 +27,7 @@ def warnings_of(planned: Estimate) -> list[str]:
         found.append(f"memory is tight: {planned_share}, and the plan may be some percent off")
     if case.machine.device.generation == "cpu":
         return found
-    checks = (_single_precision, _tensor_parallel_across_machines, _no_sequence_parallel, _bubble, _nothing_to_share,
+    checks = (_single_precision, tensor_parallel_across_machines, _no_sequence_parallel, _bubble, _nothing_to_share,
               _recompute_not_needed, _no_overlap)  # fmt: skip
     return [*found, *(warning for check in checks for warning in check(planned))]
 
@@ -49,7 +49,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
         yield f"this run computes in fp32: {better}"
 
 
-def _tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
+def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
     case = planned.case
     tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node

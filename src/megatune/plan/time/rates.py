@@ -86,7 +86,7 @@ _CORE = Reference(peak=1, single=1, multiprocessors=1, watts=1)
 EFFICIENCIES = {
     "volta": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
     "turing": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
-    "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=2.15, attention=_FLASH_2, packed=_FLASH_2),
+    "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=2.0, attention=_FLASH_2, packed=_FLASH_2),
     "ada": Efficiency(reference=_A100, tile=(128, 256), demand=1.56, attention=_FLASH_2, packed=_FLASH_2),
     "hopper": Efficiency(
         reference=_H100, tile=(128, 256), demand=1.56, attention=(0.60, 0.48), packed=(0.35, 0.28)
