@@ -1,5 +1,6 @@
-"""How fast data becomes token rows: samples a second with one and two processes, beside datasets.map over
-apply_chat_template; peak memory; the start of a second run; and packing a million lengths.
+"""How fast data becomes token rows: CPU seconds and samples a second with one and two processes, beside what
+LLaMA-Factory does and datasets.map over apply_chat_template; peak memory; the start of a second run; packing a million
+lengths; and whether tokens that are looked up by words are the tokenizer's own.
 
 Each figure is measured in a process of its own, the ways in turn, several rounds; the best round counts, since what
 else runs on a machine only ever adds time. `--source` takes an alpaca file; without one, rows are made of demo text.
@@ -16,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_clock import Clock
 from reporting import add_output_flag, finish
 
 LIMIT = 1800.0  # seconds that one measurement may take
@@ -70,9 +72,9 @@ def load_inputs(folder: Path) -> tuple[Any, Callable[..., Any]]:
     def settings(**changes: object) -> Any:
         values = {
             "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "cutoff_len": 2048,
-            "packing": True, "template": "qwen", **changes,
+            "packing": True, "template": "qwen", "output_dir": folder / "out", **changes,
         }  # fmt: skip
-        return load(overrides=[f"{key}={value}" for key, value in values.items()]).require_valid_data()
+        return load(overrides=[f"{key}={value}" for key, value in values.items()]).require_valid()
 
     return AutoTokenizer.from_pretrained(folder / "model"), settings
 
@@ -82,11 +84,11 @@ def ours(folder: Path, template: str, processes: int) -> dict[str, float]:
     from megatune.data.prepare import prepare
 
     tokenizer, settings = load_inputs(folder)
-    began = time.perf_counter()
+    clock = Clock()
     prepared = prepare(
         settings(template=template, preprocessing_num_workers=processes, overwrite_cache=True), tokenizer
     )
-    return {"seconds": time.perf_counter() - began, "tokens": prepared.report.train.tokens}
+    return {**clock.read(), "tokens": prepared.report.train.tokens}
 
 
 def second_start(folder: Path) -> dict[str, float]:
@@ -94,10 +96,10 @@ def second_start(folder: Path) -> dict[str, float]:
     from megatune.data.prepare import prepare
 
     tokenizer, settings = load_inputs(folder)
-    began = time.perf_counter()
+    clock = Clock()
     prepared = prepare(settings(), tokenizer)
     assert len(prepared.train[0])
-    return {"seconds": time.perf_counter() - began}
+    return clock.read()
 
 
 def datasets_map(folder: Path, processes: int) -> dict[str, float]:
@@ -112,7 +114,7 @@ def datasets_map(folder: Path, processes: int) -> dict[str, float]:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
         return {"input_ids": tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)}
 
-    began = time.perf_counter()
+    clock = Clock()
     rows = datasets.load_dataset(
         "json",
         data_files=str(folder / "rows.jsonl"),
@@ -120,7 +122,7 @@ def datasets_map(folder: Path, processes: int) -> dict[str, float]:
         cache_dir=str(folder / f"hub-{time.monotonic_ns()}"),
     )
     rows = rows.map(encode, remove_columns=rows.column_names, num_proc=processes if processes > 1 else None)
-    return {"seconds": time.perf_counter() - began, "tokens": sum(map(len, rows["input_ids"]))}
+    return {**clock.read(), "tokens": sum(map(len, rows["input_ids"]))}
 
 
 def packing() -> dict[str, float]:
@@ -130,17 +132,71 @@ def packing() -> dict[str, float]:
     from megatune.data.packing import pack
 
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.8, PACKED_LENGTHS).astype(np.int64).clip(1, CAPACITY)
-    began = time.perf_counter()
+    clock = Clock()
     _, rows = pack(lengths, CAPACITY, seed=0)
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "filled": lengths.sum() / (len(rows) - 1) / CAPACITY}
+    return {**clock.read(), "filled": lengths.sum() / (len(rows) - 1) / CAPACITY}
+
+
+def theirs(folder: Path, processes: int) -> dict[str, float]:
+    """LLaMA-Factory's steps."""
+    import data_theirs
+
+    tokenizer, _ = load_inputs(folder)
+    clock = Clock()
+    rows = data_theirs.prepare(folder, tokenizer, processes)
+    return {**clock.read(), "tokens": data_theirs.num_tokens(rows, tokenizer)}
+
+
+def equality(folder: Path) -> dict[str, float]:
+    """Hold looked-up tokens of every text in the files of `--equal` and of the rows against the tokenizer's own."""
+    from tokenizers import Tokenizer
+
+    from megatune.data.words import words_of
+
+    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    words = words_of(tokenizer)
+    assert words is not None
+    counted = {"texts": 0, "tokens": 0, "looked_up": 0, "different": 0}
+    for path in sorted((folder / "texts").iterdir()):
+        texts = path.read_text(encoding="utf-8").split("\0")
+        own = [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        found = [words.tokens(text) for text in texts]
+        counted["texts"] += len(texts)
+        counted["tokens"] += sum(map(len, own))
+        counted["looked_up"] += sum(tokens is not None for tokens in found)
+        counted["different"] += sum(a is not None and a != b for a, b in zip(found, own, strict=True))
+    return {name: float(value) for name, value in counted.items()}
+
+
+def write_texts(folder: Path, paths: Sequence[Path]) -> None:
+    """All strings of these files, with special tokens around and inside, beside the strings of tests/data."""
+    (folder / "texts").mkdir()
+    for number, path in enumerate(paths):
+        found: list[str] = []
+
+        def take(value: Any, found: list[str] = found) -> None:
+            if isinstance(value, str):
+                found.append(value)
+            for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+                take(item)
+
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            take(json.loads(content))
+        elif path.suffix == ".jsonl":
+            take([json.loads(line) for line in content.splitlines()])
+        else:
+            found = content.splitlines(keepends=True)
+        whole = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in found]
+        (folder / "texts" / str(number)).write_text("\0".join([*found, *whole, content]), encoding="utf-8")
 
 
 WAYS: dict[str, tuple[str, Callable[[Path], dict[str, float]]]] = {
+    "theirs-1": ("LLaMA-Factory's steps, one process", lambda folder: theirs(folder, 1)),
     "map-1": ("datasets.map, one process", lambda folder: datasets_map(folder, 1)),
     "named-1": ("megatune, template qwen, one process", lambda folder: ours(folder, "qwen", 1)),
     "default-1": ("megatune, template default, one process", lambda folder: ours(folder, "default", 1)),
-    "map-2": ("datasets.map, two processes", lambda folder: datasets_map(folder, 2)),
+    "theirs-2": ("LLaMA-Factory's steps, two processes", lambda folder: theirs(folder, 2)),
     "named-2": ("megatune, template qwen, two processes", lambda folder: ours(folder, "qwen", 2)),
 }
 
@@ -158,7 +214,8 @@ def measure(way: str, folder: Path) -> dict[str, float]:
 
 def measured(way: str, folder: Path) -> None:
     """In that process."""
-    run = {"start": second_start, "packing": lambda _: packing(), **{name: run for name, (_, run) in WAYS.items()}}[way]
+    others = {"start": second_start, "packing": lambda _: packing(), "equality": equality}
+    run = {**others, **{name: run for name, (_, run) in WAYS.items()}}[way]
     result = run(folder)
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(json.dumps({**result, "peak": peak / 2**20}))
@@ -167,10 +224,11 @@ def measured(way: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="an alpaca file in JSON, to take rows from")
+    parser.add_argument("--equal", type=Path, nargs="*", default=[], help="files of text to compare tokens on")
     parser.add_argument("--samples", type=int, default=100_000, metavar="N", help="rows (100000)")
     parser.add_argument("--vocab-size", type=int, default=32_000, metavar="N", help="of the tokenizer (32000)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times that each is measured (3)")
-    parser.add_argument("--measure", choices=[*WAYS, "start", "packing"], help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=[*WAYS, "start", "packing", "equality"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     add_output_flag(parser)
     arguments = parser.parse_args()
@@ -180,42 +238,59 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, arguments.source, arguments.samples, arguments.vocab_size)
+        write_texts(folder, [*arguments.equal, folder / "rows.jsonl"])
+        loads = [os.getloadavg()[0]]
         results: dict[str, list[dict[str, float]]] = {way: [] for way in (*WAYS, "start", "packing")}
         for _ in range(arguments.rounds):
             for way in WAYS:
                 results[way].append(measure(way, folder))
+                loads.append(os.getloadavg()[0])
             # The cache holds what was prepared last; this makes sure that it is what the second start asks for.
             measure("start", folder)
             results["start"].append(measure("start", folder))
             results["packing"].append(measure("packing", folder))
-    best = {way: min(rounds, key=lambda result: result["seconds"]) for way, rounds in results.items()}
-    report(best, arguments)
+        equal = measure("equality", folder)
+    best = {way: min(rounds, key=lambda result: result["cpu"]) for way, rounds in results.items()}
+    report(best, equal, loads, arguments)
 
 
-def report(best: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
+def report(
+    best: dict[str, dict[str, float]], equal: dict[str, float], loads: Sequence[float], arguments: argparse.Namespace
+) -> None:
     """The table, and what stands below it."""
     rows = []
     for way, (title, _) in WAYS.items():
-        result, peer = best[way], best[f"map-{way[-1]}"]
+        result, peer = best[way], best[f"theirs-{way[-1]}"]
         rows.append(
             [
                 title,
+                f"{result['cpu']:.2f}",
+                f"{result['cpu'] / peer['cpu']:.2f}",
+                f"{result['busiest']:.2f}",
                 f"{arguments.samples / result['seconds']:,.0f}",
-                f"{result['tokens'] / result['seconds']:,.0f}",
-                f"{peer['seconds'] / result['seconds']:.2f}",
+                f"{result['tokens'] / result['cpu']:,.0f}",
                 f"{result['peak']:.2f}",
             ]
         )
-    start, packed = best["start"], best["packing"]
+    start, packed, one, two = (best[way] for way in ("start", "packing", "named-1", "named-2"))
     note = (
-        f"{arguments.samples:,} alpaca-like rows; best of {arguments.rounds} rounds, in turn. Ours reads, renders, "
-        "tokenises, labels, packs and writes; datasets.map reads, renders, tokenises and writes. Memory: the largest "
-        "process, in GiB.\n\n"
+        f"{arguments.samples:,} alpaca-like rows; of {arguments.rounds} rounds, in turn, the one with the fewest CPU "
+        "seconds (user and system, of all processes). Ours reads, renders, tokenises, labels, packs all rows together "
+        "and writes; LLaMA-Factory's steps are those of benchmarks/data_theirs.py, and pack within 1,000 rows; "
+        "datasets.map has no labels and no packing. Busiest: CPU seconds of this process or of all that it started, "
+        "the larger; with two processes that is what a second core leaves to wait for. Memory: the largest process, in "
+        f"GiB. Others used the machine: load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores, so "
+        "samples/s say little; a CPU second is longer, too, beside others.\n\n"
+        f"- the second process: {one['cpu'] / two['busiest']:.2f} times as fast, were both cores free (CPU seconds of "
+        "one process by those of the busiest of two, the start of the second included)\n"
         f"- start of a second run, from the cache: {start['seconds']:.2f} s (key, opening, a row; without imports)\n"
-        f"- packing {PACKED_LENGTHS:,} lengths into rows of {CAPACITY}: {packed['seconds']:.2f} s, "
-        f"{packed['filled']:.2%} full"
+        f"- packing {PACKED_LENGTHS:,} lengths into rows of {CAPACITY}: {packed['cpu']:.2f} CPU seconds, "
+        f"{packed['filled']:.2%} full\n"
+        f"- tokens looked up by words: {equal['different']:.0f} of {equal['texts']:,.0f} texts differ from the "
+        f"tokenizer's own ({equal['tokens']:,.0f} tokens; {equal['looked_up'] / equal['texts']:.1%} of the texts are "
+        "looked up, the others left to the tokenizer)"
     )
-    header = ["way", "samples/s", "tokens/s", "times datasets.map", "peak GiB"]
+    header = ["way", "CPU s", "of LLaMA-Factory's", "busiest", "samples/s", "tokens/CPU s", "peak GiB"]
     finish("data", "From files to token rows", header, rows, note, arguments.output)
 
 

@@ -25,6 +25,11 @@ def test_settings_page_is_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run docs/generate_settings.py"
 
 
+def test_tables_of_llama_factory_are_current() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "generate_llamafactory.py"))
+    assert found["PAGE"].read_text(encoding="utf-8") == found["render"](), "run docs/generate_llamafactory.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))

@@ -17,9 +17,10 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.conversation import Conversation, Message
-from megatune.data.prepare import Prepared, hold_out, open_prepared, prepare, rank
+from megatune.data.prepare import Prepared, hold_out, open_prepared, prepare
 from megatune.data.report import DataReport
 from megatune.data.rows import Document, TokenRows
+from megatune.data.samples import rank
 from megatune.errors import ExitCode, MegatuneError
 
 TOKENIZER = qwen_tokenizer()

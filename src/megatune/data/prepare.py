@@ -7,7 +7,6 @@ out does.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built
 from megatune.data.cache.key import prepared_key
-from megatune.data.conversation import Conversation, Example, texts
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
@@ -101,7 +99,7 @@ class _Collected:
     report: DatasetReport
     first: int  # the number of the first one among all samples written; the others follow it
     copies: array[int] = field(default_factory=lambda: array("i"))  # how often each is trained in an epoch
-    ranks: array[int] = field(default_factory=lambda: array("Q"))  # see `rank`; empty where nothing is held out
+    ranks: array[int] = field(default_factory=lambda: array("Q"))  # see `samples.rank`; empty where nothing is held out
 
     @property
     def numbers(self) -> np.ndarray:
@@ -158,14 +156,13 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        assert not isinstance(sample.example, RowError)
-        desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
-        builder.add(encoded.documents, encoded.margin, desirable)
+        assert sample.facts is not None
+        builder.add(encoded.documents, encoded.margin, sample.facts.desirable)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)
         if settings.data.val_size:
-            collected.ranks.append(rank(sample.example, settings.run.seed))
+            collected.ranks.append(sample.facts.rank)
     return collected, reader.nothing_usable()
 
 
@@ -178,15 +175,6 @@ class Split:
     on_both_sides: int = 0  # rows with the texts of a held-out row that are trained, since there are no others
 
 
-def rank(example: Example, seed: int) -> int:
-    """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
-    state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
-    for _, value in () if isinstance(example, str) else example.pictures:
-        named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
-        state.update(named if isinstance(named, bytes) else repr(named).encode())
-    return int.from_bytes(state.digest(), "little")
-
-
 def hold_out(ranks: np.ndarray, val_size: float) -> Split:
     """Hold out the rows of the lowest ranks.
 
@@ -194,7 +182,7 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
     held out is left out of training, unless all rows have it.
 
     Args:
-        ranks: uint64 [rows], see `rank`.
+        ranks: uint64 [rows], see `samples.rank`.
         val_size: a number of rows, or a share below 1, rounded up.
 
     Raises:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, NamedTuple
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import PLACEHOLDERS, Example, fill_placeholders, texts
+from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
+from megatune.data.encode import Encoded
 from megatune.data.formats import to_example
-from megatune.data.order import sample_order
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -21,15 +24,98 @@ Replacements = Mapping[str, tuple[str, str] | None]
 LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
-    """One row of a file on its way to tokens."""
+    """One row of a file on its way to tokens; what it says is read where it is encoded, by worker processes too.
 
-    where: str  # its place, as reports name it
-    example: Example | RowError  # what is trained on, or why the row is dropped
-    copies: int  # how often it is trained in an epoch; more than 1 where num_samples exceeds the data set
-    row: RawRow  # as it was read
-    position: SourcePosition | None = None  # where its data set continues after it
+    Attributes:
+        where: its place, as reports name it.
+        example: what is trained on, or why the row is dropped; None until it is read, or if another process read it.
+        copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
+        row: as it was read.
+        position: where its data set continues after it.
+        facts: what else its example says.
+    """
+
+    where: str
+    example: Example | RowError | None
+    copies: int
+    row: RawRow
+    position: SourcePosition | None = None
+    facts: Facts | None = None
+
+
+class Facts(NamedTuple):
+    """What is known of a row beside its tokens."""
+
+    missing: tuple[str, ...] = ()  # placeholders in it that have no value
+    desirable: bool | None = None  # see `Conversation`
+    rank: int = 0  # see `rank`; 0 where nothing is held out
+
+
+NO_FACTS = Facts()
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Reads the rows of one data set as examples; picklable, so that worker processes can have it.
+
+    Attributes:
+        placeholders: see `replacements`.
+        pictures: whether the model takes some.
+        seed: of `rank`; None where nothing is held out.
+    """
+
+    source: DatasetSource
+    stage: str
+    placeholders: Replacements
+    pictures: bool = False
+    seed: int | None = None
+
+    def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, Facts]:
+        """Return what a row says, or why it cannot be trained on."""
+        try:
+            example = to_example(fields, self.source, self.stage, pictures=self.pictures)
+            missing: list[str] = []
+            if any("{{" in text for text in texts(example)):
+                chosen = 0 if fields.get(LANGUAGE_FIELD) == CHINESE else 1
+                filled = {placeholder: both and both[chosen] for placeholder, both in self.placeholders.items()}
+                example, missing = fill_placeholders(example, filled)
+        except (RowError, UnsupportedRow) as error:
+            return error, NO_FACTS
+        desirable = example.desirable if isinstance(example, Conversation) else None
+        if self.seed is None and desirable is None and not missing:
+            return example, NO_FACTS
+        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed))
+
+    def refused(self, sample: Sample, unsupported: UnsupportedRow) -> MegatuneError:
+        """Return the error that ends a run over a row that needs what is not built."""
+        what = f"dataset: {self.source.name} cannot be trained on: {unsupported}"
+        return MegatuneError(Finding(what, sample.where, fix=unsupported.fix), ExitCode.SETTINGS)
+
+
+def with_examples(samples: Iterator[Sample], reader: RowReader) -> Iterator[Sample]:
+    """Yield samples with what their rows say, read in this process.
+
+    Raises:
+        MegatuneError: a row needs what is not built (exit code 64).
+    """
+    for sample in samples:
+        if sample.example is None:
+            example, sample.facts = reader.read(sample.row.fields)
+            if isinstance(example, UnsupportedRow):
+                raise reader.refused(sample, example)
+            sample.example = example
+        yield sample
+
+
+def rank(example: Example, seed: int) -> int:
+    """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
+    state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
+    for _, value in () if isinstance(example, str) else example.pictures:
+        named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
+        state.update(named if isinstance(named, bytes) else repr(named).encode())
+    return int.from_bytes(state.digest(), "little")
 
 
 def replacements(data: DataSettings) -> Replacements:
@@ -44,89 +130,63 @@ def _both(value: str | list[str] | None) -> tuple[str, str] | None:
 
 
 def read_samples(
-    source: DatasetSource,
-    *,
-    stage: str,
-    seed: int,
-    shuffle: bool = True,
-    max_samples: int | None,
-    placeholders: Replacements,
-    pictures: bool = False,
+    source: DatasetSource, *, seed: int, shuffle: bool = True, max_samples: int | None = None
 ) -> Iterator[Sample]:
     """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
     Args:
         shuffle: num_samples draws at random; False takes the first rows.
         max_samples: the first ones of those that num_samples draws.
-        placeholders: see `replacements`.
-        pictures: whether the model takes some.
 
     Raises:
-        MegatuneError: a file cannot be read, a row needs what is not built, or a placeholder has no value (said at the
-            end, for all of them).
+        MegatuneError: a file cannot be read.
     """
-    unfilled: dict[str, str] = {}
-    drawn = drawn_rows(source, seed if shuffle else None)
-    for sample, missing in _samples(islice(drawn, max_samples), source, stage, placeholders, pictures):
-        for placeholder in missing:
-            unfilled.setdefault(placeholder, sample.where)
-        yield sample
-    if unfilled:
-        raise _unfilled(unfilled)
+    for row, position, copies in islice(drawn_rows(source, seed if shuffle else None), max_samples):
+        yield Sample(row.where, row.error, copies, row, position)
 
 
 def stream_samples(
-    source: DatasetSource,
-    *,
-    stage: str,
-    max_samples: int | None,
-    placeholders: Replacements,
-    pictures: bool = False,
-    after: SourcePosition | None,
-    taken: int,
+    source: DatasetSource, *, max_samples: int | None, after: SourcePosition | None, taken: int
 ) -> Iterator[Sample]:
     """Yield the rows of one data set from a place on; of those num_samples and max_samples leave the first.
 
     Args:
-        pictures: as of `read_samples`.
         after: the position of the sample to continue after.
         taken: how many samples there are up to it.
 
     Raises:
-        MegatuneError: as `read_samples`, a placeholder without a value before its row can be trained.
+        MegatuneError: as `read_samples`.
     """
     limits = [limit for limit in (source.num_samples, max_samples) if limit is not None]
     left = max(0, min(limits) - taken) if limits else None
-    rows = ((row, position, 1) for row, position in islice(source.rows_from(after), left))
-    for sample, missing in _samples(rows, source, stage, placeholders, pictures):
-        if missing:
-            raise _unfilled({missing[0]: sample.where})
-        yield sample
+    for row, position in islice(source.rows_from(after), left):
+        yield Sample(row.where, row.error, 1, row, position)
 
 
-def _samples(
-    rows: Iterable[_Row],
-    source: DatasetSource,
-    stage: str,
-    placeholders: Replacements,
-    pictures: bool,
-) -> Iterator[tuple[Sample, list[str]]]:
-    """Yield the sample of each row, and the placeholders in it that have no value."""
-    for row, position, copies in rows:
-        example: Example | RowError
-        missing: list[str] = []
-        try:
-            example = row.error or to_example(row.fields, source, stage, pictures=pictures)
-            if not isinstance(example, RowError) and any("{{" in text for text in texts(example)):
-                chosen = 0 if row.fields.get(LANGUAGE_FIELD) == CHINESE else 1
-                filled = {placeholder: both and both[chosen] for placeholder, both in placeholders.items()}
-                example, missing = fill_placeholders(example, filled)
-        except RowError as error:
-            example = error
-        except UnsupportedRow as unsupported:
-            what = f"dataset: {source.name} cannot be trained on: {unsupported}"
-            raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
-        yield Sample(row.where, example, copies, row, position), missing
+Result = tuple[Sample, Encoded | RowError]
+
+
+def all_filled(results: Generator[Result, None, None], *, at_once: bool = False) -> Generator[Result, None, None]:
+    """Yield encoded samples, and refuse placeholders without a value.
+
+    Args:
+        at_once: before the first row that has one, as rows that are streamed need it; else at the end, for all of them.
+
+    Raises:
+        MegatuneError: a placeholder has no value (exit code 64).
+    """
+    unfilled: dict[str, str] = {}
+    with closing(results):
+        for result in results:
+            sample, _ = result
+            if sample.facts is not None and sample.facts.missing:
+                for placeholder in sample.facts.missing[: 1 if at_once else None]:
+                    unfilled.setdefault(placeholder, sample.where)
+                if at_once:
+                    break
+            yield result
+    if unfilled:
+        raise _unfilled(unfilled)
 
 
 def _unfilled(where: Mapping[str, str]) -> MegatuneError:
@@ -146,6 +206,8 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
+    from megatune.data.order import sample_order  # numpy, which a look at the first rows does without
+
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatune.doctor.check import Check, Verdict
 from megatune.errors import MegatuneError
+from megatune.training.before import check_before
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
@@ -66,11 +67,19 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
                 for each in error.findings
             ]
     findings = loaded.check(architecture, world_size)
+    findings += [each for error in check_before(settings, loaded.invalid).errors for each in error.findings]
     checks += [
         Check("settings", each.where or "settings", Verdict.FAIL, each.what, each.why, each.fix) for each in findings
     ]
     if not checks:
-        checks = [Check("settings", "settings", Verdict.PASS, "valid for this layout and model")]
+        checks = [
+            Check(
+                "settings",
+                "settings",
+                Verdict.PASS,
+                "valid for this layout and model; data, weights and folders are there",
+            )
+        ]
     limit = settings.checkpoint.save_total_limit
     return Needs(
         output_dir=Path(settings.run.output_dir) if settings.run.output_dir else None,

@@ -19,7 +19,7 @@ from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.report import counted
 from megatune.data.rows import DESIRABLE, Arrangement, Document
-from megatune.data.samples import read_samples, replacements
+from megatune.data.samples import RowReader, read_samples, replacements
 from megatune.data.scored_tokens import MARGIN
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
@@ -206,19 +206,14 @@ def _usable(
 ) -> Iterator[tuple[RowDocument, ...]]:
     """Encode samples and yield the documents of those that can be trained on; the others are noted in the preview."""
     data = settings.data
-    samples = read_samples(
-        source,
-        stage=settings.run.stage,
-        seed=settings.run.seed,
-        shuffle=data.dataset_shuffle,
-        max_samples=data.max_samples,
-        # What has no value is shown as it is written; a run would end with it.
-        placeholders={placeholder: both or (placeholder,) * 2 for placeholder, both in replacements(data).items()},
-        pictures=encoder.vision is not None,
-    )
-    for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1):
+    seed = settings.run.seed
+    samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
+    # What has no value is shown as it is written; a run would end with it.
+    placeholders = {placeholder: both or (placeholder,) * 2 for placeholder, both in replacements(data).items()}
+    reader = RowReader(source, settings.run.stage, placeholders, encoder.vision is not None)
+    for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1, reader):
         preview.read += 1
-        if not isinstance(sample.example, RowError):
+        if sample.example is not None and not isinstance(sample.example, RowError):
             preview.unfilled.update(p for p in PLACEHOLDERS if any(p in text for text in texts(sample.example)))
         if isinstance(encoded, RowError):
             preview.bad.append((sample.where, encoded))

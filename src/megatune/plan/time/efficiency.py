@@ -20,10 +20,8 @@ from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
+from megatune.plan.time.host import host_seconds
 from megatune.plan.time.rates import Rates
-
-# The host's memory and processor, of one rank, and the way there.
-_HOST_BANDWIDTH = 12e9
 
 
 def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:
@@ -154,6 +152,5 @@ def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> fl
     trained = elements.trained_dense + elements.trained_expert
     touched = 3 * gradient * trained
     update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
-    on_host = elements.updated * (4 + size + 2 * rules.element_bytes + 8) / _HOST_BANDWIDTH
-    share = rules.host_fraction
-    return memory_seconds(rates, touched + (1 - share) * update) + share * on_host
+    here = memory_seconds(rates, touched + (1 - rules.host_fraction) * update)
+    return here + host_seconds(case, elements)

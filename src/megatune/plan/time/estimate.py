@@ -48,7 +48,7 @@ class StepTime:
         data_parallel: summing gradients and collecting weights.
         optimizer: the update, and all passes over gradients.
         overhead: what the host does between steps.
-        tokens: of a step, padding included.
+        tokens: of a step; padding included where nobody knows how long rows are.
         model_flops: of a step, FLOP; see `megatune.plan.flops.train_flops`.
         num_gpus: devices of the run.
         peak_flops: of one device, FLOP/s, in the dtype of the model.
@@ -162,6 +162,7 @@ def step_time(case: Case) -> StepTime:
     Raises:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
+    case = case.in_the_mean
     settings, rank = case.settings, _Rank.of(case)
     contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
     chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
@@ -194,7 +195,7 @@ def step_time(case: Case) -> StepTime:
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
         optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
         overhead=_OVERHEAD,
-        tokens=case.global_batch_size * case.row_tokens,
+        tokens=case.tokens,
         model_flops=model_flops(case),
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
@@ -210,7 +211,7 @@ def micro_batch_seconds(case: Case) -> float:
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
     layers = layer_contents(case.model.architecture, case.settings.finetuning)
-    return _Rank.of(case).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
+    return _Rank.of(case.in_the_mean).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
 
 
 class _Rank(NamedTuple):

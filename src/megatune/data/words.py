@@ -1,0 +1,177 @@
+"""Tokens of texts from the tokens of their words, for tokenizers of byte-level BPE.
+
+Such a tokenizer cuts a text at its added tokens, then into words by a regular expression, and merges the bytes of each
+word by itself. Text repeats its words, so their tokens are looked up; a word that is new is merged by the model's own
+code. The expression is the tokenizer's, with its classes of characters written out as its own library has them, and
+only for characters that its normalizer leaves alone. A text with any other, such as a combining mark, is for the
+tokenizer itself.
+
+What makes texts equal is read off the tokenizer and then tried: on mixed strings when it is made, and on the first
+texts of the data. One that differs anywhere is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from megatune.data.characters import plain_characters, probes, ranges, written_out
+
+LONGEST_WORD = 32  # characters; longer ones, such as lines of Chinese, hardly come again
+MOST_WORDS = 2**18  # about 60 MiB in each process
+CHECKED_TEXTS = 512  # of the data, held against the tokenizer's own
+
+# The words of tokenizers that name no expression, as the library writes it for them.
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+class Words:
+    """The tokens of a byte-level BPE's texts; made by `words_of`.
+
+    Args:
+        backend: the tokenizers library's object.
+        expressions: what cuts texts, one after the other.
+    """
+
+    def __init__(self, backend: Any, expressions: Sequence[str]) -> None:
+        added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
+        self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
+        *self._cuts, self._words = (re.compile(f"({written_out(each)})") for each in expressions)
+        self._other = re.compile(f"[^{ranges(plain_characters())}]")
+        self._tokens = _Tokens(backend)
+        self._backend, self._expressions = backend, tuple(expressions)
+        self._unchecked = CHECKED_TEXTS  # texts of the data left to hold against the tokenizer's own; -1: one differed
+
+    def __reduce__(self) -> tuple[type[Words], tuple[Any, tuple[str, ...]]]:
+        return Words, (self._backend, self._expressions)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, without those that the tokenizer puts around it."""
+        found = [self.tokens(text) if self._unchecked >= 0 else None for text in texts]
+        tried = [place for place, tokens in enumerate(found) if tokens is not None][: max(0, self._unchecked)]
+        if tried:
+            own = self._own([texts[place] for place in tried])
+            self._unchecked -= len(tried)
+            if own != [found[place] for place in tried]:
+                self._unchecked, found = -1, [None] * len(texts)
+        left = [place for place, tokens in enumerate(found) if tokens is None]
+        for place, tokens in zip(left, self._own([texts[place] for place in left]), strict=True):
+            found[place] = tokens
+        return [tokens for tokens in found if tokens is not None]
+
+    def tokens(self, text: str) -> list[int] | None:
+        """Return the tokens of a text, None where they are not known to be the tokenizer's own."""
+        if not text.isascii() and self._other.search(text):
+            return None
+        parts = self._added.split(text) if self._added is not None else [text]
+        if len(self._tokens) > MOST_WORDS:
+            self._tokens.clear()
+        tokens: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                tokens += self._tokens.added[part]
+            elif part:
+                tokens += chain.from_iterable(map(self._tokens.__getitem__, self._cut(part)))
+        return tokens
+
+    def _cut(self, text: str) -> Iterable[str]:
+        pieces = [text]
+        for cut in self._cuts:  # what lies between two matches is a piece, too
+            pieces = [part for piece in pieces for part in cut.split(piece) if part]
+        words = [word for piece in pieces for word in self._words.findall(piece)]
+        if sum(map(len, words)) == len(text):
+            return words
+        return (part for piece in pieces for part in self._words.split(piece) if part)
+
+    def _own(self, texts: list[str]) -> list[list[int]]:
+        return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+class _Tokens(dict[str, "tuple[int, ...]"]):
+    """The tokens of each word; one that is new is merged by the tokenizer's model."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._tokenize = backend.model.tokenize
+        self.added = {token.content: (number,) for number, token in backend.get_added_tokens_decoder().items()}
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        written = word.encode().decode("latin-1").translate(_letters())
+        tokens = tuple([token.id for token in self._tokenize(written)])
+        if len(word) <= LONGEST_WORD:
+            self[word] = tokens
+        return tokens
+
+
+def words_of(backend: Any) -> Words | None:
+    """Return the words of a tokenizer of the tokenizers library, None where its texts may have other tokens."""
+    expressions = _expressions(backend)
+    if expressions is None or not _added_are_plain(backend):
+        return None
+    try:
+        words = Words(backend, expressions)
+    except (re.error, ValueError, OverflowError):
+        return None
+    plain = plain_characters()
+    if backend.normalizer is not None and backend.normalizer.normalize_str(plain) != plain:
+        return None
+    tried = probes([token.content for token in backend.get_added_tokens_decoder().values()])
+    own = [each.ids for each in backend.encode_batch_fast(tried, add_special_tokens=False)]
+    return words if [words.tokens(text) for text in tried] == own else None
+
+
+def _added_are_plain(backend: Any) -> bool:
+    """Tell whether added tokens are found by their text alone, the longest of those that begin at a place."""
+    added = list(backend.get_added_tokens_decoder().values())
+    if backend.encode_special_tokens:
+        return False
+    if any(not token.content or token.lstrip or token.rstrip or token.single_word for token in added):
+        return False
+    # Those that are looked for after normalizing are found after all others, wherever they begin.
+    late = {token.content for token in added if token.normalized}
+    early = {token.content for token in added} - late
+    return not (late and early and (_overlap(late, early) or _overlap(early, late)))
+
+
+def _overlap(texts: set[str], others: set[str]) -> bool:
+    """Tell whether one of the others begins inside of a text, or at its start."""
+    starts = {other[:size] for other in others for size in range(1, len(other) + 1)}
+    rests = (text[place:] for text in texts for place in range(len(text)))
+    return any(rest in starts or any(rest[:size] in others for size in range(1, len(rest))) for rest in rests)
+
+
+def _expressions(backend: Any) -> list[str] | None:
+    """Return the expressions by which a tokenizer cuts texts into words, None where it does anything else."""
+    from tokenizers import models
+
+    model = backend.model
+    changed = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if not isinstance(model, models.BPE) or any(getattr(model, name) for name in changed):
+        return None
+    if backend.pre_tokenizer is None or backend.truncation or backend.padding:
+        return None
+    if backend.normalizer is not None and json.loads(backend.normalizer.__getstate__()) != {"type": "NFC"}:
+        return None
+    steps = json.loads(backend.pre_tokenizer.__getstate__())
+    *splits, last = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    for split in splits:
+        if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+            return None
+    if not all("Regex" in split["pattern"] for split in splits):
+        return None
+    expressions = [split["pattern"]["Regex"] for split in splits] + [_GPT2_WORDS] * bool(last["use_regex"])
+    return expressions or None
+
+
+@cache
+def _letters() -> dict[int, int]:
+    """Return the letter that byte-level BPE writes for each byte: itself where it can be seen, else one from 256 on."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {byte: 256 + number for number, byte in enumerate(hidden)}
