@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megatune.data.conversation import Conversation, Message, PreferencePair
-from megatune.data.samples import read_samples
+from megatune.data.samples import RowReader, read_samples, with_examples
 from megatune.data.sources import resolve_datasets
 from megatune.errors import MegatuneError
 
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     (source,) = resolve_datasets([arguments.dataset], arguments.dataset_dir, "dpo")
     pairs = []
-    for sample in read_samples(source, stage="dpo", seed=0, max_samples=None, placeholders={}):
+    for sample in with_examples(read_samples(source, seed=0), RowReader(source, "dpo", {})):
         if isinstance(sample.example, PreferencePair):
             pairs.append(sample.example.conversations())
         else:
