@@ -1,18 +1,17 @@
 """Where the time of a step of reinforcement learning goes: phases, transfers of weights by size, and waiting.
 
-Runs `megatune rl` on random models of several sizes, a trainer and an engine on devices (processes of a CPU) of their
-own: one phase after the other, and for one of the sizes also one step ahead, in turn.
+Runs what `megatune rl` runs, on random models of several sizes, with a trainer and an engine on devices (processes of a
+CPU) of their own: one phase after the other, and for one of the sizes also one step ahead, in turn. Ray starts once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,8 @@ from typing import Any
 
 from reporting import add_output_flag, finish_text, markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 4096
-PROMPTS, GROUP, PROMPT, RESPONSE = 8, 4, 32, 32
+PROMPTS, GROUP, PROMPT, RESPONSE = 8, 4, 32, 16
 FIRST = 2  # steps that are not counted: what is compiled, allocated and imported at first use
 PHASES = ("sync", "probe", "rollout", "gap", "advantages", "train")
 Record = dict[str, Any]
@@ -52,7 +50,9 @@ def settings(model: Path, rows: Path, output: Path, steps: int, ratio: int) -> d
 
 def run(folder: Path, hidden: int, steps: int, ratio: int) -> list[Record]:
     """Run to the end, and return the numbers of the steps that count."""
+    from megatune.cli.rl import read_file
     from megatune.demo.checkpoint import make_checkpoint
+    from megatune.rl.pipeline.run import start
 
     model, output, rows = folder / f"model-{hidden}", folder / f"out-{hidden}-{ratio}", folder / "rows.jsonl"
     if not model.exists():
@@ -62,11 +62,9 @@ def run(folder: Path, hidden: int, steps: int, ratio: int) -> list[Record]:
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = folder / "run.yaml"
     file.write_text(json.dumps(settings(model, rows, output, steps, ratio)))  # JSON is YAML
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "megatune", "rl", str(file)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stdout[-2000:] + done.stderr)
+    print(f"hidden size {hidden}, {ratio} steps ahead", flush=True)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        start(read_file(str(file), [], runs=True).require_valid(), "")
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(output)  # the same run may come again
     return [record for record in found if "reward" in record][FIRST:]
@@ -129,13 +127,16 @@ def ahead_table(rounds: Sequence[tuple[list[Record], list[Record]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 512, 1024], metavar="N", help="sizes of models")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps of a run (12)")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256, 512], metavar="N", help="sizes of models")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a run (10)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of both ways, in turn (2)")
     add_output_flag(parser)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from megatune.rl.cluster.session import ray_session
+
+    with tempfile.TemporaryDirectory() as name, ray_session(2, 0, 2**30, Path(name)):
         folder = Path(name)
         by_size = {hidden: run(folder, hidden, arguments.steps, 0) for hidden in arguments.hidden}
         middle = arguments.hidden[len(arguments.hidden) // 2]

@@ -51,6 +51,7 @@ def _script(name: str, path: str, model: str, gpus: int, settings: Mapping[str, 
 
 _HALF = "every second product is recomputed there, every second layer here; whole logits in fp32 there, chunks here"
 _MOE = {"moe_aux_loss_coeff": 1e-3}
+_HOST = {"optimizer_cpu_offload": True}
 _PICTURES = {"length": 2048, "image_tokens": 1000, "document": 200}
 MEASURED = (
     *(Published(row=_row(f"Llama3.1-8B FSDP {gpus}, {how}"), bytes=gib * GIB, why=_HALF)
@@ -76,6 +77,10 @@ MEASURED = (
     Published(row=_script("Qwen3-30B-A3B LoRA EP 2, 8 rows of 2k", "lora/moe.sh", "Qwen3-30B-A3B", 2,
                           ep(2, packing=False, **_MOE), length=2048, rows=8, steps=1, document=None, lora=8),
               bytes=62 * GIB),
+    Published(row=_script("Qwen2.5-72B TP 8, optimizer on the host", "dense/72b_offload.sh", "Qwen2.5-72B", 8,
+                          {**tp(8), **_HOST}, steps=16), bytes=65 * GIB),
+    Published(row=_script("Qwen3-30B-A3B EP 4, optimizer on the host", "moe/qwen3_moe_offload.sh", "Qwen3-30B-A3B", 4,
+                          {**ep(4), **_MOE, **_HOST}), bytes=75 * GIB),
     Published(row=_row("Qwen3-30B-A3B EP 16, all-to-all, no overlap"), bytes=61.35 * GIB),
     *(Published(row=_row(f"{model}, {size}, B200"), bytes=gib * GIB, counted="allocated")
       for model, size, gib in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -192,6 +193,22 @@ def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], t
     assert first.outcome != "finished"
     assert first.measured is not None  # noted at its last save, step 6, at the latest
     assert (first.first_step, second.outcome, second.first_step) == (0, "finished", 6)
+
+
+@pytest.mark.extended
+def test_killed_in_a_step_it_goes_on_by_itself(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    process = start("train", run_file, "max_restarts=2", cache=tmp_path)
+    list(lines_until(process, "model "))
+    victim = rank(process, 1)
+    list(lines_until(process, "step 7/"))
+    victim.kill()
+    code, output = finish(process)
+    assert code == 0, output
+    assert "megatune: restart 1 of 2, from checkpoint-6, in 5 s" in output
+    assert "resumed after step 6" in output
+    assert tensors(tmp_path / "out") == whole
+    (restart,) = json.loads((tmp_path / "out/launch/report.json").read_text())["restarts"]
+    assert "was killed by SIGKILL" in restart["cause"]
 
 
 @pytest.mark.extended

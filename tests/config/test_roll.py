@@ -13,6 +13,13 @@ from megatune.config.dialects.roll_yaml import run_yaml
 
 FILES = Path(__file__).with_name("roll_files")
 STRATEGY = "actor_train.strategy_args.strategy_config"
+JUDGED = (
+    "rewards.math.worker_cls=LLMJudgeRewardWorker",
+    "rewards.math.judge_model_type=inference",
+    "rewards.math.device_mapping=[0]",
+    "rewards.math.model_args.model_name_or_path=J",
+    "rewards.math.strategy_args.strategy_name=hf_infer",
+)
 PACKED = "actor_train.sequence_packing_args.max_packed_sequence_length_train"
 CORRECTION = "train_infer_correction"
 
@@ -156,6 +163,10 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_train.strategy_args.strategy_name=fsdp2_train",), "write strategy_name: megatron_train"),
         (("async_generation_ratio=1",), "actor_infer shares devices with actor_train"),
         (("async_generation_ratio=0.5",), "between 0 and 1"),
+        (
+            (*JUDGED, "async_generation_ratio=1", "actor_infer.device_mapping=[2]"),
+            "rewards.math shares devices with actor",
+        ),
         (("use_kl_loss=true",), "use_kl_loss without the role reference"),
         (("use_opd=true",), "use_opd without the role teacher"),
         (("num_return_sequences_in_group=1", "rollout_batch_size=16"), "nothing to be compared with"),

@@ -215,7 +215,7 @@ def test_what_may_fit_by_the_plans_own_uncertainty_is_warned_of_and_starts(
     tmp_path: Path, kind: str, factor: float
 ) -> None:
     """Refused is what does not fit at the lower end of the plan's uncertainty, and nothing else."""
-    machine = replace(A100S, calibration=Calibration(num_runs=1)) if kind == "calibrated" else A100S
+    machine = replace(A100S, calibration=Calibration(activations=1.01, num_runs=1)) if kind == "calibrated" else A100S
     machine = find_machine("l40s", gpus_per_node=8) if kind == "ada" else machine
     machine = cpu_machine(8 * 2**30, cores=2, processes=8) if kind == "cpu" else machine
     config = MIXTRAL if kind == "experts" else LLAMA_8B

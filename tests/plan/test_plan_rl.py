@@ -21,7 +21,7 @@ from megatune.plan.memory import stage_memory
 from megatune.plan.rl.advice import advice
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.engine import engine_memory, key_value_bytes
-from megatune.plan.rl.held import OLD_PASS, REFERENCE_PASS, SAMPLE, SYNC, TRAIN
+from megatune.plan.rl.held import OLD_PASS, REFERENCE_PASS, SAMPLE, SYNC, TRAIN, shares
 from megatune.plan.rl.lengths import Lengths
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
 from megatune.plan.rl.seconds import UNCERTAINTY
@@ -74,6 +74,25 @@ def test_two_of_three_published_steps_lie_within_what_every_plan_says() -> None:
     assert sum(inside) >= 2 / 3 * len(errors)
     assert statistics.median(map(abs, errors)) < 0.3
     assert max(errors) < 0  # as the plan says: all took longer
+
+
+def test_a_judge_on_devices_of_a_trainer_leaves_them_while_it_trains() -> None:
+    question = question_of(APART)
+    settings = question.settings
+    judge = replace(settings.actor_infer, name="reward_model", devices=settings.actor_train.devices)
+    models = {**question.models, "reward_model": question.models["actor_infer"]}
+    beside = tuple(device + 1000 for device in judge.devices)
+    shared, alone = (
+        next(
+            role.of_place[0]
+            for role in shares(replace(question, settings=replace(settings, reward_model=each), models=models))
+            if role.role == "reward_model"
+        )
+        for each in (judge, replace(judge, devices=beside))
+    )
+    assert shared.parts[TRAIN].keys() == {"framework"}
+    assert shared.parts[SAMPLE]["weights"] == shared.offloaded > 0
+    assert alone.parts[TRAIN] == alone.parts[SAMPLE] == shared.parts[SAMPLE]
 
 
 def test_layouts_of_published_steps_are_found_to_fit() -> None:

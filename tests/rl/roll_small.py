@@ -46,7 +46,7 @@ def make_talker(
     family: str, folder: Path, says: Sequence[str] = SAYS, asked: Sequence[str] = tuple(map(_QUESTION.format, _NUMBERS))
 ) -> Path:
     """Write a tiny model that was taught to say one of some texts when it is asked."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 16}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 16}
     make_checkpoint(family, folder, max_position_embeddings=2048, vocab_size=600, **sizes)
     tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [
@@ -106,7 +106,8 @@ def words(path: Path, model: Path, judge: Path, rows: Path, output: Path, *, ste
     changes: dict[str, Any] = {
         "pretrain": model, "reward_pretrain": model, "output_dir": output, "max_steps": steps, "save_steps": steps,
         "eval_steps": steps, "logging_steps": 1, "prompt_length": PROMPT, "response_length": RESPONSE,
-        "rollout_batch_size": 10, "num_return_sequences_in_group": 4, "system_envs": {"OMP_NUM_THREADS": "1"},
+        "rollout_batch_size": 10, "model_update_buffer_size_mb": 16,
+        "num_return_sequences_in_group": 4, "system_envs": {"OMP_NUM_THREADS": "1"},
         "actor_train.training_args.per_device_train_batch_size": 2,
         "actor_train.training_args.gradient_accumulation_steps": 20 // updates,
         "actor_train.data_args.file_name": [rows],

@@ -107,7 +107,8 @@ def settings_in(layout: Layout, model: Path) -> RLSettings:
     changes = {name: getattr(own, name) for name in names} | {"optimizer": optimizer, "batch": batch}
     tokens = {"packed_tokens_train": 40, "packed_tokens_forward": 40} if layout.packed else {}
     actor = replace(found.actor_train, settings=engine.model_copy(update=changes), **tokens)
-    return replace(found, actor_train=actor)
+    # On a device of its own, so that nothing takes turns.
+    return replace(found, actor_train=actor, actor_infer=replace(found.actor_infer, devices=(layout.world_size,)))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ and the same command comes to the same end as a run that nothing happened to."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kill_kit import Ended, Strike, curve, prepare, run, settings, weights, writ
 
 from megatune.cli.rl import read_file
 from megatune.config.rl.settings import RLSettings
+from megatune.rl.pipeline.run import asked_to_stop
 from megatune.rl.samples import Problem
 
 SECONDS = 120.0  # from the signal to the end of the last process, on a machine that others use
@@ -94,6 +96,18 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
         assert not ended.left
     assert curve(outputs[0]) == curve(outputs[1])
     assert weights(outputs[0]) == weights(outputs[1])
+
+
+def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path) -> None:
+    with asked_to_stop(tmp_path / "STOP") as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with asked_to_stop(tmp_path / "STOP") as stop:
+        (tmp_path / "STOP").touch()
+        assert stop()
 
 
 def _here(settings: RLSettings, rows: Path) -> int:

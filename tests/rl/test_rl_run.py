@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from local_roles import read, run
 
 from megatune.config.rl.settings import Generating, ModelRole, PromptData, RLSettings, Validation
 from megatune.data.encode import load_tokenizer
+from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rollout.builtin import BuiltinEngine
 
 LIMIT = 120.0
@@ -155,6 +157,27 @@ def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
     found = replace(found, data=data, rollout=replace(found.rollout, prompt_length=99, global_template="chatml"))
     (problem,) = read(found, load_tokenizer(model))[0].all()
     assert problem.prompt == "<|im_start|>user\n1=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:
+    """Have no room for a file as large as the model."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(MegatuneError, match=r"checkpoint-2(.|\n)*File too large") as caught:
+            run(settings, model)
+        return int(caught.value.exit_code)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
+    pool.run(1, run, _settings(model, tmp_path, 1), model, limit=LIMIT)
+    kept = {path: path.read_bytes() for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file()}
+    again = _settings(model, tmp_path, 2, resume_from_checkpoint=True)
+    assert pool.run(1, _run_on_a_full_disk, again, model, limit=LIMIT) == [ExitCode.CANNOT_WRITE]
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not (tmp_path / "checkpoint-2").exists()
 
 
 def _run_behind(settings: RLSettings, model: Path) -> int:

@@ -37,3 +37,28 @@ def test_an_engine_has_its_cache_once_the_trainer_has_left() -> None:
         "engine sleep 2", "actor load None", "actor offload gradients optimizer", "engine wake weights",
         "actor offload weights", "engine wake cache", "engine sleep 2", "actor onload weights",
     ]  # fmt: skip
+
+
+def test_a_judge_sleeps_while_a_trainer_has_its_device() -> None:
+    said: list[str] = []
+
+    def group(kind: Any, role: Any, name: str) -> Any:
+        return kind(role, Calls(name, said))
+
+    engine = group(EngineGroup, InferRole((0,), "model"), "engine")
+    judge = group(EngineGroup, InferRole((1,), "judge", name="reward_model"), "judge")
+    actor = group(ModelGroup, ModelRole("actor_train", (1,), Settings(), training=True), "actor")
+    apart = group(ModelGroup, ModelRole("reference", (2,), Settings()), "reference")
+    turns = Turns(engine, [actor, apart], [judge])
+    assert turns.judges_take_turns
+    for model in (actor, apart):
+        turns.load(model)
+    turns.transfer(actor)
+    turns.sample()
+    turns.compute(apart, "weights")
+    turns.compute(actor, "weights")
+    assert said == [
+        "judge sleep 1", "actor load None", "reference load None",
+        "actor offload gradients optimizer", "actor offload weights", "judge wake cache weights",
+        "judge sleep 1", "actor onload weights",
+    ]  # fmt: skip

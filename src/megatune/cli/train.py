@@ -87,6 +87,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.before import check_before
     from megatune.training.rerun import rerun_lines
+    from megatune.training.restarts import check_restarts, run_restarting
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
@@ -103,6 +104,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     before = check_before(loaded.settings, loaded.invalid, first=first)
     checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
     check_installed(loaded.settings)
+    check_restarts(loaded.settings, is_joined=place is not None, nnodes=world.nnodes if world else 1)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -131,7 +133,12 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
             payload["model_dir"] = model.fetch()
         # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
-        code = run_ranks(target, payload, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+
+        def run_once(now: Settings) -> int:
+            started = {**payload, "settings": now}
+            return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+
+        code = run_restarting(run_once, settings, run_dir, stop_file)
     if code == ExitCode.OUT_OF_MEMORY and first and ran_out_of_memory(output_dir):
         print(advice, file=sys.stderr)
     return code

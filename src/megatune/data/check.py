@@ -62,12 +62,9 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
     for evaluation in (False, True):
         sources = checked.run(partial(datasets_of, settings, evaluation=evaluation, hubs=False))
         for source in sources or ():
-            names = checked.run(partial(_first_rows, settings, source))
-            if (
-                source.formatting in _NAMED
-                and names
-                and (unused := [name for name in names if name not in _used(settings, source)])
-            ):
+            names = checked.run(partial(_first_rows, settings, source)) or []
+            unused = [name for name in names if name not in _used(settings, source)]
+            if unused and source.formatting in _NAMED:
                 checked.lines.append(f"data       {source.name}: fields that are not used: {', '.join(unused)}")
 
 

@@ -7,16 +7,18 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
-from megatune.data.encode import Encoded
 from megatune.data.formats import to_example
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.data.encode import Encoded  # which imports numpy
 
 _Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
 # What each placeholder becomes in rows that are tagged as Chinese, and in all others; None where it is not set.
@@ -163,7 +165,7 @@ def stream_samples(
         yield Sample(row.where, row.error, 1, row, position)
 
 
-Result = tuple[Sample, Encoded | RowError]
+Result: TypeAlias = "tuple[Sample, Encoded | RowError]"
 
 
 def all_filled(results: Generator[Result, None, None], *, at_once: bool = False) -> Generator[Result, None, None]:

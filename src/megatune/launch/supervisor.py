@@ -76,7 +76,7 @@ def run_ranks(
         ensure_port_free(world.master_port)
     _prepare_run_dir(request)
     started = time.time()
-    with _counted_signals() as signals, RankProcesses(request) as processes:
+    with counted_signals() as signals, RankProcesses(request) as processes:
         outcome = _watch(processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace)
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
@@ -87,7 +87,7 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _counted_signals() -> Iterator[Counter[int]]:
+def counted_signals() -> Iterator[Counter[int]]:
     """Count Ctrl-C and SIGTERM, by number, instead of obeying them.
 
     SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this

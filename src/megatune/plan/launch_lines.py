@@ -19,7 +19,7 @@ from megatune.plan.search.free import FREE
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # stands for the first machine's name, where the user did not say it
 # Generations on which Megatron-Core's overlaps need no single queue of kernels.
-_MANY_QUEUES = ("blackwell", "cpu")
+_MANY_QUEUES = ("blackwell", "blackwell-rtx", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

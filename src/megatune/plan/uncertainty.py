@@ -31,14 +31,15 @@ class Spread(NamedTuple):
 
 
 SPREADS: dict[ModelClass, Spread] = {
-    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.4),
+    "dense": Spread(memory_bound=0.25, time=0.15, time_bound=0.45),
     "experts": Spread(memory_bound=0.4, time=0.4, time_bound=1.05),
     "lora": Spread(memory_bound=0.25, time=0.15, time_bound=0.5),
     "vision": Spread(memory_bound=0.25, time=1.5, time_bound=1.5),
 }
 _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
-_OF_MEMORY, _OF_TIME = ("ampere", "hopper", "blackwell", "cpu"), ("ampere", "ada", "hopper", "blackwell")
+_OF_MEMORY = ("ampere", "hopper", "blackwell", "cpu")
+_OF_TIME = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
 _CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
 
 

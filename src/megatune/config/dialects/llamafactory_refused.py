@@ -25,6 +25,7 @@ _ENGINE = "Megatron-Core is the only engine here"
 _KEYS = "its keys are settings of their own"
 _CPU = "a run takes the GPUs that it sees"
 _V1 = "it is a key of LLaMA-Factory's version 1, whose files have other names"
+_V1_TOO = "LLaMA-Factory's version 1 and Megatron-SWIFT call it so"
 _ACCELERATE = "it is a key of Accelerate, which takes no part"
 
 _INFER = "megatune infer MODEL --val_dataset NAME writes the answers of a trained model"
@@ -173,9 +174,9 @@ NOT_BUILT: dict[str, Refused] = {
     "push_to_hub_model_id": Refused("a repository has one name", fix="write hub_model_id: OWNER/NAME"),
     "push_to_hub_organization": Refused("a repository has one name", fix="write hub_model_id: OWNER/NAME"),
     # Files of others that look like settings.
-    "model": Refused(_V1, fix="write model_name_or_path"),
+    "model": Refused(_V1_TOO, fix="write model_name_or_path"),
     "train_dataset": Refused(_V1, fix="write dataset, with the names of dataset_info.json"),
-    "micro_batch_size": Refused(_V1, fix="write per_device_train_batch_size"),
+    "micro_batch_size": Refused(_V1_TOO, fix="write per_device_train_batch_size"),
     "cp_size": Refused(_V1, off=(1,), fix="write context_parallel_size"),
     "cp_mode": Refused(_V1, fix="write cp_comm_type: a2a, which is Ulysses"),
     "peft_config": Refused(_V1, fix="write finetuning_type, lora_rank, lora_alpha and lora_target"),

@@ -78,6 +78,13 @@ class RunSettings(Group):
     half an hour if that is less, is named and ends the run.
     When: Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value also
     means that a hang is noticed later."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often a run that crashed or hung is started again by itself, from its newest whole checkpoint; 0 is never.
+    How: A process that fails by an error, dies, hangs or is killed for memory counts; wrong settings, bad data, a full
+    disk and numbers that are not finite do not. It waits 5 seconds, then twice as long each time, and gives up what
+    ends in the same way from the same checkpoint again.
+    When: Set it to 3 for long runs that nobody watches, with save_steps so small that little is lost. On one machine
+    only; torchrun restarts what it starts."""
     check_agreement_interval: Annotated[Count, "steps"] | None = None
     """Steps between checks that processes which hold the same weights and gradients hold the same numbers; null is off.
     How: At those steps gradients are compared before the update and weights after it, across all copies. The first

@@ -86,7 +86,7 @@ def split_ports(name: str, known: Container[str]) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match and name not in known else (name, None)
 
 
-GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu")
+GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "blackwell-rtx", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -196,7 +196,7 @@ _TABLE = (
             ("h200-nvl",), ("NVIDIA H200 NVL",)),
     _device("gh200-96g", "hopper", 94.5, _HOPPER_SXM, 4000, (132, 700), "pcie5", "ib-400",
             ("gh200",), ("NVIDIA GH200 480GB", "NVIDIA GH200 120GB"), gpus_per_node=1),
-    _device("rtx-5090", "blackwell", 31.36, (209.5, 209.5, 104.8), 1792, (170, 575), "pcie5", _DESK,
+    _device("rtx-5090", "blackwell-rtx", 31.36, (209.5, 209.5, 104.8), 1792, (170, 575), "pcie5", _DESK,
             ("5090",), ("NVIDIA GeForce RTX 5090",)),
     _device("b200-180g", "blackwell", 178.35, (2250, 2250, 75), 8000, (148, 1000),
             "nvlink5", "ib-400", ("b200",), ("NVIDIA B200",)),

@@ -20,7 +20,14 @@ from megatune.families.weights import Stack, Weight
 from megatune.plan.case import Case
 
 # Compute capability by generation; that of Ampere for any other GPU.
-_CAPABILITIES = {"cpu": CPU, "volta": (7, 0), "turing": (7, 5), "hopper": (9, 0), "blackwell": (10, 0)}
+_CAPABILITIES = {
+    "cpu": CPU,
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+    "blackwell-rtx": (12, 0),
+}
 _AMPERE = (8, 0)
 OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 # Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.

@@ -47,14 +47,16 @@ def memory_seconds(rates: Rates, data: float) -> float:
 def _product_seconds(rates: Rates, product: Product) -> float:
     """Return the roofline of tiles and of bytes.
 
-    ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b run in rounds of the multiprocessors; the last round is half full in the
-    mean. So is the last tile of each of the experts that share the rows.
+    ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b, or of b · a, run in rounds of the multiprocessors; the last round is half
+    full in the mean. So is the last tile of each of the experts that share the rows.
     """
     rows, columns, depth, _, matrices, grouped = product
     efficiency = rates.efficiency
     a, b = efficiency.tile
-    rounds = math.ceil(rows / a) if grouped != "rows" else rows / a + 0.5
-    tiles = rounds * math.ceil(columns / b)
+    if grouped == "rows":
+        tiles = (rows / a + 0.5) * math.ceil(columns / b)
+    else:
+        tiles = float(min(math.ceil(rows / a) * math.ceil(columns / b), math.ceil(rows / b) * math.ceil(columns / a)))
     kernels, rate = (1, rates.dense * efficiency.grouped) if grouped else (matrices, rates.dense)
     tiles *= matrices / kernels
     padded = 2 * (tiles + rates.multiprocessors / 2) * a * b * (depth + efficiency.depth)

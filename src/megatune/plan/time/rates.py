@@ -75,7 +75,8 @@ _B200 = Reference(peak=2250, single=75, multiprocessors=148, watts=1000)
 _CORE = Reference(peak=1, single=1, multiprocessors=1, watts=1)
 
 # ceiling, SCALING and demand: chosen from the open rows of benchmarks/planner_accuracy.py, of H100 at 700 and 500 W, of
-# H20, and of A100 and A800; Ada is made in Hopper's process and takes its demand; those of Volta, Turing and Blackwell
+# H20, and of A100 and A800; Ada and the RTX cards of Blackwell are made in
+# Hopper's process and take its demand; those of Volta, Turing and Blackwell
 # are assumed, from products of a V100 (0.60 of the peak) and a B200 (0.55).
 # Attention: FlashAttention-2 reaches 0.33 of an H100, cuDNN and FlashAttention-3 (arXiv:2407.08608) 0.64; Blackwell's
 # shares are assumed: its peak grew more than its attention. grouped: torch's grouped_mm was measured at 0.24 of an
@@ -87,12 +88,16 @@ EFFICIENCIES = {
     "volta": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
     "turing": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
     "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=2.0, attention=_FLASH_2, packed=_FLASH_2),
-    "ada": Efficiency(reference=_A100, tile=(128, 256), demand=1.56, attention=_FLASH_2, packed=_FLASH_2),
+    "ada": Efficiency(reference=_A100, tile=(128, 256), demand=1.65, attention=_FLASH_2, packed=_FLASH_2),
     "hopper": Efficiency(
-        reference=_H100, tile=(128, 256), demand=1.56, attention=(0.60, 0.48), packed=(0.35, 0.28)
+        reference=_H100, tile=(128, 256), demand=1.65, attention=(0.60, 0.48), packed=(0.35, 0.28)
     ),
     "blackwell": Efficiency(
         reference=_B200, tile=(256, 256), demand=1.24, attention=(0.55, 0.42), packed=(0.22, 0.17)
+    ),
+    # Its tensor cores are programmed as Ada's are: compute capability 12.0 has no tiles of two multiprocessors.
+    "blackwell-rtx": Efficiency(
+        reference=_A100, tile=(128, 256), demand=1.65, attention=_FLASH_2, packed=_FLASH_2
     ),
     "cpu": Efficiency(
         reference=_CORE, tile=(16, 16), depth=16, ceiling=0.70, demand=0.0, attention=_ON_CPU, packed=_ON_CPU,
