@@ -408,6 +408,13 @@ WRONG = [
     ),
     (
         QWEN,
+        ["optimizer_cpu_offload=true", "use_distributed_optimizer=false"],
+        "optimizer_cpu_offload: true with use_distributed_optimizer: false\n"
+        "    why: every replica would keep all of the state, and only the distributed optimizer keeps it on the host\n"
+        "    fix: remove use_distributed_optimizer: false",
+    ),
+    (
+        QWEN,
         ["accumulate_allreduce_grads_in_fp32=false"],
         "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16\n"
         "    why: gradients have the dtype of the model, which is fp32\n"
