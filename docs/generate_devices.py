@@ -8,6 +8,8 @@ from pathlib import Path
 
 from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS
 from megatune.plan.catalogue.models import published_names
+from megatune.plan.machine import Device
+from megatune.plan.time.rates import EFFICIENCIES
 
 DOCUMENT = Path(__file__).with_name("devices.md")
 
@@ -24,7 +26,9 @@ def render(page: str) -> str:
 
 def _device_table() -> str:
     """Every device: memory, peaks and bandwidth as the planner counts with them, and what is assumed around it."""
-    head = ("device", "also", "generation", "GiB", "bf16", "fp16", "fp32", "GB/s", "link", "network")
+    head = (
+        "device", "also", "generation", "GiB", "bf16", "fp16", "fp32", "GB/s", "SMs", "W", "reaches", "link", "network",
+    )  # fmt: skip
     rows = (
         (
             f"`{entry.device.name}`",
@@ -33,12 +37,21 @@ def _device_table() -> str:
             f"{entry.device.memory / 2**30:.2f}",
             *(f"{peak / 1e12:g}" for peak in entry.device.flops.values()),
             f"{entry.device.bandwidth / 1e9:g}",
+            f"{entry.device.multiprocessors}",
+            f"{entry.device.watts:g}",
+            f"{_reached(entry.device):.0%}",
             entry.device.link,
             entry.network,
         )
         for entry in CATALOGUE_DEVICES.values()
     )
     return _markdown(head, rows)
+
+
+def _reached(device: Device) -> float:
+    """The share of its 16-bit peak that large products are planned with."""
+    assert device.watts is not None
+    return EFFICIENCIES[device.generation].dense(max(device.flops.values()) / 1e12, device.watts)
 
 
 def _link_table(*, between_machines: bool) -> str:

@@ -24,13 +24,13 @@ def covering(cases: Sequence[frozenset[Value]]) -> list[int]:
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:
-    """Return the values of a case by parameter; a text holds several: "dense: tp2 sp, bf16"."""
+    """Return the values of a case by parameter; a text has one in each word: "dense: tp2 sp, bf16"."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return frozenset()
     found: set[Value] = set()
     for name, value in callspec.params.items():
-        parts = re.split(r"[:,]\s*", value) if isinstance(value, str) else [repr(value)]
+        parts = re.split(r"[:,]?\s+|[:,]", value) if isinstance(value, str) else [repr(value)]
         found.update((name, part) for part in parts)
     return frozenset(found)
 

@@ -17,7 +17,7 @@ import pytest
 
 @pytest.mark.covering
 @pytest.mark.parametrize("family", ["a", "b"])
-@pytest.mark.parametrize("layout", ["tp2, bf16", "tp2, fp32", "dp2, bf16", "dp2, fp32"])
+@pytest.mark.parametrize("layout", ["tp2, bf16", "tp2 fp32", "dp2 bf16", "dp2: fp32"])
 def test_product(family, layout):
     pass
 

@@ -16,13 +16,18 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _STAGES = {"sft", "pt", "dpo", "kto", "rm"}
 VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "serve", "demo-model", "export"}
-VERBS |= {"rl", "megatron", "swift", "shims"}
+VERBS |= {"rl", "doctor", "megatron", "swift", "shims"}
 
 
 @pytest.mark.parametrize("name", ["settings.md", "settings.zh.md", "rl-settings.md", "rl-settings.zh.md"])
 def test_settings_page_is_current(name: str) -> None:
     render = runpy.run_path(str(ROOT / "docs" / "generate_settings.py"))["render"]
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run docs/generate_settings.py"
+
+
+def test_tables_of_llama_factory_are_current() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "generate_llamafactory.py"))
+    assert found["PAGE"].read_text(encoding="utf-8") == found["render"](), "run docs/generate_llamafactory.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

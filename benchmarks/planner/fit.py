@@ -1,4 +1,4 @@
-"""One efficiency a generation, fitted to half of the published rows."""
+"""Constants of `megatune.plan.time.rates` that were chosen from published rows, and what the open rows say of them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,52 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from megatune.plan.time.efficiency import EFFICIENCIES
+from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.uncertainty import model_class
 from planner.predict import case_of, predict
-from planner.published import ROWS, Row
+from planner.published import ROWS
+from planner.row import Row
+from planner.sets import generation_of, held_out
+
+# The constant, of which generation, and the devices whose open rows say most of it: those that power limits, or not.
+CHOSEN = (
+    ("demand", "hopper", ("h100-80g", "h100-96g")),
+    ("demand", "ampere", ("a100-80g", "a800-80g")),
+    ("ceiling", "hopper", ("h20-96g",)),
+)
 
 
-def generations() -> dict[str, list[Row]]:
-    """Rows by their device's generation, in published order."""
-    found: dict[str, list[Row]] = {}
-    for row in ROWS:
-        found.setdefault(case_of(row).machine.device.generation, []).append(row)
-    return found
+def rows_for(devices: Sequence[str]) -> list[Row]:
+    """The open rows of dense models on these devices, with and without adapters."""
+    closed = held_out(ROWS)
+    mine = [row for row in ROWS if row.device in devices and row.name not in closed]
+    return [row for row in mine if model_class(case_of(row)) in ("dense", "lora")]
 
 
-def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """The first, third, fifth … row to fit, the others to test."""
-    return list(rows[::2]), list(rows[1::2])
+def fitted(constant: str, generation: str, devices: Sequence[str]) -> float:
+    """The value, in steps of a hundredth of the one in use, with the least median of |log(predicted / published)|:
+    rows that no value explains then weigh no more than others."""
+    rows, now = rows_for(devices), getattr(EFFICIENCIES[generation], constant)
 
-
-def fitted(generation: str, rows: Sequence[Row]) -> float:
-    """The efficiency of dense products, in steps of 0.01, with the least median of |log(predicted / published)|:
-    rows that no efficiency explains then weigh no more than others."""
-
-    def loss(share: float) -> float:
-        with efficiency_set(generation, share):
+    def loss(value: float) -> float:
+        with efficiency_set(generation, **{constant: value}):
             return statistics.median(abs(math.log(1 + predict(row).error)) for row in rows)
 
-    return min((step / 100 for step in range(40, 96)), key=loss)
+    values = [now * step / 100 for step in range(70, 131)]
+    return min((value for value in values if constant != "ceiling" or value <= 1), key=loss)
 
 
 @contextmanager
-def efficiency_set(generation: str, share: float) -> Iterator[None]:
-    """Predict with this efficiency of dense products."""
+def efficiency_set(generation: str, **values: Any) -> Iterator[None]:
+    """Predict with these constants."""
     before = EFFICIENCIES[generation]
-    EFFICIENCIES[generation] = dataclasses.replace(before, matmul=share)
+    EFFICIENCIES[generation] = dataclasses.replace(before, **values)
     try:
         yield
     finally:
         EFFICIENCIES[generation] = before
+
+
+__all__ = ["CHOSEN", "efficiency_set", "fitted", "generation_of", "rows_for"]

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time
 from megatune.plan.time.communication import HIDING, all_gather, data_groups
-from planner.published import Row
+from planner.row import Row
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ def predict(row: Row) -> Prediction:
 def case_of(row: Row) -> Case:
     """The row, planned as this project would train it."""
     model = model_of(row.model)
-    trainable = FinetuningSettings(finetuning_type="lora", lora_rank=row.lora) if row.lora else FinetuningSettings()
+    trainable = FinetuningSettings()
+    if row.lora:
+        trainable = FinetuningSettings(finetuning_type="lora", lora_rank=row.lora, lora_target=list(row.lora_target))
     return Case(
         model=model,
         settings=_settings(row, model.architecture).model_copy(update={"finetuning": trainable}),
@@ -63,20 +64,14 @@ def case_of(row: Row) -> Case:
 
 @cache
 def machine_of(device: str) -> Machine:
-    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700, for which it
-    names a peak "between SXM and NVL". The NVL's is taken: what is sustained under a limit is less than any peak."""
+    """From the catalogue; torchtitan's H100 by its page: 2.4 TB/s, and limited to 500 W of 700."""
     if device != "h100-96g":
         return find_machine(device)
     machine = find_machine("h100-80g")
     return dataclasses.replace(
         machine,
-        device=dataclasses.replace(
-            machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), flops=_PEAKS
-        ),
+        device=dataclasses.replace(machine.device, name=device, bandwidth=2.4e12, memory=int(94.5 * 2**30), watts=500),
     )
-
-
-_PEAKS = Peaks({"bfloat16": 835e12})
 
 
 def _settings(row: Row, architecture: Architecture) -> Settings:
@@ -145,35 +140,49 @@ def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> Plan
     return PlannedModel(name="Llama-2", architecture=shape)
 
 
-def _deepseek_v2_lite() -> PlannedModel:
-    """The shape that torchtitan calls deepseek_v3 16B: DeepSeek-V2-Lite's."""
-    base = find_model("DeepSeek-V3").architecture
-    experts = MixtureOfExperts(
-        layers=(False, *[True] * 26),
-        num_experts=64,
-        router_topk=6,
-        moe_ffn_hidden_size=1408,
-        shared_expert_intermediate_size=2816,
+def _cut(name: str, layers: int, **more: Any) -> PlannedModel:
+    """A model of so many layers; of experts all but the first."""
+    shape = find_model(name).architecture
+    if shape.moe is not None:
+        more["moe"] = dataclasses.replace(more.get("moe", shape.moe), layers=(False, *[True] * (layers - 1)))
+    return PlannedModel(name=name, architecture=dataclasses.replace(shape, num_layers=layers, **more))
+
+
+def _latent(layers: int, heads: int, vocabulary: int, ffn: int, shared: int) -> PlannedModel:
+    """DeepSeek-V2-Lite's shape, and Moonlight's."""
+    shape = find_model("DeepSeek-V3").architecture
+    assert shape.moe is not None
+    assert shape.mla is not None
+    experts = dataclasses.replace(
+        shape.moe, num_experts=64, router_topk=6, moe_ffn_hidden_size=1408, shared_expert_intermediate_size=shared,
+        num_groups=0, group_topk=0,
+    )  # fmt: skip
+    return _cut(
+        "DeepSeek-V3", layers, hidden_size=2048, ffn_hidden_size=ffn, num_attention_heads=heads,
+        num_query_groups=heads, vocab_size=vocabulary, moe=experts,
+        mla=dataclasses.replace(shape.mla, q_lora_rank=None),
+    )  # fmt: skip
+
+
+def _deepseek_v2() -> PlannedModel:
+    shape = find_model("DeepSeek-V3").architecture
+    assert shape.moe is not None
+    experts = dataclasses.replace(
+        shape.moe, num_experts=160, router_topk=6, moe_ffn_hidden_size=1536, shared_expert_intermediate_size=3072
     )
-    attention = MultiLatentAttention(
-        q_lora_rank=None, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, softmax_scale=1.0
-    )
-    shape = dataclasses.replace(
-        base,
-        num_layers=27,
-        hidden_size=2048,
-        ffn_hidden_size=10944,
-        num_attention_heads=16,
-        num_query_groups=16,
-        vocab_size=102400,
-        moe=experts,
-        mla=attention,
-    )
-    return PlannedModel(name="DeepSeek-V2-Lite", architecture=shape)
+    return _cut("DeepSeek-V3", 4, hidden_size=5120, ffn_hidden_size=12288, vocab_size=102400, moe=experts)
 
 
 _MODELS = {
     "Llama-2-13B": lambda: _llama2(40, 5120, 13824, 40, 40),
     "Llama-2-70B": lambda: _llama2(80, 8192, 28672, 64, 8),
-    "DeepSeek-V2-Lite": _deepseek_v2_lite,
+    # What torchtitan calls deepseek_v3 16B.
+    "DeepSeek-V2-Lite": lambda: _latent(27, 16, 102400, 10944, 2816),
+    "Moonlight-16B-A3B": lambda: _latent(27, 16, 163840, 11264, 2816),
+    "Llama-3-70B, 12 layers": lambda: _cut("Meta-Llama-3-70B", 12),
+    "Llama-3.1-405B, 4 layers": lambda: _cut(
+        "Meta-Llama-3-70B", 4, hidden_size=16384, ffn_hidden_size=53248, num_attention_heads=128, num_query_groups=16
+    ),
+    "DeepSeek-V2, 4 layers": _deepseek_v2,
+    "DeepSeek-V3, 4 layers": lambda: _cut("DeepSeek-V3", 4),
 }

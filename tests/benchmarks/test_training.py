@@ -15,6 +15,7 @@ def _case(**changes: Any) -> Any:
     return Case(name="dense", shape=TINY_DENSE.with_layers(1), **values)
 
 
+@pytest.mark.extended
 def test_both_sides_compute_the_same_losses_and_a_failing_one_costs_its_line_only() -> None:
     from gpu_training import MEGATUNE
     from training.case import TRANSFORMERS, Engine

@@ -136,6 +136,7 @@ SELECTIONS: dict[str, tuple[str, bool, FinetuningSettings]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", SELECTIONS)
 def test_peft_loads_what_is_written_and_computes_the_same(case: str, model_dir: MakeModel, tmp_path: Path) -> None:
     family, tied, selection = SELECTIONS[case]

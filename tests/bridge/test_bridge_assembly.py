@@ -62,6 +62,7 @@ def train_beside(model: Path, reference: Path, settings: Settings) -> tuple[list
     return wrong, dict(export_weights(frozen, [0]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("layout", "reference"),
     [

@@ -25,6 +25,7 @@ def export(model: Path, settings: Settings, ranks: list[int] | None, trained: bo
     return list(export_weights(load_model(model, settings, place, trained=trained), ranks))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "tied", "layout", "ranks"),
     [

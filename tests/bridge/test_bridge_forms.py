@@ -50,6 +50,7 @@ def with_module_names(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "ep2 etp1 tp2 sp", "ep2 pp2", "ep2 etp2 tp2 sp", "etp1 tp2 sp"])
 @pytest.mark.parametrize("from_hub", [True, False])
 def test_experts_in_one_tensor(layout: str, from_hub: bool, model_dir, pool, tmp_path) -> None:

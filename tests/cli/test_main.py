@@ -61,6 +61,8 @@ def test_console_script_and_module() -> None:
         (["infer", "x", "--temp", "0"], "'--temp' is not known here"),  # no abbreviations
         (["infer", "x", "--top_k", "many"], "invalid int value: 'many'"),
         (["--loud", "infer", "x"], "'--loud' is not known here"),
+        (["--bogus"], "'--bogus' is not known here"),
+        (["--versoin"], "did you mean --version?"),
         (["sft", "--learning_rte", "1e-5"], "did you mean learning_rate?"),
         (["dpo", "--pref_los", "ipo"], "did you mean pref_loss?"),
         (["kto", "--kto_los", "kto"], "did you mean kto_loss?"),
@@ -137,10 +139,22 @@ def test_internal_error(
     assert list(tmp_path.iterdir()) == [written]
 
 
-def test_closed_pipe_is_quiet() -> None:
-    program = "import sys; from megatune.cli import main as m\n" \
-              "def run(arguments):\n    for _ in range(100_000): print('a line')\n    return 0\n" \
-              "m.infer.run = run; sys.exit(m.main(['infer', 'model']))"  # fmt: skip
+PRINTS_MUCH = """
+import sys
+from rich.console import Console
+from megatune.cli import main as m
+def run(arguments):
+    for _ in range(10_000): Console().print('a line') if sys.argv.pop() == 'rich' else print('a line')
+    return 0
+m.infer.run = run
+sys.argv[1:1] = ['infer', 'model']
+sys.exit(m.main())
+"""
+
+
+@pytest.mark.parametrize("printer", ["print", "rich"])
+def test_closed_pipe_is_quiet(printer: str) -> None:
+    program = PRINTS_MUCH.replace("sys.argv.pop()", repr(printer))
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -149,6 +163,16 @@ def test_closed_pipe_is_quiet() -> None:
     assert process.stderr.read() == b""
     assert process.wait(60) == ExitCode.CANNOT_WRITE
     process.stderr.close()
+
+
+def test_full_device_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        program = PRINTS_MUCH.replace("sys.argv.pop()", "'print'")
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.stderr == "cannot write the output: No space left on device\n"
+    assert done.returncode == ExitCode.CANNOT_WRITE
 
 
 def test_report_of_one_string() -> None:

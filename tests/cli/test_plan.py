@@ -81,7 +81,7 @@ def test_a_model_is_searched_for_its_best_layout(run: Run, tmp_path: Path) -> No
                        "--output", "new/best.yaml", "--figures", "figures")  # fmt: skip
     assert code == ExitCode.DONE
     assert "32 rows a step" in out
-    assert "\n  3  " in out
+    assert re.search(r"\n +3=? +", out)
     assert "\n  4  " not in out
     assert "Recommended: " in out
     assert out.endswith(
@@ -121,10 +121,39 @@ def test_too_few_devices_are_told_how_many_would_do(run: Run) -> None:
     words = ("Qwen2.5-7B", "--gpu", "rtx-4090", "--gpus")
     code, out, _ = run(*words, "2")
     assert code == ExitCode.OUT_OF_MEMORY
-    assert "\n8 devices hold it, as " in out
+    assert "\n16 devices hold it, as " in out
+    assert "finetuning_type: lora fits: " in out
     assert run(*words, "4")[0] == ExitCode.OUT_OF_MEMORY
-    assert run(*words, "8")[0] == ExitCode.DONE
-    assert json.loads(run(*words, "2", "--json")[1])["enough"]["world_size"] == 8
+    code, out, _ = run(*words, "8")
+    assert (code, "NO LAYOUT SURELY FITS" in out) == (ExitCode.DONE, True)
+    code, out, _ = run(*words, "16", "--json")
+    assert (code, json.loads(out)["recommended"]["tight"]) == (ExitCode.DONE, False)
+    enough = json.loads(run(*words, "2", "--json")[1])
+    assert enough["enough"]["world_size"] == 16
+    assert [each["changes"] for each in enough["less"]] == [{"finetuning.finetuning_type": "lora"}]
+
+
+def test_tensor_parallelism_across_machines_is_warned_of(run: Run) -> None:
+    code, out, _ = run("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "32", "tensor_model_parallel_size=16")
+    assert code == ExitCode.DONE
+    assert "WARNING: tensor_model_parallel_size 16 goes across machines of 8" in out
+
+
+def test_what_is_recommended_fits_at_the_upper_end_with_all_that_costs_nothing(run: Run, tmp_path: Path) -> None:
+    words = ("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "8", "--seq", "4096", "--global_batch", "64")
+    _, out, _ = run(*words, "--output", str(tmp_path / "best.yaml"))
+    written = load(tmp_path / "best.yaml").settings
+    assert (written.performance.bias_activation_fusion, written.performance.apply_rope_fusion,
+            written.performance.gradient_accumulation_fusion) == (True, True, True)  # fmt: skip
+    assert written.precision.accumulate_allreduce_grads_in_fp32
+    assert "accumulate_allreduce_grads_in_fp32: false" in out.partition("For a price in numbers")[2]
+    found = json.loads(run(*words, "apply_rope_fusion=false", "--json")[1])
+    best = found["recommended"]
+    assert best["fullest_bytes"] * (1 + best["memory_bound"]) <= best["memory_limit"]
+    settings = best["settings"]
+    assert (settings["apply_rope_fusion"], settings["bias_activation_fusion"]) == (False, True)
+    assert found["priced"]
+    assert all(each["plan"]["seconds"]["total"] < best["seconds"]["total"] for each in found["priced"])
 
 
 def test_what_the_run_has_not_is_not_assumed(run: Run) -> None:
@@ -152,7 +181,8 @@ def test_a_precision_that_the_device_hardly_computes_is_told(run: Run, gpu: str,
 def test_machines_that_are_not_full_are_noted_and_not_launched(run: Run) -> None:
     code, out, _ = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12")
     assert code == ExitCode.DONE
-    assert "12 devices do not fill machines of 8: 4 of the last one stay idle" in out
+    assert "1 node of 8 and 1 of 4" in out
+    assert "12 devices do not fill machines of 8: the last one has 4; --gpus_per_node 6" in out
     code, out, err = run("Qwen2.5-1.5B", "--gpu", "h100", "--gpus", "12", "--launch")
     assert (code, out) == (ExitCode.SETTINGS, "")
     assert "fix: --gpus 8, --gpus 16, or --gpus_per_node 6" in err

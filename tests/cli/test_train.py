@@ -212,15 +212,31 @@ def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes
     assert not list((tmp_path / "out").glob(".checkpoint*"))
 
 
-def test_asked_to_stop_it_saves_and_goes_on_later(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
+    run_file: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     process = start("train", run_file, cache=tmp_path)
-    list(lines_until(process, "step 4/"))
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process)
-    assert code == 75, output
-    assert "stopped on request after step" in output
-    code, output = megatune("train", run_file, cache=tmp_path)
+    list(lines_until(process, "step 2/"))
+    assert process.stdout is not None
+    process.stdout.close()  # as `| head` does, too: by itself it ends nothing
+    log = tmp_path / "out/launch/logs/rank-0.log"
+    deadline = time.monotonic() + LIMIT
+    while "step 4/" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(LIMIT) == 75
+    assert "stopped on request after step" in log.read_text()
+    workers = f"dataloader_num_workers={len(os.sched_getaffinity(0)) + 1}"  # torch warns of more than cores
+    code, output = megatune("train", run_file, workers, cache=tmp_path)
     assert code == 0, output
+    assert tensors(tmp_path / "out") == whole
+    assert "dataloader_num_workers: null in the run before" in output
+    assert "This DataLoader" not in output
+    # Once more, in a folder where all is done.
+    code, output = megatune("train", run_file, workers, "learning_rate=0.5", cache=tmp_path)
+    assert code == 0, output
+    told = output.index("changed    learning_rate: 0.001 in the run before, 0.5 now")
+    assert told < output.index("12 steps done of 12, so nothing is left to train")
     assert tensors(tmp_path / "out") == whole
 
 
@@ -266,6 +282,7 @@ def test_the_published_file_for_8_gpus_runs_on_8_processes(
     assert "step 3/3" in ended.stdout
 
 
+@pytest.mark.extended
 def test_the_published_file_of_experts_for_8_gpus_runs_on_8_processes(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -312,6 +329,7 @@ def test_data_without_one_usable_row_is_65(run_file: Path, tmp_path: Path) -> No
     assert "Traceback" not in output
 
 
+@pytest.mark.extended
 def test_two_runs_do_not_share_a_folder(run_file: Path, tmp_path: Path) -> None:
     process = start("train", run_file, cache=tmp_path)
     list(lines_until(process, "step 1/"))

@@ -78,6 +78,7 @@ def test_refusals_are_translated():
         assert refused.why in phrases("refusals"), key
         assert not refused.fix or refused.fix in phrases("fixes"), key
     assert set(phrases("refusals")) == {refused.why for refused in known.values()}
+    assert set(phrases("accepted")) == {accepted.why for accepted in LLAMAFACTORY.accepted.values()}
 
 
 def test_chinese_is_imported_only_when_asked_for():

@@ -1,18 +1,36 @@
 """The LLaMA-Factory dialect knows every key that its users write, and dialects are tables."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatune.config.dialects.dialect import Dialect, Refused, Sets
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.llamafactory_defaults import DEFAULTS
 from megatune.config.load import load
 from megatune.config.rules import DATA_RULES
-from megatune.config.settings import all_settings
+from megatune.config.settings import SECRETS, all_settings, setting_value
+from megatune.config.values import shown
 from megatune.errors import MegatuneError
 
 # What a LLaMA-Factory file for Megatron training may hold. Never shrinks.
 CONTRACT = Path(__file__).with_name("contract_keys.txt").read_text().split()
+
+
+class Argument(NamedTuple):
+    name: str
+    declared: str
+    default: str
+    sample: str
+    fate: str
+
+
+ARGUMENTS = [
+    Argument(*line.split())
+    for line in Path(__file__).with_name("llamafactory_keys.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 
 MEGATRON_FILE = """
 model_name_or_path: Qwen/Qwen2-7B-Instruct
@@ -49,14 +67,107 @@ def test_every_key_of_the_contract_is_known(key):
     assert LLAMAFACTORY.knows(key)
 
 
+def fate(name: str, value: str) -> str:
+    """What a user is told of a key."""
+    loaded = load(overrides=[f"{name}={value}"])
+    findings = [*loaded.findings, *loaded.check_rules(leave_out=[])]
+    if any(finding.what.startswith(f"{name}: ") and "is not supported" in finding.what for finding in findings):
+        return "refused"
+    if any(name in keys for keys in loaded.accepted.values()):
+        return "accepted"
+    sets = {path for path, entry in loaded.entries.items() if entry.key == name and path not in loaded.invalid}
+    return "works" if sets and (sets & set(SECRETS) or not loaded.findings) else "dropped"
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=lambda argument: argument.name)
+def test_every_argument_of_llama_factory_becomes_what_the_table_says(argument):
+    assert fate(argument.name, argument.sample) == argument.fate
+
+
+def test_what_is_refused_passes_at_the_value_that_it_has_there():
+    refused = [argument for argument in ARGUMENTS if argument.fate == "refused"]
+    assert len(refused) > 80
+    others = {"export_size", "export_device", "export_quantization_nsamples", "export_quantization_maxlen"}
+    stuck = {argument.name for argument in refused if fate(argument.name, argument.default) == "refused"}
+    assert stuck == others  # they say how a model is exported, which a run does not
+
+
+def test_every_default_that_differs_is_listed():
+    differing = {}
+    for name, _, default, _, becomes in ARGUMENTS:
+        if becomes == "works" and name not in ("hub_token", "swanlab_api_key"):
+            settings = load(overrides=[f"{name}={default}"]).settings
+            meaning = LLAMAFACTORY.meaning_of(name)
+            assert meaning is not None
+            here = {path: all_settings()[path].default for path in meaning.paths}
+            refused = fate(name, default) == "refused" or name == "optimizer_offload_fraction"
+            if refused or any(setting_value(settings, path) != value for path, value in here.items()):
+                differing[name] = default
+    assert differing == {name: shown(default.theirs) for name, default in DEFAULTS.items()}
+
+
 def test_every_setting_can_be_set_and_every_key_sets_one():
     """Its own keys are the names of our settings, which options.txt freezes, and these."""
     for path, info in all_settings().items():
         assert LLAMAFACTORY.meaning_of(info.name) == Sets((path,))
         assert LLAMAFACTORY.key_of(path) == info.name
-    others = set(LLAMAFACTORY.names) - {info.name for info in all_settings().values()} - set(LLAMAFACTORY.not_built)
-    assert others == {"neat_packing", "evaluation_strategy", "swanlab_run_name"}
-    assert LLAMAFACTORY.names_of("data.packing") == ["packing", "neat_packing"]
+    assert LLAMAFACTORY.names_of("data.packing") == [
+        "packing", "neat_packing", "sequence_packing", "use_packed_sequences"
+    ]  # fmt: skip
+    known = {argument.name for argument in ARGUMENTS} | {info.name for info in all_settings().values()}
+    others = {*LLAMAFACTORY.keys, *LLAMAFACTORY.accepted} - known
+    assert others == set()
+
+
+def test_no_secret_is_shown_in_a_message():
+    (finding,) = load(overrides=["om_hub_token=abcdef"]).findings
+    assert "abcdef" not in finding.what
+    assert load(overrides=["hf_hub_token=abcdef"]).secrets == {"checkpoint.hub_token": "abcdef"}
+
+
+UNKNOWN = [
+    ("pref_los", "did you mean pref_loss?"),
+    ("plot_los", "did you mean plot_loss?"),
+    ("lr", "lr is a flag of Megatron-SWIFT; write learning_rate"),
+    ("train_iters", "train_iters is a flag of Megatron-SWIFT; write max_steps"),
+    ("train_itrs", "did you mean train_iters, a flag of Megatron-SWIFT?; write max_steps"),
+    ("adv_estimator", "adv_estimator is a key of ROLL, whose files `megatune rl` runs"),
+    ("qqqq", "remove it; `megatune explain --all` lists every setting"),
+]
+
+
+@pytest.mark.parametrize(("key", "fix"), UNKNOWN)
+def test_an_unknown_key_is_looked_for_in_every_dialect(key, fix):
+    (finding,) = load(overrides=[f"{key}=1"]).findings
+    assert (finding.what, finding.fix) == (f"unknown setting {key!r}", fix)
+
+
+def test_what_changes_nothing_passes_with_a_line_for_each_reason():
+    loaded = load(overrides=["trust_remote_code=true", "deepspeed=ds.json", "fsdp=full_shard", "flash_attn=null"])
+    assert not loaded.findings
+    assert loaded.accepted_notes() == [
+        "trust_remote_code: no code of a repository is ever run: the supported families need none",
+        "deepspeed, fsdp: Megatron-Core shards the optimizer itself (use_distributed_optimizer), and its "
+        "layout the model",
+    ]
+    assert load(overrides=["trust_remote_code=false"]).accepted_notes() == []
+
+
+VALUES = [
+    ("gradient_checkpointing=true", "recompute.recompute_granularity", "full"),
+    ("gradient_checkpointing=False", "recompute.recompute_granularity", None),
+    ("optim=sgd", "optimizer.sgd_momentum", 0.0),
+    ("train_sampling_strategy=sequential", "data.disable_shuffling", True),
+    ("mixed_precision=bf16_mixed", "precision.bf16", True),
+    ("enable_torch_profiler=true", "logging.profile", True),
+]
+
+
+@pytest.mark.parametrize(("override", "path", "value"), VALUES)
+def test_what_keys_of_other_names_set(override, path, value):
+    loaded = load(overrides=[override])
+    assert not loaded.findings
+    assert setting_value(loaded.settings, path) == value
 
 
 def test_no_key_is_refused_without_a_reason():
@@ -83,8 +194,8 @@ OFF = [
     "transformer_impl=local", "ddp_find_unused_parameters=false", "trust_remote_code=true", "save_hf_model=true",
     "use_rslora=false", "create_new_adapter=false", "lora_rank=null", "lora_alpha=null", "adapter_name_or_path=null",
     "finetuning_type=full", "finetuning_type=freeze", "finetuning_type=lora", "freeze_vision_tower=true",
-    "lora_rank=8", "lora_target=all", "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
-    "use_galore=false", "kto_chosen_weight=1.0", "ppo_epochs=4", "reward_model=null", "reward_model_type=lora",
+    "loraplus_lr_embedding=1e-6", "pissa_init=false", "export_legacy_format=false",
+    "use_galore=false", "ppo_epochs=4", "reward_model=null", "reward_model_type=lora",
     "remove_unused_columns=true", "remove_unused_columns=false", "report_to=none",
     "do_train=True",
 ]  # fmt: skip
@@ -97,12 +208,12 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 
 REFUSED = [
-    "preprocessing_batch_size=64", "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
-    "hub_strategy=checkpoint", "hub_strategy=all_checkpoints", "transformer_impl=transformer_engine",
-    "calculate_per_token_loss=false", "ddp_find_unused_parameters=true", "save_hf_model=false", "do_train=false",
-    "deepspeed=ds_z3.json", "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
+    "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
+    "hub_strategy=checkpoint", "hub_strategy=all_checkpoints",
+    "calculate_per_token_loss=false", "save_hf_model=false", "do_train=false",
+    "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",
     "oft_rank=8", "adapter_folder=out", "export_dir=out", "export_size=5", "export_quantization_bit=4",
-    "use_galore=true", "use_badam=true", "use_unsloth=true", "stage=ppo",
+    "use_galore=true", "use_badam=true", "optim=adafactor", "stage=ppo",
     "reward_model=r", "reward_model_type=api", "ppo_epochs=1",
     "ref_model_quantization_bit=4",
 ]  # fmt: skip
@@ -121,21 +232,18 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(
-        "finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npreprocessing_batch_size: 64\n"
-        "transformer_impl: transformer_engine\n"
-    )
+    path.write_text("finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npure_bf16: true\ntool_format: qwen\n")
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
         "run.yaml:2: loraplus_lr_embedding: 1e-5 is not supported\n"
         "    why: embeddings have no adapters here: additional_target trains them whole, at learning_rate\n"
         "    fix: remove loraplus_lr_embedding, or write loraplus_lr_embedding: 1e-06\n"
-        "run.yaml:3: preprocessing_batch_size: 64 is not supported\n"
-        "    why: how many rows are tokenised together changes no result here, and is chosen by the program\n"
-        "    fix: remove preprocessing_batch_size, or write preprocessing_batch_size: 1000\n"
-        "run.yaml:4: transformer_impl: transformer_engine is not supported\n"
-        "    why: the engine's own layers are used, on every machine; Transformer Engine is not needed\n"
-        "    fix: remove transformer_impl, or write transformer_impl: local"
+        "run.yaml:3: pure_bf16: true is not supported\n"
+        "    why: masters of the weights are kept in fp32, without which small steps are lost\n"
+        "    fix: write bf16: true; exp_avg_dtype and exp_avg_sq_dtype: bf16 save memory\n"
+        "run.yaml:4: tool_format: qwen is not supported\n"
+        "    why: calls of tools are written as the template does\n"
+        "    fix: write template: FILE.yaml, a template of your own, with tools: qwen, llama3, mistral or plain in it"
     )
 
 

@@ -266,7 +266,7 @@ def test_files_with_nothing_to_say(read, text):
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(read):
     loaded = read(
-        "lr_scheduler_type: cosin\nbf16: true\nfp16: true\nlerning_rate: 1\ntransformer_impl: te\ncutoff_len: 0\n"
+        "lr_scheduler_type: cosin\nbf16: true\nfp16: true\nlerning_rate: 1\npure_bf16: true\ncutoff_len: 0\n"
         "model_name_or_path: m\noutput_dir: o\n",
         ["seed=x"],
     )

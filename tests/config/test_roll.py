@@ -84,6 +84,14 @@ def test_the_engine_tells_the_experts_that_training_replays(read):
     assert found.settings.actor_train.router_replay
     assert found.settings.actor_infer.return_routing
     assert not read(SMALL).settings.actor_infer.return_routing
+    vllm = read(SMALL.replace("builtin", "vllm"), *packed)
+    assert vllm.settings.actor_infer.return_routing
+    config = "actor_infer.strategy_args.strategy_config={pipeline_parallel_size: 2, enable_prefix_caching: false}"
+    found = read(SMALL.replace("builtin", "vllm").replace('"[0]"', '"[0, 1]"'), *packed, config).findings
+    assert [each.fix.partition(",")[0] for each in found] == [
+        "write pipeline_parallel_size: 1",
+        "write enable_prefix_caching: true",
+    ]
 
 
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
@@ -120,6 +128,23 @@ def test_everything_wrong_is_said_at_once_with_its_line(read):
     ):
         assert any(part in text and place == f"run.yaml:{line}" for text, place in zip(said, places, strict=True)), part
     assert any("the tag 'math' is in tag_included of rewards.math and rewards.code" in text for text in said)
+
+
+def test_a_student_is_distilled_as_by_the_launcher_of_such_files(read):
+    text = SMALL.replace("actor_", "student_").replace("grpo", "reinforce")
+    model, strategy = "model_args: {model_name_or_path: T}", "strategy_args: {strategy_name: hf_infer}"
+    found = read(f"{text}teacher: {{device_mapping: [0], {model}, {strategy}}}\n")
+    assert found.findings == ()
+    assert found.settings.algorithm.is_pure_opd
+    assert any(line.startswith("is_pure_opd is true") for line in found.lines)
+
+
+@pytest.mark.parametrize("key", ["rollout_batch_size", "gradient_accumulation_steps"])
+def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
+    text = SMALL.replace("gradient_accumulation_steps: 8", "gradient_accumulation_steps: 80")
+    assert len(read(text).findings) == 1  # 16 samples, not a multiple of 160
+    (finding,) = read(text.replace(f"{key}:", f"{key[:-1]}:")).findings
+    assert f"did you mean {key}?" in finding.fix.replace("actor_train.training_args.", "")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from megatune.config.load import load
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import multiples_around, nearest
+from megatune.plan.catalogue import find_model
 
 QWEN = Architecture(
     model_type="qwen2",
@@ -364,8 +365,28 @@ def test_the_world_that_was_started_goes_before_num_processes():
     assert messages(*layout, world_size=4) == [
         "4 processes are not a multiple of the 8 that one copy of the model takes\n"
         "    why: tensor_model_parallel_size 4 times pipeline_model_parallel_size 2 is 8\n"
-        "    fix: start 8 processes, or change the layout"
+        "    fix: write pipeline_model_parallel_size: 1, or start 8 processes"
     ]
+
+
+EXPERTS_THAT_DO_NOT_FIT = {
+    "experts over fewer processes": (["expert_model_parallel_size=16"], "expert_model_parallel_size: 8"),
+    "whole experts": (
+        ["tensor_model_parallel_size=4", "expert_model_parallel_size=4", "pipeline_model_parallel_size=2",
+         "sequence_parallel=true"],
+        "expert_tensor_parallel_size: 1",
+    ),
+    "neither is enough": (["expert_model_parallel_size=16", "pipeline_model_parallel_size=16"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS_THAT_DO_NOT_FIT)
+def test_experts_that_do_not_fit_the_processes_name_a_size_that_does(name):
+    overrides, size = EXPERTS_THAT_DO_NOT_FIT[name]
+    architecture = find_model("Qwen3-30B-A3B").architecture
+    (message,) = messages(*overrides, world_size=8, architecture=architecture)
+    fix = message.partition("fix: ")[2]
+    assert fix.startswith(f"write {size}, or start " if size else "start ")
 
 
 def test_without_an_architecture_its_rules_say_nothing():

@@ -22,7 +22,7 @@ def messages(architecture: Architecture | None, *overrides: str) -> list[str]:
     return [str(finding) for finding in check(loaded.settings, architecture, written=loaded.written)]
 
 
-FREEZE, LORA = "finetuning_type=freeze", "finetuning_type=lora"
+FREEZE, LORA, FULL = (f"finetuning_type={kind}" for kind in ("freeze", "lora", "full"))
 TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
 
 
@@ -35,7 +35,7 @@ TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
         (QWEN, [FREEZE, "freeze_trainable_layers=4", "use_llama_pro=true"]),
         (QWEN, [FREEZE, "freeze_trainable_layers=0", "freeze_extra_modules=embed_tokens,lm_head"]),
         # A file may say what is so anyway.
-        (QWEN, ["freeze_trainable_layers=2", "use_llama_pro=false", "freeze_vision_tower=true"]),
+        (QWEN, [FULL, "freeze_trainable_layers=2", "use_llama_pro=false", "freeze_vision_tower=true"]),
         (QWEN_VL, [*TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
         (QWEN3_VL, ["freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
         (QWEN3_VL, ["freeze_deepstack_mergers=false", "merger_lr=1e-5"]),
@@ -44,7 +44,8 @@ TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
         (None, [LORA, "lora_target=.*[qv]_proj", "use_dora=true", "use_rslora=true", "loraplus_lr_ratio=16"]),
         (QWEN, [LORA, "adapter_name_or_path=a,b", "create_new_adapter=true", "lora_dropout=0.1"]),
         (QWEN_VL, [LORA, *TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
-        (QWEN, ["lora_rank=8", "lora_target=all", "create_new_adapter=false"]),
+        (QWEN, [FULL, "lora_rank=8", "lora_target=all", "create_new_adapter=false"]),
+        (QWEN, ["use_dora=false", "create_new_adapter=false"]),
     ],
 )  # fmt: skip
 def test_what_is_valid_passes(architecture, overrides):
@@ -136,6 +137,13 @@ WRONG = [
         "vision_lr 1e-06 with learning_rate 0\n"
         "    why: it rises and falls with learning_rate, at a fixed ratio\n"
         "    fix: write freeze_language_model: true and another learning_rate, to train nothing else",
+    ),
+    (
+        QWEN,
+        ["lora_rank=8"],  # its default, which a user who leaves the method open still asks for
+        "lora_rank with finetuning_type: full\n"
+        "    why: it says what lora trains\n"
+        "    fix: write finetuning_type: lora, or remove lora_rank",
     ),
     (
         QWEN,

@@ -19,7 +19,7 @@ STREAMED = ["streaming=true", "max_steps=5"]
 def messages(*overrides: str) -> list[str]:
     loaded = load(overrides=[*BASE, *overrides])
     assert loaded.findings == []
-    return [str(finding) for finding in check(loaded.settings, MOE)]
+    return [str(finding) for finding in check(loaded.settings, MOE, written=loaded.written)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def messages(*overrides: str) -> list[str]:
         [KTO, "pref_beta=0.2", "pref_ftx=0.1", "kto_chosen_weight=1.5", "kto_rejected_weight=0.5", "ref_model=r"],
         [KTO, LORA, "kto_loss=apo_zero_unpaired", "preserve_thinking=true"],
         # A file may say what is so anyway.
-        ["pref_loss=sigmoid", "pref_beta=0.1", "pref_ftx=0", "simpo_gamma=0.5", "ref_model=null"],
+        ["stage=sft", "pref_loss=sigmoid", "pref_beta=0.1", "pref_ftx=0", "simpo_gamma=0.5", "ref_model=null"],
         *([DPO, f"pref_loss={name}"] for name in all_settings()["preference.pref_loss"].choices if name != "exo_pair"),
     ],
 )
@@ -55,6 +55,12 @@ def test_what_is_valid_passes(overrides):
 _NO_REFERENCE = "    why: {} no reference to compare with\n    fix: remove {}, or name another pref_loss"
 # overrides -> the one message they cause
 WRONG = [
+    (
+        ["pref_loss=sigmoid"],  # its default, which a user who leaves the stage open still asks for
+        "pref_loss with stage sft\n"
+        "    why: it says how the two answers of a pair are compared\n"
+        "    fix: write stage: dpo, or remove pref_loss",
+    ),
     (
         ["pref_beta=0.2"],
         "pref_beta with stage sft\n"

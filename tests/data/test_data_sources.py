@@ -45,25 +45,34 @@ def files(source: DatasetSource, folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in source.files]
 
 
+# What LLaMA-Factory has off unless it is listed.
+OFF: dict[str, None] = dict.fromkeys(("history", "system", "tools", "images", "videos", "audios"))
+
+
 def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
     assert resolved("a", info(tmp_path, a={"file_name": "a.json"})) == DatasetSource(
-        "alpaca", Columns(), Tags(), name="a", files=(tmp_path / "a.json",)
+        "alpaca", Columns(**OFF), Tags(), name="a", files=(tmp_path / "a.json",)
     )
 
 
 @pytest.mark.parametrize(
     ("entry", "columns", "tags"),
     [
-        ({"columns": {"prompt": "question", "system": None}}, Columns(prompt="question", system=None), Tags()),
-        ({"formatting": "sharegpt", "tags": {"role_tag": "role"}}, Columns(), Tags(role_tag="role")),
-        ({"formatting": "openai"}, Columns(messages="messages"), OPENAI_TAGS),
+        ({"columns": {"prompt": "question", "system": None}}, Columns("question", query=None, **OFF), Tags()),
+        ({"columns": {"system": "s"}}, Columns(query=None, **{**OFF, "system": "s"}), Tags()),
+        ({"formatting": "sharegpt", "tags": {"role_tag": "role"}}, Columns(**OFF), Tags(role_tag="role")),
+        ({"formatting": "openai"}, Columns(messages="messages", **OFF), OPENAI_TAGS),
         ({"formatting": "query_response", "columns": {"prompt": "q"}}, Columns("q", None, None), Tags()),
         ({"formatting": "query_response"}, Columns(None, None, None), Tags()),
         ({"formatting": "text"}, Columns("text"), Tags()),
-        ({"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False}, Columns(), Tags()),
+        (
+            {"formatting": None, "subset": None, "num_samples": None, "tags": None, "ranking": False},
+            Columns(**OFF),
+            Tags(),
+        ),
     ],
 )
-def test_what_is_not_listed_keeps_its_default(
+def test_what_is_not_listed_is_off_or_keeps_its_default(
     tmp_path: Path, entry: dict[str, Any], columns: Columns, tags: Tags
 ) -> None:
     source = resolved("a", info(tmp_path, a={"file_name": "a.json", **entry}))

@@ -125,6 +125,7 @@ def test_epochs_are_the_data_sets_mixed(strategy: str, datasets: list[str], tmp_
     assert shuffled[0] != shuffled[1] != expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("strategy", "packing"),
     [

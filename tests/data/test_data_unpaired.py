@@ -20,7 +20,8 @@ CHATS = [
 
 def made(folder: Path, *flags: str) -> list[dict]:
     (folder / "chats.json").write_text(json.dumps([*CHATS, {"conversations": [], "chosen": "a", "rejected": "b"}]))
-    entry = {"file_name": "chats.json", "formatting": "sharegpt", "ranking": True}
+    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "system": "system"}
+    entry = {"file_name": "chats.json", "formatting": "sharegpt", "ranking": True, "columns": columns}
     (folder / "dataset_info.json").write_text(json.dumps({"chats": entry}))
     call = [sys.executable, str(SCRIPT), "chats", str(folder / "out"), "--dataset_dir", str(folder), *flags]
     done = subprocess.run(call, check=True, timeout=60, capture_output=True, text=True)

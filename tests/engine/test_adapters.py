@@ -119,6 +119,7 @@ def norms_of_steps(model: Path, settings: Settings) -> list[float]:
     return train(with_random_b(model, settings), settings)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -54,6 +54,7 @@ def moved_bias(model: Path, settings: Settings, samples: list[Sample]) -> dict[s
     return {layer: bias - before for layer, (bias, before) in biases.items()}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["ep2", "ep2 etp1 tp2 sp", "ep2 pp2"])
 def test_bias_of_experts_moves_towards_those_with_fewer_tokens(pool, model_dir, layout):
     """By the rate, up or down (arXiv:2408.15664), and alike in every layout."""

@@ -26,6 +26,7 @@ def test_weight_gradient_is_added_in_the_dtype_of_main_grad(dtype, main_dtype):
     torch.testing.assert_close(main_grad, expected.to(main_dtype))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2", "dp2, grad overlap"])
 def test_gradients_added_straight_to_main_grad_are_the_same(pool, model_dir, layout, tied):

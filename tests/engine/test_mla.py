@@ -252,6 +252,7 @@ def test_halves_equal_those_of_transformers(pool):
     check(pool, LAYOUTS["tp2 sp"], ONE_DOCUMENT, 28, YARN, False)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("boundaries", [ONE_DOCUMENT, PACKED], ids=["one document", "packed"])
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS)
 def test_documents_and_their_parts_equal_those_of_transformers(pool, layout, boundaries):
@@ -269,6 +270,7 @@ def compute_with_and_without(
     return kept, compute(architecture, again, truth, ONE_DOCUMENT)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("modules", [["mla_up_proj"], ["core_attn"], ["core_attn", "mla_up_proj"]])
 @pytest.mark.parametrize("layout", ["1", "tp2 sp"])
 @pytest.mark.parametrize("q_lora_rank", [None, 28])

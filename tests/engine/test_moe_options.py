@@ -34,6 +34,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), [("qwen2_moe", "tp2 sp etp2 ep2"), ("deepseek_v3", "tp2 sp etp1 ep2")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_speed_and_memory_change_no_number(pool, variant, family, layout):

@@ -1,5 +1,6 @@
 """What the ranks of the launch tests do. Each target takes (context, payload)."""
 
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -81,6 +82,37 @@ def fail(context, payload):
         time.sleep(0.3)
         raise ValueError("no gradient for layer 3")
     raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1234")
+
+
+def say_much(context, payload):
+    """Prints more than a pipe holds, and then something that is to be found."""
+    for number in range(5000):
+        print(f"line {number} of {context.rank}")
+    print("the last line", flush=True)
+    return linger(context) if payload["lingers"] else None
+
+
+def stop_with_worker(context, payload):
+    """Notes, once it is asked to stop, whether its data worker still lives."""
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(PATIENCE,), daemon=True)
+    worker.start()
+    code = linger(context)
+    time.sleep(0.2)
+    (context.run_dir / "worker").write_text("alive" if worker.is_alive() else "dead")
+    return code
+
+
+def refuse(context, payload):
+    """Rank 0 refuses what it alone has read; rank 1 waits for it where no handler of Python's runs."""
+    if context.rank == 0:
+        ready = context.run_dir / "waiting"
+        while not ready.exists():
+            time.sleep(0.02)
+        fail_user(context, payload)
+    (context.run_dir / "waiting").touch()
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
 def fail_user(context, payload):

@@ -164,6 +164,18 @@ def test_a_death_of_the_zygote_is_reported(launch):
     assert "starts the ranks was killed by SIGKILL" in stderr
 
 
+def test_a_death_is_noticed_while_the_zygote_is_stopped(launch):
+    run = launch("run_on")
+    run.wait_for_step(0, 1)
+    victim = run.rank_pids()[1]
+    os.kill(psutil.Process(victim).ppid(), signal.SIGSTOP)
+    os.kill(victim, signal.SIGKILL)
+    code, _, stderr = run.finish()
+    assert code == ExitCode.PROCESS_DIED
+    assert "the process that watches the ranks was stopped, and is continued" in stderr
+    assert "rank 1 on host" in stderr
+
+
 @pytest.mark.parametrize(("stopped", "why"), [(True, "its process is stopped"), (False, "it is in stuck_in_user_code")])
 def test_a_hung_rank_is_named(launch, stopped, why):
     run = launch("hang", payload={"stopped": stopped}, hang_timeout=1.0)

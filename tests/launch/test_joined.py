@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from launch_run import HERE, LIMIT
+from launch_run import HERE, LIMIT, wait_until
 
 from megatune.errors import ExitCode
 from megatune.launch.context import heartbeat_path, read_beat
@@ -37,6 +37,7 @@ def join(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     return start
@@ -59,6 +60,31 @@ def test_a_joined_rank_stops_on_sigterm(join, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT)
     assert process.returncode == ExitCode.STOPPED
+
+
+def test_a_stop_of_the_process_group_spares_what_a_rank_needs_to_save(join, tmp_path):
+    process = join("stop_with_worker")
+    wait_until(lambda: (beat := read_beat(heartbeat_path(tmp_path, 1))) is not None and beat.step > 0)
+    os.killpg(process.pid, signal.SIGHUP)  # as torchrun does in a terminal that is closed
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == ExitCode.STOPPED
+    assert (tmp_path / "worker").read_text() == "alive"
+
+
+def test_torchrun_ends_all_ranks_with_the_code_and_the_message_of_the_one_that_refuses(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["--standalone", "--nproc_per_node", "2", tmp_path / "script.py", "refuse", tmp_path, "{}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{HERE}"},
+        capture_output=True,
+        text=True,
+        timeout=4 * LIMIT,
+    )
+    said, _, report = ended.stderr.partition("Failures:")
+    assert said.count("no row is left") == 1
+    assert "traceback : megatune: data.json: no row is left\n" in report.partition("Root Cause")[2]
+    assert report.count(f"exitcode  : {ExitCode.DATA} ") == 2, ended.stderr
 
 
 def test_a_joined_rank_tells_findings_without_a_traceback(join, tmp_path):

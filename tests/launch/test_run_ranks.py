@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launch_run import HERE, LIMIT, is_running, wait_until
 from launch_targets import PATIENCE
 
 from megatune.errors import ExitCode
+from megatune.launch.context import heartbeat_path, read_beat
 
 
 def test_output_of_rank_0_reaches_the_terminal_and_that_of_others_their_logs(launch):
@@ -40,6 +42,23 @@ def test_a_target_that_must_not_be_forked_is_imported_by_each_rank(launch):
     assert run.report()["start_method"] == "exec"
 
 
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_run_goes_on_in_its_log_when_its_output_is_lost(launch, hangs_up):
+    run = launch("say_much", nproc=1, payload={"lingers": hangs_up})
+    assert run.process.stdout.readline() == "line 0 of 0\n"
+    run.process.stdout.close()
+    stderr, run.process.stdout, run.process.stderr = run.process.stderr, None, None
+    if hangs_up:  # a closed terminal takes both away, and the kernel and the shell say so to the process
+        stderr.close()
+        run.wait_for_step(0)
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGHUP)
+    else:
+        assert "stdout is lost (Broken pipe): the run goes on" in stderr.read()
+    assert run.finish()[0] == (ExitCode.STOPPED if hangs_up else ExitCode.DONE)
+    assert (run.run_dir / "logs" / "rank-0.log").read_text().endswith("line 4999 of 0\nthe last line\n")
+
+
 def test_sigterm_has_the_ranks_save_and_stop(launch):
     run = launch("run_on", nproc=3)
     run.wait_for_step(0, 1, 2)
@@ -47,6 +66,22 @@ def test_sigterm_has_the_ranks_save_and_stop(launch):
     code, _, stderr = run.finish()
     assert (code, stderr) == (ExitCode.STOPPED, "")
     assert run.report()["outcome"] == "stopped"
+
+
+def test_ctrl_z_stops_the_launcher_alone(launch):
+    run = launch("run_on")
+    run.wait_for_step(0, 1)
+    run.process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED)
+    then = [read_beat(heartbeat_path(run.run_dir, rank)).count for rank in (0, 1)]
+    wait_until(lambda: all(read_beat(heartbeat_path(run.run_dir, rank)).count > then[rank] for rank in (0, 1)))
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        run.process.send_signal(number)
+    code, _, stderr = run.finish()
+    assert (code, stderr) == (
+        ExitCode.STOPPED,
+        "\nmegatune: the run goes on in the background; `fg` comes back to it\n",
+    )
 
 
 def test_sigterm_has_ranks_stop_that_were_not_forked(launch):

@@ -92,6 +92,31 @@ def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: Algo
     close([again[place] for place in np.argsort(shuffled)], expected_rewards(name))
 
 
+def test_a_sample_without_a_score_trains_nothing_and_is_in_no_mean() -> None:
+    """The others train as if it had not been sampled, whatever its score is."""
+    part = replace(
+        PLAIN, norm_mean_type="group", norm_std_type="running", whiten_advantages=True, length_loss_weight=True
+    )
+    left = np.array([number not in (1, 3, 4, 5) for number in range(len(LENGTHS))])  # one of a group, and a whole group
+    state, other = AlgorithmState(part), AlgorithmState(part)
+    found = prepare(replace(SAMPLES, scores=np.where(left, SCORES, 1e9), failed=~left), part, state)
+    alone = StepSamples(
+        scores=SAMPLES.scores[left], lengths=SAMPLES.lengths[left], groups=SAMPLES.groups[left],
+        domains=[DOMAINS[each] for each in np.flatnonzero(left)], at_limit=SAMPLES.at_limit[left],
+    )  # fmt: skip
+    expected = prepare(alone, part, other)
+    for name in ("advantages", "mask", "weights"):
+        mine, others = getattr(found, name), iter(getattr(expected, name))
+        for number, each in enumerate(mine):
+            if left[number]:
+                np.testing.assert_allclose(each, next(others), rtol=1e-6, atol=1e-6)
+            elif name != "weights":
+                assert not each.any()
+    assert state.state_dict() == other.state_dict()
+    assert found.metrics["critic/rewards/mean"] == pytest.approx(expected.metrics["critic/rewards/mean"])
+    assert (found.metrics["actor/samples_used"], found.metrics["actor/samples_total"]) == (8, 12)
+
+
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
     found = run(AlgorithmPart(adv_estimator="reinforce_plus_plus"))
     centered = expected_rewards("dr_grpo")
@@ -105,6 +130,21 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
         ]
         value = (centered[number] - statistics.mean(tokens)) / math.sqrt(statistics.variance(tokens) + 1e-8)
         expected.append([value] * length)
+    close(found.advantages, expected)
+
+
+def test_whitened_rewards_are_of_the_tokens_of_a_domain() -> None:
+    """A response's score is the reward of its last token, and the others' is 0; both are whitened, then discounted."""
+    found = run(replace(PLAIN, whiten_rewards=True, gamma=0.9))
+    tokens = [[0.0] * (length - 1) + [score] for length, score in zip(LENGTHS, SCORES, strict=True)]
+    expected = []
+    for number, own in enumerate(tokens):
+        domain = [each for other, values in enumerate(tokens) if DOMAINS[other] == DOMAINS[number] for each in values]
+        center, width = statistics.mean(domain), math.sqrt(statistics.variance(domain) + 1e-8)
+        white = [(value - center) / width for value in own]
+        expected.append(
+            [sum(0.9**place * value for place, value in enumerate(white[start:])) for start in range(len(white))]
+        )
     close(found.advantages, expected)
 
 

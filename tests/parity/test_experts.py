@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout):
     model = model_dir(family)
@@ -33,6 +34,7 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     table.add(f"{family}, untied", layout, found)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_EXPERT_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
     model = model_dir("qwen3_moe", tied=True)

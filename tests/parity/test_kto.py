@@ -170,6 +170,7 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return make
 
 
+@pytest.mark.extended("cp2 p2p", "dp2")
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize(

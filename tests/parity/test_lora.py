@@ -123,6 +123,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
+@pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA")
 @pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "kind", "layout"), CASES)
 def test_adapters_agree(
@@ -244,6 +245,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
     save_adapters(folder, assembly.parameters, architecture, place, settings.finetuning)
 
 
+@pytest.mark.extended("ep4 dp4", "1")
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "tied", "kind", "layout", "ratio"),

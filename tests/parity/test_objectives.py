@@ -130,6 +130,7 @@ def expected(model: Path, samples: tuple[Sample, ...]) -> tuple[float, float, di
     return total, log_prob, checkpoint_tensors(reference, gradients)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

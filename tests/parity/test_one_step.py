@@ -59,7 +59,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # 1e-8 rounding decides its first update, which alone makes up 4e-3 of the tensor's; an epsilon above the rounding keeps
 # such elements out of it.
 OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
-TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "sgd": 1e-5}
+OPTIMIZERS["adam, on the host"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer_cpu_offload": True}
+TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1e-3, "sgd": 1e-5}
 
 
 def step_samples(index: int, architecture: Architecture) -> list[Sample]:
@@ -188,6 +189,15 @@ def test_one_step_in_other_layouts(pool, plain_steps, model_dir, tmp_path, layou
 )
 def test_one_step_of_experts(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
     assert_same_steps(pool, plain_steps, model_dir, EXPERT_LAYOUTS[layout], "qwen3_moe", False, optimizer, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3", LAYOUTS["1"]), ("qwen3", LAYOUTS["tp2 pp2 dp2 sp"]), ("qwen3_moe", EXPERT_LAYOUTS["ep2"])],
+    ids=["one device", "dense", "experts"],
+)  # fmt: skip
+def test_one_step_on_the_host(pool, plain_steps, model_dir, tmp_path, family, layout):
+    assert_same_steps(pool, plain_steps, model_dir, layout, family, False, "adam, on the host", 1, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["1", "ep2", "ep2 pp2", "ep4 dp4"])

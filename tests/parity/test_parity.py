@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "layout"), CASES)
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, tied, layout):
     model = model_dir(family, tied=tied)
@@ -46,6 +47,7 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, tied
     table.add(f"{family}, {'tied' if tied else 'untied'}", layout, found)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
     model = model_dir("qwen3")

@@ -166,6 +166,7 @@ def check(answers: list[tuple[float, dict[str, float]]], folder: Path, expected:
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= 1e-5}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "layout", "size"), CASES)
 def test_policies_agree(pool: Any, truth: Truth, tmp_path: Path, name: str, layout: str, size: int) -> None:
     model, responses, expected = truth(name, "qwen3_moe" if "ep" in layout else "qwen3")
@@ -174,6 +175,7 @@ def test_policies_agree(pool: Any, truth: Truth, tmp_path: Path, name: str, layo
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), REPLAYED)
 def test_choices_of_the_rollout_engine_are_taken(
     pool: Any, model_dir: Any, tmp_path: Path, family: str, layout: str

@@ -118,6 +118,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "targets", "names"),
     [

@@ -142,6 +142,7 @@ PIPELINES = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("pipeline", "tied"),
     [*((name, False) for name in PIPELINES), ("7 layers on pp2 vpp2", True), ("embedding alone", True),

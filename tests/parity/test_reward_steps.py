@@ -103,6 +103,7 @@ def steps(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout", "optimizer", "size"),
     [

@@ -35,6 +35,7 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     table.add(f"{family}, untied", layout, found)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_SEQUENCE_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
     model = model_dir("qwen3", tied=True)

@@ -69,6 +69,7 @@ def check(pool: Any, truth: tuple[Case, Steps], layout: str, size: int, bound: f
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= bound}
 
 
+@pytest.mark.extended("hinge", "robust", "cpo")
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("losses", LOSSES)
@@ -96,6 +97,7 @@ def test_experts(pool: Any, truth: Truth, tmp_path: Path, optimizer: str) -> Non
     check(pool, truth("sigmoid", optimizer, "qwen3_moe"), "ep2", 1, OPTIMIZER[optimizer][1], tmp_path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("layout", ["1", "tp2 sp"])
 def test_adapters(pool: Any, truth: Truth, tmp_path: Path, layout: str, optimizer: str) -> None:

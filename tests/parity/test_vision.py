@@ -136,6 +136,7 @@ def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout)
     assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])
 
 
+@pytest.mark.extended("qwen2_vl", "qwen2_5_vl")
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
     """As the proof of text models, tests/parity/test_parity.py."""
@@ -190,6 +191,7 @@ def checked_steps(model: Path, settings: Settings, steps: list[list[Sample]]) ->
         assert train_step(assembly, batches, learning_rate=1e-2, checked_step=number).updated
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "layout", ["dp2, overlaps", "tp2 sp", "cp2 tp2 sp, packed", "tp2 pp2 dp2 sp, overlaps, fusions"]
 )

@@ -13,6 +13,7 @@ ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 FUSED = Layout(1, performance={"apply_rope_fusion": True})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [LAYOUTS["tp2 sp"], FUSED], ids=["tp2 sp", "fused"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_yarn_agrees(pool, model_dir, reference, tmp_path, family, layout):

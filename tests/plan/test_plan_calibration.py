@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatune.architecture import Architecture
+from megatune.cli.main import main
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.calibration import calibrate, calibration_for, default_path, read, write
@@ -37,7 +38,7 @@ def case(rows: int, tokens: int, tp: int = 1, world: int = 8, machine: Machine =
     )
 
 
-def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0) -> Path:
+def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0, memory: bool = True) -> Path:
     """A run's folder as training leaves it, on a machine that these factors describe."""
     was = estimate(replace(planned, machine=replace(planned.machine, calibration=truth)))
     counted = "resident" if planned.machine.device.generation == "cpu" else "allocated"
@@ -45,7 +46,9 @@ def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0) -
     measured = Measured(
         counted=counted,  # type: ignore[arg-type]
         stages=tuple(
-            RankMemory(rank=stage.stage, stage=stage.stage, peak=comparable(stage, counted)) for stage in was.stages
+            RankMemory(rank=stage.stage, stage=stage.stage, peak=comparable(stage, counted))
+            for stage in was.stages
+            if memory
         ),
         step_seconds=was.time.total * noise,
         num_steps=10,
@@ -106,6 +109,41 @@ def test_one_run_that_was_disturbed_hardly_counts(tmp_path: Path) -> None:
     runs = [leave(tmp_path / f"r{number}", each, truth) for number, each in enumerate(cases)]
     runs.append(leave(tmp_path / "disturbed", case(2, 2048), truth, noise=5.0))
     assert calibrate(runs).calibration.compute == pytest.approx(1.4, rel=0.15)
+
+
+def test_a_fit_that_is_worse_than_none_on_runs_it_was_not_made_of_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs twice as slow as planned, two twice as fast: no factor says more of the others than none."""
+    cases = [case(rows, tokens) for rows, tokens in ((1, 4096), (2, 4096), (1, 2048), (4, 1024))]
+    truth = Calibration(activations=1.25)
+    runs = [
+        leave(tmp_path / f"r{number}", each, truth, noise)
+        for number, (each, noise) in enumerate(zip(cases, (2.0, 2.0, 0.5, 0.5), strict=True))
+    ]
+    report = calibrate(runs)
+    assert report.refused == ("time",)
+    assert (report.calibration.compute, report.calibration.communication) == (1, 1)
+    assert report.calibration.activations == pytest.approx(1.25, rel=0.03)  # memory is fitted apart, and kept
+    assert not report.calibration.of_time
+    assert report.calibration.of_memory
+    assert report.errors["time", "after"] == report.errors["time", "before"]
+    before, left_out = report.median("time", "before"), report.median("time", "left_out")
+    assert before is not None
+    assert left_out is not None
+    assert left_out > before
+    assert "refused: runs that were left out of the fit are off by" in "\n".join(report.lines())
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folders = [
+        leave(tmp_path / f"n{number}", each, truth, noise, memory=False)
+        for number, (each, noise) in enumerate(zip(cases, (2.0, 2.0, 0.5, 0.5), strict=True))
+    ]
+    assert main(["plan", "--calibrate", *map(str, folders)]) == ExitCode.INPUT
+    printed = capsys.readouterr()
+    assert "as it is: refused" in printed.out
+    assert "nothing is written" in printed.err
+    assert not default_path("h100-80g").exists()
 
 
 def test_runs_that_cannot_be_used_are_all_named(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", INFOS)
 def test_costs_are_the_planners(path: str) -> None:
     """Each number is the difference of two plans of valid settings, which differ in what is said and nothing else."""

@@ -72,6 +72,7 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> in
         return bytes_.live - output.untyped_storage().nbytes()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):

@@ -105,23 +105,23 @@ def planned(model: Architecture, settings: Settings, world_size: int) -> Case:
 def held(cases: Sequence[tuple[Architecture, Settings]]) -> list[dict[str, int]]:
     """On every rank: bytes of the memory that a model and its optimizer hold, by part, of each case; all of them have
     the same groups of ranks."""
-    on_host: list[int] = []
-    make = adam._zeros_like
+    on_host: list[torch.Tensor] = []
+    make = adam._like
 
     def watched(values: torch.Tensor, dtype: torch.dtype, host: bool) -> torch.Tensor:
-        zeros = make(values, dtype, host)
-        on_host.append(zeros.nbytes * host)
-        return zeros
+        made = make(values, dtype, host)
+        on_host.extend([made] * host)
+        return made
 
-    adam._zeros_like = watched
+    adam._like = watched
     build(cases[0][1].parallel, seed=0, timeout=60)
     try:
         return [_held(model, settings, on_host) for model, settings in cases]
     finally:
-        adam._zeros_like = make
+        adam._like = make
 
 
-def _held(model: Architecture, settings: Settings, on_host: list[int]) -> dict[str, int]:
+def _held(model: Architecture, settings: Settings, on_host: list[torch.Tensor]) -> dict[str, int]:
     on_host.clear()
     chunks = build_model(model, settings)
     optimizer = build_optimizer(chunks, settings.optimizer, settings.parallel, settings.precision)
@@ -132,15 +132,15 @@ def _held(model: Architecture, settings: Settings, on_host: list[int]) -> dict[s
     parts = optimizer.chained_optimizers
     scalars = [value for part in parts for where in (part, part.grad_scaler if hasattr(part, "grad_scaler") else None)
                if where is not None for value in vars(where).values() if isinstance(value, torch.Tensor)]  # fmt: skip
+    averages = [value for shard in shards for value in shard.state.values()]
     return {
         "num_layers": sum(len(chunk.module.decoder.layers) for chunk in chunks),
         "weights": allocated([*parameters, *buffers]),
         "gradients": allocated(gradients),
-        "master_weights": allocated([shard.main for shard in shards], but=parameters),
-        "optimizer_state": allocated([*(value for shard in shards for value in shard.state.values()), *scalars])
-        - sum(on_host),
+        "master_weights": allocated([shard.main for shard in shards], but=[*parameters, *on_host]),
+        "optimizer_state": allocated([*averages, *scalars], but=on_host),
         "buffer_padding": allocated([*parameters, *gradients]) - sum(one.nbytes for one in [*parameters, *gradients]),
-        "host_state": sum(on_host),
+        "host_state": sum(one.nbytes for one in on_host),
     }
 
 

@@ -15,7 +15,7 @@ from megatune.plan.pages.figures import FRONTIER_NAME, PIPELINE_NAME, draw, fron
 from megatune.plan.pages.page import as_text
 from megatune.plan.pages.terminal import view
 from megatune.plan.pages.whole import pages
-from megatune.plan.pages.words import amount, bytes_unit, columns, duration, plain, seconds_unit
+from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
 from megatune.plan.question import Question
 
 
@@ -75,13 +75,15 @@ def test_rows_of_the_terminal_schedule(found: Answer) -> None:
 def test_the_terminal_frontier_marks_everything(found: Answer) -> None:
     for width in (60, 80):
         rows = [
-            "".join(piece.text for piece in line) for line in terminal.frontier_lines(found.result, found.own, width)
+            "".join(piece.text for piece in line)
+            for line in terminal.frontier_lines(found.result, found.own, width, found.recommended)
         ]
-        assert all(len(row) <= width for row in rows[:-1])
-        drawn = "".join(rows[:-1])
+        assert all(len(row) <= width for row in rows)
+        scale = next(number for number, row in enumerate(rows) if "GiB" in row)
+        drawn = "".join(rows[:scale])
         assert "*" in drawn
-        assert drawn.count("@") == 1
-        assert "GiB" in rows[-2]
+        assert (drawn.count("@"), drawn.count("R")) == (1, 1)
+        assert "R recommended" in " ".join(rows[scale + 1 :])
 
 
 def test_pictures_are_png_files(found: Answer, tmp_path: Path) -> None:
@@ -91,8 +93,12 @@ def test_pictures_are_png_files(found: Answer, tmp_path: Path) -> None:
 
 
 def test_the_frontier_names_its_layouts(found: Answer) -> None:
-    figure = frontier_figure(found.result, found.own)
+    figure = frontier_figure(found.result, found.own, found.recommended)
     axes, names = figure.axes
+    recommended = f"recommended: {layout_words(found.recommended.case)}"
+    (mark,) = (each for each in axes.collections if each.get_label() == recommended)
+    seconds = seconds_unit(found.recommended.time.total)
+    assert mark.get_offsets()[0][1] == pytest.approx(found.recommended.time.total / seconds.size)
     assert "GiB" in axes.get_xlabel()
     assert axes.get_ylabel() in ("time of a step (s)", "time of a step (ms)")
     best = found.result.frontier[-1].case

@@ -2,65 +2,103 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatune.plan.time.efficiency import EFFICIENCIES
-from megatune.plan.uncertainty import MEMORY_UNCERTAINTIES, TIME_UNCERTAINTIES, regime_of
+from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.uncertainty import SPREADS, memory_bound, model_class, time_bound
 
 # The benchmarks are scripts: their folder is where they import from.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner.fit import fitted, generations, halves
-from planner.memory import PUBLISHED, predicted
+from planner.fit import CHOSEN, fitted, rows_for
+from planner.memory import MEASURED, predicted
 from planner.predict import case_of, predict
 from planner.published import ROWS
+from planner.row import Row
+from planner.sets import held_out
+from planner.spread import spread
+
+HELD_OUT = held_out(ROWS)
 
 
-def _sizes(rows):
+def _sizes(rows: list[Row]) -> list[float]:
     return [abs(predict(row).error) for row in rows]
 
 
-@pytest.mark.parametrize("generation", generations())
-def test_rows_that_nothing_was_fitted_to_are_predicted_within_a_fifth(generation):
-    fit, test = halves(generations()[generation])
-    assert len(fit) + len(test) >= 13
-    assert statistics.median(_sizes(test)) <= 0.2
-    assert statistics.median(_sizes(fit)) <= 0.2
+def test_publishers_are_open_or_held_out_as_a_whole_and_in_turn() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    for device in {row.device for row in ROWS}:
+        for publisher in {row.publisher for row in ROWS}:
+            mine = {row.name for row in ROWS if (row.publisher, row.device) == (publisher, device)}
+            assert mine <= HELD_OUT or not mine & HELD_OUT
+    assert len(HELD_OUT) >= len(ROWS) / 2
+    first = {row.publisher for row in ROWS if row.device == "h100-80g" and row.name not in HELD_OUT}
+    assert first == {"IST-DASLab/llmq", "NVIDIA-NeMo/Automodel"}
 
 
-@pytest.mark.parametrize("generation", generations())
-def test_the_efficiency_in_use_is_the_fitted_one(generation):
-    fit, _ = halves(generations()[generation])
-    assert EFFICIENCIES[generation].matmul == pytest.approx(fitted(generation, fit), abs=0.03)
+_MEDIANS = {"ampere": 0.05, "hopper": 0.15, "ada": 0.2, "blackwell": 0.1}
 
 
-@pytest.mark.parametrize("regime", TIME_UNCERTAINTIES)
-def test_two_of_three_rows_lie_within_the_stated_uncertainty(regime):
-    predictions = [prediction for prediction in map(predict, ROWS) if regime_of(prediction.case) == regime]
-    factors = [math.exp(abs(math.log(1 + prediction.error))) - 1 for prediction in predictions]
-    inside = sum(factor <= TIME_UNCERTAINTIES[regime] for factor in factors)
-    assert inside >= 2 / 3 * len(factors) - 1
-    assert len(factors) >= 10
+@pytest.mark.parametrize(("generation", "bound"), _MEDIANS.items())
+def test_rows_that_no_constant_was_chosen_from_are_predicted(generation: str, bound: float) -> None:
+    rows = [row for row in ROWS if row.name in HELD_OUT]
+    mine = [row for row in rows if case_of(row).machine.device.generation == generation]
+    assert len(mine) >= 6
+    assert statistics.median(_sizes(mine)) <= bound
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_two_of_three_runs_hold_what_the_stated_uncertainty_of_memory_says(kind):
-    names = {row.name for row in ROWS}  # the others are formulas that people published, not measurements
-    factors = []
-    for published in (each for each in PUBLISHED if each.row.name in names):
-        if (case_of(published.row).model.architecture.moe is not None) == (kind == "experts"):
-            ratio = published.bytes / predicted(published)
-            factors.append(max(ratio, 1 / ratio) - 1)
-    assert len(factors) >= 3
-    assert sum(factor <= MEMORY_UNCERTAINTIES[kind] for factor in factors) >= 2 / 3 * len(factors)
+def test_dense_models_are_within_8_percent_of_memory_and_15_of_time_in_the_median() -> None:
+    """The issue's own aim, of rows that no constant was chosen from."""
+    dense = [row for row in ROWS if row.name in HELD_OUT and model_class(case_of(row)) == "dense"]
+    assert len(dense) >= 40
+    assert statistics.median(_sizes(dense)) <= 0.15
+    held = [each for each in MEASURED if model_class(case_of(each.row)) == "dense"]
+    assert len(held) >= 20
+    assert statistics.median(abs(predicted(each) / each.bytes - 1) for each in held) <= 0.08
 
 
-def test_rows_are_planned_as_their_sources_ran_them():
+def test_cards_with_little_compute_reach_more_of_it() -> None:
+    """An H20's publisher has 0.65 to 0.83 of its peak; one efficiency for all of Hopper said 0.41 to 0.51."""
+    rows = [row for row in ROWS if row.device == "h20-96g" and row.name in HELD_OUT]
+    assert len(rows) == 7
+    assert max(_sizes(rows)) <= 0.15
+    assert min(predict(row).time.mfu for row in rows) > 0.6
+
+
+@pytest.mark.parametrize(("constant", "generation", "devices"), CHOSEN)
+def test_constants_in_use_are_those_that_open_rows_say(
+    constant: str, generation: str, devices: tuple[str, ...]
+) -> None:
+    assert rows_for(devices)
+    assert not {row.name for row in rows_for(devices)} & HELD_OUT
+    found = fitted(constant, generation, devices)
+    assert getattr(EFFICIENCIES[generation], constant) == pytest.approx(found, rel=0.06)
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_what_plans_state_follows_from_the_rows(name: str) -> None:
+    assert spread(name) == SPREADS[name]  # type: ignore[arg-type, index]
+
+
+def test_nine_of_ten_rows_respect_the_bounds_of_their_class() -> None:
+    for name in ("dense", "experts"):
+        mine = [each for each in map(predict, ROWS) if model_class(each.case) == name]
+        factors = [max(1 + each.error, 1 / (1 + each.error)) for each in mine]
+        inside = sum(factor <= 1 + time_bound(each.case) for factor, each in zip(factors, mine, strict=True))
+        assert inside >= 0.9 * len(mine)
+        assert inside < len(mine)  # the worst are not inside: the bound is of nine of ten, and says so
+        held = [each for each in MEASURED if model_class(case_of(each.row)) == name]
+        within = [each.bytes <= (1 + memory_bound(case_of(each.row))) * predicted(each) for each in held]
+        assert sum(within) >= 0.9 * len(held)
+        assert all(each.bytes >= predicted(each) / 1.1 for each in held)
+
+
+def test_rows_are_planned_as_their_sources_ran_them() -> None:
     for row in ROWS:
         prediction = predict(row)
         time = prediction.time

@@ -41,6 +41,7 @@ def test_tensor_parallelism_cuts_them():
     assert full.weights - few.weights == MATRICES - expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("architecture", "layout", "bf16"),

@@ -111,10 +111,11 @@ def test_roles_take_turns_only_where_they_share_devices() -> None:
     assert set(of["actor_train"].parts[SAMPLE]) == set(of["actor_infer"].parts[TRAIN]) == {"framework"}
     assert {"weights", "activations"} <= set(of["actor_train"].parts[OLD_PASS])
     assert "gradients" not in of["actor_train"].parts[OLD_PASS]
+    assert set(of["actor_infer"].parts[SYNC]) == {"weights", "framework", "buckets"}  # the cache wakes after it
     assert shared.host_bytes > 0
     # The reference takes turns with the trainer, the engines with nobody.
     engines, *trainers = apart.groups
-    assert engines.total(TRAIN) == engines.total(SAMPLE)
+    assert engines.total(TRAIN) == engines.total(SAMPLE) < engines.total(SYNC)
     assert {held.role for each in trainers for held in each.held} == {"actor_train", "reference"}
     assert apart.seconds.overlaps
     assert not shared.seconds.overlaps

@@ -15,13 +15,13 @@ from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
-from megatune.plan.operators.operator import Product
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
 from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
-from megatune.plan.time.efficiency import Rates, Seconds, kernel_seconds, layer_seconds, optimizer_seconds
+from megatune.plan.time.efficiency import Seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
+from megatune.plan.time.rates import Rates
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {
@@ -379,22 +379,29 @@ def test_all_recomputed_costs_somewhat_less_than_a_third_more():
     assert again.total / plain.total == pytest.approx(1.29, abs=0.04)
 
 
-def test_small_products_reach_a_smaller_share_of_the_peak():
-    rates = Rates.of(find_machine("h100-80g"), "bfloat16")
-
-    def share(rows: int, columns: int, depth: int) -> float:
-        product = Product(rows, columns, depth, 2)
-        return product.flops / rates.peak / kernel_seconds(rates, [product])
-
-    shares = [share(size, 4096, 4096) for size in (128, 512, 2048, 8192, 32768)]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.25 < 0.5 < shares[-1] < rates.efficiency.matmul
-    assert share(8192, 4096, 256) < share(8192, 4096, 4096)
-
-
 def test_short_rows_are_bound_by_the_host():
     short, long = (step_time(_case(cutoff_len=length, gpu="h100-80g", **_tp(8))) for length in (256, 8192))
     assert short.mfu < long.mfu / 3
+
+
+def test_what_the_host_launches_is_a_floor_beside_the_roofline():
+    """Few short rows: the device waits, and twice the tokens cost nothing more; long rows hide the host."""
+    layout = {"expert_model_parallel_size": 8, **_tp(2, expert_tensor_parallel_size=1)}
+    few, twice, long = (
+        step_time(_case("Qwen3-30B-A3B", gpu="h100-80g", cutoff_len=length, **layout)) for length in (256, 512, 16384)
+    )
+    assert few.host > few.total / 4
+    assert twice.total - twice.overhead == pytest.approx(few.total - few.overhead, rel=0.1)
+    assert long.host < 0.01 * long.total
+
+
+@pytest.mark.parametrize("layout", [{}, _tp(4), {"context_parallel_size": 4}])
+def test_exchanges_are_launched_too(layout: dict[str, Any]):
+    """As many waits as before, and more of them by the calls: short rows over ranks take longer than on one."""
+    alone, together = (step_time(_case(gpu="h100-80g", cutoff_len=256, **each)) for each in ({}, layout))
+    calls = _exchange(_case(gpu="h100-80g", cutoff_len=256, **layout)).calls
+    assert (sum(calls) > 0) == bool(layout)
+    assert together.total >= alone.total - alone.optimizer
 
 
 def test_packed_documents_take_less_attention():

@@ -167,6 +167,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.INPUT
 
 
+@pytest.mark.extended
 def test_a_run_that_really_runs_out_of_memory(tmp_path: Path) -> None:
     """Its processes may have 2.3 GB of addresses, which the forward pass of a large micro-batch is beyond."""
     model = make_checkpoint("qwen3", tmp_path / "model")

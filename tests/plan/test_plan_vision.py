@@ -25,7 +25,8 @@ from megatune.plan.flops import model_flops
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.pages.words import trained_words
-from megatune.plan.run.preflight import Preflight, preflight, with_pictures
+from megatune.plan.rows import RowLengths
+from megatune.plan.run.preflight import Preflight, preflight, with_rows
 from megatune.plan.run.record import Measured, RunRecord
 from megatune.plan.search import SearchRequest, search
 from megatune.plan.time import communication, step_time
@@ -205,6 +206,10 @@ def test_what_is_trained_is_named(changes, said):
     assert trained_words(make_case(*changes)) == said
 
 
+# Each as long as cutoff_len allows.
+FULL_ROWS = RowLengths.stated(4096, 4096, "")
+
+
 def checked(folder: Path, machine: str = "a100-80g", **changes: Any) -> Preflight:
     """Of Qwen3-VL-8B on eight devices, tp 2."""
     (folder / "config.json").write_text(json.dumps(_published()["Qwen/Qwen3-VL-8B"][1]))
@@ -222,16 +227,18 @@ def test_train_says_which_pictures_it_plans(tmp_path):
     assert found.lines[2] == "plan       each row is taken to hold one image of 451,584 pixels: 441 tokens"
     assert pictures(found.planned.case).tokens == 441
     # Of rows that are there no more is assumed.
-    rows = with_pictures(found.planned.case, tokens=2000, largest=300)
+    rows = with_rows(found.planned.case, FULL_ROWS, (2000, 300))
     assert rows.planned is not None
     images = pictures(rows.planned.case)
     assert (images.tokens, images.share, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
-    words = "plan       rows hold at most 2,000 tokens of pictures, of which one has 300: memory: "
+    pictured = "rows hold at most 2,000 tokens of pictures, of which one has 300"
+    words = f"plan       rows of 4,096 tokens each; {pictured}: memory: "
     (line,) = rows.lines
     assert line.startswith(words)
-    text = with_pictures(found.planned.case, tokens=0, largest=0)
+    text = with_rows(found.planned.case, FULL_ROWS, (0, 0))
     assert "rows hold no pictures" in text.lines[0]
-    assert text.planned == estimate(replace(found.planned.case, image_tokens=0, largest_picture=0))
+    without = replace(found.planned.case, image_tokens=0, largest_picture=0, lengths=FULL_ROWS)
+    assert text.planned == estimate(without)
 
 
 @pytest.mark.parametrize("check", ["error", "warn"])
@@ -244,10 +251,10 @@ def test_rows_whose_pictures_do_not_fit_end_a_run_before_its_model_is_made(tmp_p
     assert estimate(case).fits
     if check == "error":
         with pytest.raises(MegatuneError, match="this run cannot fit") as caught:
-            with_pictures(case, tokens=4096, largest=4096)
+            with_rows(case, FULL_ROWS, (4096, 4096))
         assert caught.value.exit_code is ExitCode.SETTINGS
     else:
-        first, second = with_pictures(case, tokens=4096, largest=4096).lines
+        first, second = with_rows(case, FULL_ROWS, (4096, 4096)).lines
         assert "4,096 tokens of pictures" in first
         assert second.startswith("warning    this run cannot fit")
 

@@ -44,6 +44,16 @@ class Worker:
         self.context.beat("train", 7)
         raise RuntimeError(text)
 
+    def join(self) -> None:
+        """Meet the other ranks, as a role with a model does."""
+        from types import SimpleNamespace
+
+        from megatune.rl.worker.model import ModelWorker
+
+        self.context.beat("join", 0)
+        run = SimpleNamespace(ddp_timeout=60)
+        ModelWorker.join(SimpleNamespace(context=self.context, settings=SimpleNamespace(run=run)))  # type: ignore
+
     def size(self, array: Any) -> tuple[int, bool]:
         return len(array), array.flags.writeable
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import LoggingSettings
@@ -31,9 +31,9 @@ CHARACTERS = "0123456789+=#"
 PROMPT, RESPONSE = 2, 8
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
-    """Write a Llama of 100,000 parameters with a tokenizer of single characters. No id pads: the embedding of padding
-    is zero, and a random model samples it."""
+def make_model(folder: Path, seed: int = 0, *, num_layers: int = 2, has_experts: bool = False) -> Path:
+    """Write a Llama of 100,000 parameters, or a Mixtral, with a tokenizer of single characters. No id pads: the
+    embedding of padding is zero, and a random model samples it."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="#"))
@@ -41,11 +41,13 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="#", eos_token="#").save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    sizes: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2} if has_experts else {}
+    config = (MixtralConfig if has_experts else LlamaConfig)(
+        **sizes,
         vocab_size=len(CHARACTERS),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -54,7 +56,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
         eos_token_id=vocabulary["#"],
         pad_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    (MixtralForCausalLM if has_experts else LlamaForCausalLM)(config).save_pretrained(folder)
     return folder
 
 
@@ -100,7 +102,6 @@ def settings(
             norm_std_type="group",
             loss_agg_mode="token-mean",
             init_kl_coef=0.0,
-            max_grad_norm=1.0,
         ),
         "data": PromptData(domain_shares={"digits": 1.0}),
         "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),

@@ -9,20 +9,21 @@ from typing import Any
 
 from digits import problems
 
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.data.encode import load_tokenizer
 from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.cluster.weights import Sync
 from megatune.rl.pipeline import hosts, weights
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup
+from megatune.rl.pipeline.run import _read as read
 from megatune.rl.pipeline.run import drive
-from megatune.rl.pipeline.startup import Roles
+from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
+from megatune.rl.rewards.asking import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
-from megatune.rl.worker import training
-
-_CONTEXT = 64
+from megatune.rl.worker import reference, training
 
 
 class _Pending:
@@ -67,26 +68,41 @@ def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:
 
 
 def run(settings: RLSettings, model: Path) -> int:
-    """On one rank of the pool: run to the end."""
+    """On one rank of the pool: run on the digits to the end."""
+    validation = None if settings.validation is None else Problems(problems())
+    return _run(settings, model, Problems(problems()), validation)
+
+
+def run_file(settings: RLSettings) -> int:
+    """On one rank of the pool: run what a file says, with the rows and the models that it names."""
+    settings, source = with_folders(settings)
+    return _run(settings, source, *read(settings, load_tokenizer(source)))
+
+
+def _run(settings: RLSettings, model: Path, trained: Problems, validation: Problems | None) -> int:
     weights.sync_weights = _sync
-    training.build = _built_once
-    run_dir = Path(settings.run.output_dir) / "launch"
+    training.build = reference.build = _built_once
+    run_dir, rollout = Path(settings.run.output_dir) / "launch", settings.rollout
 
     def model_group(host: Any, role: ModelRole | None) -> ModelGroup | None:
         context = RankContext(RankEnv(0, 0, 1, 1, "127.0.0.1", 1, 0), run_dir)
         return None if role is None else ModelGroup(role, LocalGroup(host(context, settings, role)))
 
-    engine = hosts.engine(None, settings.actor_infer, 0, settings.rollout.max_running_requests, _CONTEXT)
+    def engines(role: InferRole, max_running: int, context: int) -> EngineGroup:
+        made = [hosts.engine(None, role, 0, max_running, context) for _ in range(role.num_engines)]  # type: ignore[arg-type]
+        return EngineGroup(role, LocalGroup(*made))  # type: ignore[arg-type]
+
+    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
+    judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}
     policy = model_group(hosts.policy, settings.actor_train)
     assert policy is not None
     roles = Roles(
-        EngineGroup(settings.actor_infer, LocalGroup(engine)),
+        engines(settings.actor_infer, rollout.max_running_requests, longest),
         policy,
         model_group(hosts.frozen, settings.reference),
         model_group(hosts.critic, settings.critic),
         {},
-        {},
+        {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
-    validation = None if settings.validation is None else Problems(problems())
     with RewardPool(settings.rewards) as pool:
-        return drive(settings, model, Problems(problems()), validation, roles, pool)
+        return drive(settings, model, trained, validation, roles, pool)

@@ -84,9 +84,15 @@ def main(first: Path, second: Path, *, is_dense: bool) -> None:
     )  # fmt: skip
     engine = load_engine(role, seed=1, max_running=8, context=128)
     assert engine.version == -1, "weights are dummies"
+    engine._can_sleep = True  # a CPU has no memory to free, but vLLM keeps what it is told of each part
     for version, folder in ((1, first), (2, second)):
         engine._is_shared = version == 2  # as workers in other processes take weights
+        engine.sleep(version)
+        engine.wake("weights")
         update(engine, folder, version)
+        assert engine._engine.is_sleeping(), "its cache sleeps on"
+        engine.wake("cache")
+        assert not engine._engine.is_sleeping()
         check(engine, folder)
     assert "does not sample from version 2" in refused(check, engine, first)
     if is_dense:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -19,6 +21,8 @@ import pytest
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster, ensure_pythons
+from megatune.rl.cluster.group import store
+from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import RoleSpec, Seat, seats
 from megatune.rl.cluster.weights import sync_weights
 
@@ -27,8 +31,11 @@ WORKER = "cluster_workers:Worker"
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray, once for all tests here."""
-    with session.ray_session(4, 0, 256 * 2**20, tmp_path_factory.mktemp("ray")):
+    """Ray, once for all tests here, on a disk that passes for full: nothing is there but its store."""
+    with (
+        mock.patch.dict(os.environ, {"RAY_local_fs_capacity_threshold": "0.0001"}),
+        session.ray_session(4, 0, 256 * 2**20, tmp_path_factory.mktemp("ray")),
+    ):
         yield
 
 
@@ -106,6 +113,37 @@ def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: in
     assert ended(pids)
 
 
+def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:
+    with Cluster(tmp_path, {0}, call_limit=2.0) as cluster:
+        engine = cluster.start([RoleSpec("actor_infer", WORKER, devices=(0,))])["actor_infer"]
+        cluster.note("rollout", 3)
+        where = r"actor_infer-0 on host \S+ hung at step 3 \(rollout: step\): no answer to work within 2 s"
+        with pytest.raises(MegatuneError, match=rf"{where}\n.*it is in work") as caught:
+            engine.call("work", "step", 0, 600.0)
+        assert caught.value.exit_code == ExitCode.PROCESS_DIED
+
+
+@pytest.mark.extended
+def test_a_stranger_has_the_port(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True)
+    with socket.create_server(("127.0.0.1", 0)) as stranger, Cluster(tmp_path, {0, 1}) as cluster:
+        port = stranger.getsockname()[1]
+        monkeypatch.setattr(Machine, "free_port", lambda machine: port)
+        trainer = cluster.start([train])["actor_train"]
+        says = rf"rank 0 on \S+ did not meet the other 1 ranks at 127.0.0.1:{port}"
+        with pytest.raises(MegatuneError, match=rf"{says}\n.*why: .*(in use|listen)(.|\n)*start again") as caught:
+            trainer.call_one(0, "join")
+        assert caught.value.exit_code == ExitCode.UNAVAILABLE
+
+
+def test_a_store_that_is_full(ray: None) -> None:
+    """And a disk without room for what does not fit."""
+    part = np.zeros(64 * 2**20, np.uint8)
+    with pytest.raises(MegatuneError, match="store has no room for the arguments of a call") as caught:
+        [store(part) for _ in range(8)]
+    assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
+
+
 def test_the_rank_that_failed_is_blamed(ray: None, tmp_path: Path) -> None:
     """Not the one that lost it, though it notices first."""
     train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True)
@@ -128,10 +166,10 @@ def test_a_stream_breaks_off(ray: None, tmp_path: Path) -> None:
         assert caught.value.exit_code == ExitCode.INTERNAL
 
 
-def driver(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__).with_name("cluster_driver.py")), str(folder)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env={**os.environ, **environment}, stdin=pipe, stdout=pipe, text=True)
+def driver(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("cluster_driver.py")), str(folder), *words]
+    pipe, env = subprocess.PIPE, {**os.environ, **environment}
+    return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe if words else None, text=True)
 
 
 def test_a_cluster_that_is_running(ray: None, tmp_path: Path) -> None:
@@ -157,6 +195,22 @@ def test_nothing_outlives_a_driver(tmp_path: Path) -> None:
         time.sleep(6)
         process.kill()
     assert len(told["pids"]) > 5
+    assert ended(told["pids"])
+    assert not list(Path(tempfile.gettempdir()).glob(f"mt-{process.pid}-*"))
+
+
+@pytest.mark.extended("raylet")
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_process_of_rays_own_dies(tmp_path: Path, name: str) -> None:
+    with driver(tmp_path, "work") as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        time.sleep(6)  # until it is known what the actor has started
+        next(each for each in psutil.Process(process.pid).children() if each.name() == name).kill()
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.PROCESS_DIED  # Ray would look for it for a minute, and abort
+    assert f"Ray's {name} (process " in errors
+    assert "at step 3 (rollout), died" in errors
     assert ended(told["pids"])
     assert not list(Path(tempfile.gettempdir()).glob(f"mt-{process.pid}-*"))
 

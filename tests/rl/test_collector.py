@@ -155,6 +155,21 @@ def test_a_part_goes_on_with_what_it_has() -> None:
     assert all(request.seed == seed_of(1, "train", 3, place, 0) for place, request in again.items())
 
 
+def test_an_engine_has_so_many_requests_in_flight_and_most_of_a_group() -> None:
+    engines, given = Engines(), list[list[int]]()
+    submit = engines.submit
+
+    def noted(requests: Sequence[Sequence[Request]]) -> None:
+        given.extend([place_of(request.id)[0] for request in own] for own in requests)
+        submit(requests)
+
+    engines.submit = noted  # type: ignore[method-assign]
+    sampler = Sampler(engines, SAMPLING, 3)
+    sampler.add([Group(_problem("a", number), number, number, 2) for number in range(4)])
+    sampler.pump()
+    assert given == [[0, 0, 2], [1, 1, 2]]
+
+
 def test_a_run_that_drops_every_group_ends() -> None:
     sampler = Sampler(Engines(), SAMPLING, 8)
     never = {"a": GroupFilter("mean_filter", threshold_down=1e9)}
@@ -171,13 +186,16 @@ def test_a_run_that_drops_every_group_ends() -> None:
         (GroupFilter("std_filter", std_threshold=0), [1, 1], False),
         (GroupFilter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
         (GroupFilter("mean_filter", 0.9, 0.1), [1], True),  # a single sample
+        (GroupFilter("std_filter", std_threshold=0), [1, 1, None], False),  # None: its reward failed
+        (GroupFilter("mean_filter", 0.9, 0.5), [1, 0.4, None], True),
+        (GroupFilter("mean_filter", 0.9, 0.1), [0.5, None], False),  # one is compared with nothing
     ],
 )
-def test_filters(rule: GroupFilter, scores: list[float], kept: bool) -> None:
+def test_filters(rule: GroupFilter, scores: list[float | None], kept: bool) -> None:
     group = Group(_problem("a", 0), 0, 0, len(scores))
     group.responses = {place: _response(str(place), [1], "stop", ()) for place in range(len(scores))}
     for sample, score in zip(with_samples(group, ["x"] * len(scores)).samples, scores, strict=True):
-        sample.score = score
+        sample.score, sample.details = (score, {}) if score is not None else (0.0, {"error": "it raised"})
     assert passes(rule, group) is kept
 
 

@@ -35,6 +35,9 @@ REWARDS = """
             time.sleep(60)
         if answer.text == "kill":
             os.kill(os.getpid(), 9)
+        if answer.text == "kill once" and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), 9)
         if answer.text == "nan":
             return float("nan")
         time.sleep(0.2 * (answer.text == "slow"))
@@ -72,7 +75,7 @@ def sample(text: str, domain: str = "own") -> Sample:
 
 
 def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_path: Path) -> None:
-    texts = ["slow", "raise", "exit", "hang", "kill", "nan", "good"]
+    texts = ["slow", "raise", "exit", "hang", "kill", "nan", "good", "kill once"]
     with RewardPool({"own": role(f"{module}:length", 2)}, log_dir=tmp_path / "logs", limit=8) as pool:
         pool.submit(map(sample, texts))
         assert pool.pending == len(texts)  # nothing is waited for
@@ -82,7 +85,7 @@ def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_p
         counts = pool.counts["own"]
     scored = {each.text: each for each in done}
     assert set(scored) == set(texts)
-    assert [scored[text].score for text in ("slow", "good")] == [1, 1]
+    assert [scored[text].score for text in ("slow", "good", "kill once")] == [1, 1, 2.25]
     assert scored["good"].details["correct"] == 1
     assert scored["good"].details["bonus"] == 7
     errors = {text: scored[text].details["error"] for text in texts[1:6]}
@@ -90,7 +93,7 @@ def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_p
                        ("kill", "SIGKILL"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (scored[text].score, scored[text].details["correct"]) == (0, 0)
-    assert (counts.scored, counts.errors, counts.timeouts) == (7, 4, 1)
+    assert (counts.scored, counts.errors, counts.timeouts) == (8, 4, 1)
     assert counts.last_failure.startswith("own, problem ")
     assert "a line that a reward prints" in (tmp_path / "logs" / "reward-own.log").read_text()
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digits import make_model, settings
-from local_roles import run
+from digits import RESPONSE, make_model, settings
+from local_roles import read, run
 
 from megatune.config.rl.settings import Generating, ModelRole, PromptData, RLSettings, Validation
+from megatune.data.encode import load_tokenizer
 from megatune.rl.rollout.builtin import BuiltinEngine
 
 LIMIT = 120.0
@@ -25,6 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _settings(model: Path, output: Path, steps: int, **run_part: Any) -> RLSettings:
     found = settings(model, output, steps=steps)
     return replace(found, run=replace(found.run, logging_steps=1, **run_part))
+
+
+def _seldom_updated(*args: Any, **run_part: Any) -> RLSettings:
+    """Weights go to the engine at steps 0 and 3, and after checkpoints."""
+    found = _settings(*args, **run_part)
+    return replace(found, actor_train=replace(found.actor_train, model_update_frequency=3))
 
 
 def _records(output: Path) -> list[dict[str, Any]]:
@@ -41,9 +48,9 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
     recorded = {"rollout_mock": "dump", "rollout_mock_dir": str(tmp_path / "rollouts")}
     dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "max_ckpt_to_keep": 1}
-    pool.run(1, run, _settings(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 2), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 2), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
     assert [step for step, *_ in _curve(whole)] == [1, 2, 3, 4]
     assert _curve(parts) == _curve(whole)
     weights = [(each / "model.safetensors").read_bytes() for each in (whole, parts)]
@@ -53,10 +60,10 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     assert sum(line["score"] for line in lines) / 80 == pytest.approx(_curve(whole)[-1][1])
     # A damaged checkpoint is passed over, and replaced.
     (parts / "checkpoint-4/model.safetensors").write_bytes(weights[0][:-1])
-    pool.run(1, run, _settings(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
     assert (parts / "checkpoint-4/model.safetensors").read_bytes() == weights[0]
     mocked = {**recorded, "rollout_mock": "mock"}
-    pool.run(1, run, _settings(model, again, 4, **mocked), model, limit=LIMIT)
+    pool.run(1, run, _seldom_updated(model, again, 4, **mocked), model, limit=LIMIT)
     assert _curve(again) == _curve(whole)
     assert (again / "model.safetensors").read_bytes() == weights[0]
 
@@ -108,6 +115,46 @@ def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(po
     assert second["actor/kl_loss"] > 0
     assert second["log_prob_gap"] < 1e-5
     assert {"seconds/reference", "seconds/old_log_probs", "seconds/rollout", "seconds/sync"} <= second.keys()
+
+
+def test_a_critic_warms_up_and_weights_are_carried_every_other_step(pool, model, tmp_path):
+    """And checkpoints are copied to a second place, and validation has lengths of its own."""
+    found = _settings(model, tmp_path / "out", 3, eval_steps=9, checkpoint_output_dir=str(tmp_path / "copies"))
+    engine = found.actor_train.settings
+    own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(tmp_path / "out/critic")})})
+    algorithm = replace(found.algorithm, adv_estimator="gae", norm_mean_type=None, norm_std_type=None, critic_warmup=1)
+    found = replace(
+        found,
+        actor_train=replace(found.actor_train, model_update_frequency=2),
+        critic=ModelRole("critic", (0,), own, training=True, infer_batch_size=80),
+        algorithm=algorithm,
+        rollout=replace(found.rollout, val_prompt_length=2, val_sequence_length=32),
+        validation=Validation(PromptData(), Generating(1.0, 1.0, 0)),
+    )
+    pool.run(1, run, found, model, limit=LIMIT)
+    records = _records(tmp_path / "out")
+    steps = [record for record in records if "reward" in record]
+    assert ["seconds/train" in record for record in steps] == [False, True, True]
+    assert [record["grad_norm"] > 0 for record in steps] == [False, True, True]
+    assert all(record["critic/grad_norm"] > 0 for record in steps)
+    assert ["seconds/sync" in record for record in steps] == [True, False, True]
+    assert [record["staleness"] for record in steps] == [0, 1, 0]
+    assert all(record["response_length"] <= RESPONSE for record in steps)
+    lengths = [record["eval_response_length"] for record in records if "eval_response_length" in record]
+    assert len(lengths) == 2
+    assert min(lengths) > RESPONSE
+    copied, saved = (folder / "checkpoint-3/model.safetensors" for folder in (tmp_path / "copies", tmp_path / "out"))
+    assert copied.read_bytes() == saved.read_bytes()
+
+
+def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"tag": "digits", "messages": [{"role": "user", "content": "1="}]}) + "\n")
+    found = settings(model, tmp_path)
+    data = PromptData(files=(str(rows),), messages="messages", template="base", domain_shares={"digits": 1.0})
+    found = replace(found, data=data, rollout=replace(found.rollout, prompt_length=99, global_template="chatml"))
+    (problem,) = read(found, load_tokenizer(model))[0].all()
+    assert problem.prompt == "<|im_start|>user\n1=<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _run_behind(settings: RLSettings, model: Path) -> int:

@@ -152,12 +152,15 @@ def test_updates(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> N
     engine.sleep(2)
     with pytest.raises(MegatuneError, match="it sleeps"):
         engine.submit(requests)
-    engine.wake()
-    with pytest.raises(MegatuneError, match="no whole update has come"):
+    engine.wake("weights")
+    with pytest.raises(MegatuneError, match="it sleeps"):
         engine.submit(requests)
     engine.begin_update(1, len(weights))
     for name, tensor in weights.items():
         engine.update({name: tensor})
+    engine.wake("cache")
+    with pytest.raises(MegatuneError, match="no whole update has come"):
+        engine.submit(requests)
     engine.commit_update(1)
     assert engine.version == 1
     expected = drained(load(other), requests)

@@ -19,6 +19,7 @@ from megatune.config.rl.settings import RLSettings
 from megatune.engine.offload import Offload
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.samples import Rollouts
+from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.training import Trained
 
@@ -99,6 +100,25 @@ def test_offloading_and_a_resume_change_nothing(pool, model_dir, tmp_path, layou
     resumed, others = pool.run(size, train, settings, range(2, 3), NEWEST)[0]
     assert_same_bits(others, weights)
     assert resumed[0].learning_rate == plain[2].learning_rate < plain[1].learning_rate
+
+
+def train_part(settings: RLSettings) -> tuple[Trained, bool]:
+    """On one rank: a step of which one mini-batch has no token that counts."""
+    worker, samples = started(PolicyWorker, settings), samples_of(0)
+    worker.train(samples_of(1), 1)  # from here on Adam has moments, which move weights without gradients
+    before, plan = weights_of(worker), mini_batches(len(samples), 4, 1, settings.run.seed, 0)
+    assert len(plan) == 2
+    for sample in plan[0]:
+        samples.per_token["mask"][sample][:] = 0
+    found, after = worker.train(samples, 0), weights_of(worker)
+    return found, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_mini_batch_without_a_token_that_counts_is_no_update(pool, model_dir, tmp_path):
+    settings = settings_of(model_dir("qwen3"), Layout(1, {}), output=tmp_path, algorithm=ALGORITHM, batch=(2, 2))
+    found, is_unmoved = pool.run(1, train_part, settings)[0]
+    assert found.updates == 1
+    assert not is_unmoved
 
 
 def _moved(settings: RLSettings) -> Any:

@@ -97,6 +97,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.extended("one process, evaluated", "LoRA, dp2, model only")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_is_that_of_a_save_that_training_waits_for(
     name: str, pool: RankPool, model: Path, tmp_path: Path

@@ -51,6 +51,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.extended("fp32, one process", "sgd, dp2, whole optimizer")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_resume_over_three_steps_is_exact(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, changes = LAYOUTS[name]

@@ -75,7 +75,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.extended("LoRA, tp2 sp, bf16, dropout")
+@pytest.mark.extended("LoRA, tp2 sp, bf16, dropout", "full, apo_zero_unpaired")
 @pytest.mark.parametrize("name", RESUMED)
 def test_answers_are_told_apart_and_a_resume_is_exact(
     name: str, pool: RankPool, model: Path, data: Path, tmp_path: Path

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.extended("bf16, tp2 sp dp2, overlaps, dropout")
+@pytest.mark.extended("bf16, tp2 sp dp2, overlaps, dropout", "DoRA, dp2, recomputed", "fp32, one process")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_resume_over_four_steps_is_exact(name: str, pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     family, world_size, changes = LAYOUTS[name]

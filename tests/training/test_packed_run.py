@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.extended("tp2 sp cp2")
+@pytest.mark.extended("tp2 sp cp2", "one process")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[name]

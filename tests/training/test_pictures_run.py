@@ -91,6 +91,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content[: middle - 20] + bytes(40) + content[middle + 20 :])
 
 
+@pytest.mark.extended(TP2, PP2)
 @pytest.mark.parametrize("layout", [DP2, TP2, PP2, CP2], ids=["dp2", "tp2", "pp2", "cp2"])
 def test_documents_of_unreadable_pictures_are_left_out(
     pool: RankPool, model: Path, data: Path, tmp_path: Path, layout: dict[str, int]

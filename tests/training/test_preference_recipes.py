@@ -58,7 +58,7 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(RUNS)
 
 
-@pytest.mark.extended("qwen3_lora_dpo", "qwen3_lora_kto")
+@pytest.mark.extended("qwen3_lora_dpo", "qwen3_lora_kto", "qwen3_full_simpo", "qwen3_full_rm")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains(name: str, pool: RankPool, data: Path, tmp_path: Path) -> None:
     """Only the model, the folders, the number of steps and of the processes that read rows are others."""

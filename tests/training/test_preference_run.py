@@ -93,7 +93,16 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kept"), [*((name, True) for name in RESUMED), (next(iter(RESUMED)), False)])
+_FIRST, *_OTHERS = RESUMED
+RESUMED_CASES = [
+    pytest.param(_FIRST, True, marks=pytest.mark.extended),
+    (_FIRST, False),
+    *((name, True) for name in _OTHERS),
+]
+
+
+@pytest.mark.extended("LoRA, words trained whole", "full, experts, ep2")
+@pytest.mark.parametrize(("name", "kept"), RESUMED_CASES)
 def test_a_resume_is_exact(
     name: str, kept: bool, pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

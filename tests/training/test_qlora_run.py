@@ -16,7 +16,7 @@ from megatune.training.storage.manifest import digest_file
 BITS = {"quantization_bit": 4}
 
 
-@pytest.mark.extended(4)
+@pytest.mark.extended(4, "qwen3")
 @pytest.mark.parametrize(
     ("family", "world_size", "changes"),
     [

@@ -71,6 +71,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended("LoRA, bf16, pp2, dropout")
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resume_is_exact(
     name: str, pool: RankPool, models: dict[str, Path], data: Path, margins: Path, tmp_path: Path

@@ -58,7 +58,12 @@ SAME_LAYOUT = {
 }
 
 
-@pytest.mark.extended("bf16, pp2 dp2, overlaps")
+@pytest.mark.extended(
+    "bf16, pp2 dp2, overlaps",
+    "fp32, one process",
+    "averages in bf16, one process",
+    "sgd, dp2, no distributed optimizer",
+)
 @pytest.mark.parametrize("name", SAME_LAYOUT)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, parallel, changes = SAME_LAYOUT[name]

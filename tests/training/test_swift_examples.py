@@ -254,7 +254,7 @@ def test_the_quick_start(
     assert run(infer.having(model=hf, max_new_tokens="8"))
 
 
-@pytest.mark.extended("v3/pretrain", "v3/moe", "v4/long_text", "v4/dpo", "v4/moe_pipeline")
+@pytest.mark.extended("v3/pretrain", "v3/moe", "v4/long_text", "v4/dpo", "v4/moe_pipeline", "v3/vision_lora", "v4/lora")
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if not name.endswith("quick_start")])
 def test_a_run(name: str, run: Callable[[Command], str], data: Path, tmp_path: Path) -> None:
     model, output = stand_in(name, tmp_path / "model"), tmp_path / "out"

@@ -71,7 +71,10 @@ def test_planned_and_measured_of_every_rank(pool: RankPool, model: Path, tmp_pat
     content = json.loads((output / "plan.json").read_text())["runs"][0]
     trained = record.as_trained()
     assert trained is not None
-    assert content["planned"]["sequence_length"] == 128
+    lengths = record.case.lengths
+    assert lengths is not None
+    assert content["planned"]["sequence_length"] == lengths.longest
+    assert 20 < lengths.mean < measured.longest_row <= lengths.longest < 128
     assert content["planned_for_longest_row"]["memory_bytes"][1]["total"] == trained[0].stages[1].total
     assert content["planned_for_mean_row"]["step_seconds"]["total"] == trained[1].time.total
 

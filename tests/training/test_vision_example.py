@@ -40,6 +40,7 @@ def test_rows_name_the_pictures_that_are_drawn(drawn: Path) -> None:
     assert len({Image.open(path).tobytes() for path in drawn.glob("*.png")}) == 9
 
 
+@pytest.mark.extended
 def test_the_settings_train_the_model_that_they_name(drawn: Path, pool: RankPool, tmp_path: Path) -> None:
     """As its first lines say; two steps on the four processes of its layout."""
     model = make_checkpoint("qwen3_vl", tmp_path / "model", num_layers=6)

@@ -58,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.extended("qwen3_vl_8b_32gpu_tp8", "qwen3_vl_8b_32gpu_pp2")
+@pytest.mark.extended("qwen3_vl_8b_32gpu_tp8", "qwen3_vl_8b_32gpu_pp2", "qwen2_vl_full")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_file_runs_as_it_is(name: str, pool: RankPool, data: Path, tmp_path: Path) -> None:
     """Only the model, the folders, and the number of steps and of the processes that read rows are others."""

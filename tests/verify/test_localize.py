@@ -89,6 +89,7 @@ DENSE = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("pattern", "place"), DENSE)
 def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
     good = model_dir("qwen3")
@@ -125,6 +126,7 @@ def test_altered_weight_of_a_vision_language_model_is_located(pool, model_dir, t
     assert all(one.error < 2e-6 for one in found.places[: found.places.index(found.first)])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp", "cp2 p2p", "cp2 pp2", "cp2, packed"])
 def test_altered_weight_is_located_in_every_layout(pool, model_dir, tmp_path, layout):
     good = model_dir("qwen3")

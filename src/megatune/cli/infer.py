@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli import model_flags
+from megatune.cli.model_file import read_model_file
 from megatune.cli.model_flags import add_boolean
 from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
             that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; (UNAVAILABLE) a
             backend that is not installed; what a hub refuses the model with.
     """
+    read_model_file(args)
     if findings := _findings(args):
         raise MegatuneError(findings, ExitCode.SETTINGS)
     checked = model_flags.check(args, brings_pictures=bool(args.val_dataset))

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import data, demo_model, explain, export, infer, plan, rl, serve, shims, swift, train, verify
+from megatune.cli import data, demo_model, doctor, explain, export, infer, plan, rl, serve, shims, swift, train, verify
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.output import OutputLost, end_with_reader
+from megatune.launch.torchrun import end_as_peers, is_first, tell
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, demo_model, swift, shims)
+_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, doctor, demo_model, swift, shims)
 
 _NOT_BUILT = {
     "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
-    "doctor": "doctor is not built yet",
 }
 
 _EPILOG = """\
@@ -45,20 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after the program's name; None takes the process's own.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+        end_with_reader()  # a verb whose work must not end with it says so (`outlive_reader`)
+        end_as_peers()
     try:
-        code = _run(words)
-        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        code = _run(list(argv))
+        sys.stdout.flush()  # here, where a lost output can still be answered
         return code
     except MegatuneError as error:
-        print(report(error), file=sys.stderr)
-        return int(error.exit_code)
+        return tell(report(error), error.exit_code, first=is_first())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # Who read the output, such as `head`, has enough. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputLost as lost:
+        if lost.reason:
+            print(f"cannot write the output: {lost.reason}", file=sys.stderr)
         return int(ExitCode.CANNOT_WRITE)
     except Exception as error:
         print(_internal(error), file=sys.stderr)
@@ -78,6 +81,8 @@ def _run(words: list[str]) -> int:
         return int(ExitCode.SETTINGS)
     if not words[0].startswith("-") and words[0] not in verbs:
         raise _unknown_verb(words[0], list(verbs))
+    if all(word.startswith("-") for word in words) and not {*words} & {"-h", "--help", "--version"}:
+        raise _unknown_words(words, parser)
     inner = _verbs_of(verbs[words[0]]) if words[0] in verbs else []
     if inner and len(words) > 1 and not words[1].startswith("-") and words[1] not in inner:
         raise _unknown_verb(words[1], inner, parent=words[0])

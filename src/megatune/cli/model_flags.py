@@ -56,7 +56,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Declare the model, its adapters, and where they come from."""
     model = parser.add_argument("model", metavar="MODEL", nargs=None,
                                 help="a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or "
-                                "an adapter, or an id on a hub; or --model MODEL")  # fmt: skip
+                                "an adapter, or an id on a hub; or a settings file with its model_name_or_path; or "
+                                "--model MODEL")  # fmt: skip
     parser.add_argument("--model", dest="named_model", action=InPlaceOfModel, positional=model, metavar="MODEL",
                         help=argparse.SUPPRESS)  # fmt: skip
     add_flag(parser, "adapters", nargs="+", action=InPlaceOfModel, positional=model, default=[], metavar="A",

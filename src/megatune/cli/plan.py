@@ -66,7 +66,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("seq", "N", "tokens of a row: cutoff_len (2048)")
     add("global_batch", "N", "rows of a step (those of the settings; 64, or one a device, for a bare model)")
     add("trainable", "full|lora", "what is trained (full)")
-    add("document_length", "L", "tokens of the mean document of a packed row (those of the row)")
+    add("document_length", "L", "tokens of the mean document: of a row, or of those packed into one (the data's)")
+    add("longest_document", "N", "tokens of the longest document (the data's, or cutoff_len)")
     add("image_tokens", "N", "tokens of a row that stand for pictures (one image of image_max_pixels)")
     add("dataset_tokens", "N", "tokens of the whole run, such as 1B or 250M: says how long they take")
     add("prompt_tokens", "N", "tokens of the mean prompt of an RL file (a quarter of the longest)")
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from megatune.cli.plan_question import QuestionReader
     from megatune.plan.answer import answer
 
-    question = QuestionReader(options, words, findings).question()
+    question = QuestionReader(options, words, findings=findings).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
         found = answer(question)
@@ -180,7 +181,10 @@ def _calibrate(options: argparse.Namespace, findings: list[Finding]) -> int:
 
     report = calibrate(options.calibrate)
     path = Path(options.calibration) if options.calibration else default_path(report.device)
+    print("\n".join(report.lines()))
+    if not report.calibration.num_runs:
+        what, fix = "nothing is written: without these factors plans are nearer", "give more runs, of several sizes"
+        raise MegatuneError(Finding(what, why="the fit is refused, as said above", fix=fix), ExitCode.INPUT)
     write(report.calibration, path, report.device)
-    print("\n".join([*report.lines(), f"written: {path}; plans for {report.device} use it"
-                     + (" with --calibration" if options.calibration else "")]))  # fmt: skip
+    print(f"written: {path}; plans for {report.device} use it" + (" with --calibration" if options.calibration else ""))
     return ExitCode.DONE

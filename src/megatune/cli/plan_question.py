@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from megatune.cli.collected import Collected
+from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
 from megatune.plan import trainable
 from megatune.plan.adapters import with_adapters
@@ -27,20 +28,18 @@ from megatune.plan.question import Asked, Question, read_settings
 if TYPE_CHECKING:
     from megatune.plan.case import PlannedModel
 
-T = TypeVar("T")
-
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
 _EXAMPLES = {"gpus": "8", "gpus_per_node": "8", "seq": "4096", "global_batch": "64", "image_tokens": "441", "top": "10",
-             "document_length": "512", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
+             "document_length": "512", "longest_document": "2048", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
 _AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Generations without bfloat16.
 _OLD = ("volta", "turing")
 
 
 @dataclass
-class QuestionReader:
+class QuestionReader(Collected):
     """Reads everything, and reports all that is wrong at once.
 
     Args:
@@ -50,9 +49,6 @@ class QuestionReader:
 
     options: argparse.Namespace
     words: Arguments
-    findings: list[Finding]
-    missing: list[Finding] = field(default_factory=list)  # what ends with `missing_code`
-    missing_code: ExitCode = ExitCode.INPUT
     notes: list[str] = field(default_factory=list)
 
     def question(self) -> Question:
@@ -68,12 +64,13 @@ class QuestionReader:
         arguments = replace(self.words, flags=[*self.words.flags, *cutoff])
         asked = read_settings(self.file, arguments, self.options.trainable)
         self.findings += asked.loaded.findings
+        self.notes += asked.loaded.accepted_notes()
         model = self._model(asked.loaded.settings)
         loaded = asked.loaded if model is None else self._with_adapters(asked.loaded, model)
         world, machine = self._machine(loaded.settings)
         placed = loaded.for_world(world)
         self.findings += placed.findings[len(asked.loaded.findings) :]
-        self._stop()
+        self.stop()
         assert model is not None
         assert machine is not None
         assert world is not None
@@ -116,7 +113,7 @@ class QuestionReader:
         written, hub = settings.model.model_name_or_path, settings.model
         name = written if self.file is not None else self.words.source or written
         if name is not None:
-            return self._found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
+            return self.found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
         what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
         if self.file:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
@@ -124,24 +121,7 @@ class QuestionReader:
         return None
 
     def _with_adapters(self, loaded: Loaded, model: PlannedModel) -> Loaded:
-        return self._found(lambda: with_adapters(loaded, model.architecture)) or loaded
-
-    def _found(self, find: Callable[[], T]) -> T | None:
-        try:
-            return find()
-        except MegatuneError as error:
-            if error.exit_code == ExitCode.SETTINGS:
-                self.findings += error.findings
-            else:
-                self.missing += error.findings
-                self.missing_code = error.exit_code
-            return None
-
-    def _stop(self) -> None:
-        if self.findings:
-            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
-        if self.missing:
-            raise MegatuneError(self.missing, self.missing_code)
+        return self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
 
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options
@@ -153,7 +133,7 @@ class QuestionReader:
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
             elif world is None and not any(finding.what.startswith("--gpus ") for finding in self.findings):
                 self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
-            return world, self._found(lambda: self._catalogued(world))
+            return world, self.found(lambda: self._catalogued(world))
         return self._this_machine(world, smallest)
 
     def _catalogued(self, world: int | None) -> Machine:
@@ -188,7 +168,7 @@ class QuestionReader:
         if world is None:
             world = num_gpus or smallest
         here = min(world, num_gpus) if num_gpus else world
-        machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
+        machine, unknown = self.found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
         if unknown:
             self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return world, machine
@@ -213,7 +193,8 @@ class QuestionReader:
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
         self._whole_machines(machine, world)
-        self._stop()
+        self.stop()
+        known = self._rows(settings, model)
         return Question(
             model=model,
             machine=machine,
@@ -221,12 +202,15 @@ class QuestionReader:
             settings=settings,
             origins=asked.loaded.origins if self.file else {},
             global_batch_size=rows,
-            document_length=self._documents(settings),
-            image_tokens=self._images(model),
+            document_length=self._documents(settings) if known.lengths is None else None,
+            image_tokens=self._images(model, known),
+            largest_picture=known.largest_picture,
+            lengths=known.lengths,
             plans_own=plans_own,
             dataset_tokens=self.options.dataset_tokens,
             notes=tuple(self.notes),
             file=self.file,
+            written=frozenset(asked.loaded.written),
         )
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
@@ -235,10 +219,12 @@ class QuestionReader:
         if world <= size or world % size == 0:
             return
         what = f"{world} devices do not fill machines of {size}"
-        if self.options.launch is None:
-            self.notes.append(f"{what}: {-world % size} of the last one stay idle")
-            return
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
+        if self.options.launch is None:
+            last = f"the last one has {world % size}"
+            alike = f"; --gpus_per_node {per_node} plans {world // per_node} that are alike" if per_node > 1 else ""
+            self.notes.append(f"{what}: {last}{alike}")
+            return
         why = "every machine starts as many processes"
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))
@@ -272,17 +258,31 @@ class QuestionReader:
         changed = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // (size * replicas)}
         return settings.model_copy(update={"batch": batch.model_copy(update=changed)}), rows
 
+    def _rows(self, settings: Settings, model: PlannedModel) -> PlannedRows:
+        """Take lengths that are stated, else those of the data that a file names."""
+        mean, longest = self.options.document_length, self.options.longest_document
+        if mean is not None or longest is not None:
+            return stated_rows(settings, mean, longest)
+        rows = data_rows(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
+        self.notes += [rows.note] if rows.note else []
+        return rows
+
     def _documents(self, settings: Settings) -> float | None:
+        """Return the mean document of packed rows that are full."""
         length: float | None = self.options.document_length
         if length is not None and length > settings.data.cutoff_len:
             self.notes.append("documents longer than a row are cut: each row is one document")
             return None
-        if length is None and settings.packing:
+        if not settings.packing:
+            return None
+        if length is None:
             self.notes.append("each packed row counts as one document; shorter ones attend less (--document_length)")
         return length
 
-    def _images(self, model: PlannedModel) -> int | None:
+    def _images(self, model: PlannedModel, rows: PlannedRows) -> int | None:
         tokens: int | None = self.options.image_tokens
+        if tokens is None:
+            return rows.most_pictures
         if tokens and model.architecture.vision is None:
             self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
         return tokens

@@ -7,8 +7,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from megatune.cli.collected import Collected
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from megatune.plan.machine import Machine
     from megatune.plan.rl.lengths import Lengths
     from megatune.plan.rl.question import RLQuestion
-
-T = TypeVar("T")
 
 # Flags that a file of reinforcement learning has no use for, and why.
 _NOT_HERE = {
@@ -65,13 +64,12 @@ def run(file: str, words: list[str], add_options: Callable[[argparse.ArgumentPar
     return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
 
 
-class _Reader:
+class _Reader(Collected):
     """Reads everything, and reports all that is wrong at once."""
 
     def __init__(self, options: argparse.Namespace, file: str, words: list[str]) -> None:
+        super().__init__()
         self.options, self.file = options, file
-        self.findings: list[Finding] = []
-        self.missing: dict[Finding, None] = {}
         self.notes: list[str] = []
         self.overrides = [word for word in words if "=" in word and not word.startswith("-")]
         self._known: dict[tuple[str, str | None], PlannedModel | None] = {}
@@ -98,10 +96,8 @@ class _Reader:
             raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
         models, lengths = self._models(settings), self._lengths(settings)
         machine = self._machine(settings)
-        if self.findings:
-            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
-        if self.missing or machine is None:
-            raise MegatuneError([*self.missing], ExitCode.INPUT)
+        self.stop()
+        assert machine is not None
         return RLQuestion(
             settings=settings,
             models=models,
@@ -111,21 +107,11 @@ class _Reader:
             file=self.file,
         )
 
-    def _found(self, find: Callable[[], T]) -> T | None:
-        try:
-            return find()
-        except MegatuneError as error:
-            if error.exit_code == ExitCode.SETTINGS:
-                self.findings += error.findings
-            else:
-                self.missing |= dict.fromkeys(error.findings)
-            return None
-
     def _model(self, name: str, stage: str | None = None) -> PlannedModel | None:
         from megatune.plan.catalogue import find_model
 
         if (name, stage) not in self._known:
-            self._known[name, stage] = self._found(lambda: find_model(name, stage=stage))
+            self._known[name, stage] = self.found(lambda: find_model(name, stage=stage))
         return self._known[name, stage]
 
     def _architecture(self, settings: Settings) -> tuple[Architecture | None, Mapping[str, Any]]:
@@ -180,7 +166,7 @@ class _Reader:
         """Return the machines: of the catalogue, or this one."""
         options, world = self.options, 1 + max(_devices(settings))
         if options.gpu is not None:
-            return self._found(lambda: self._catalogued(settings, world))
+            return self.found(lambda: self._catalogued(settings, world))
         from megatune.cli.this_machine import this_machine
         from megatune.launch.devices import count_gpus
 
@@ -189,9 +175,9 @@ class _Reader:
                 self.findings.append(Finding(f"--{name} without --gpu", fix="--gpu KIND, such as --gpu h100-80g"))
         num_gpus = count_gpus()
         here = min(world, num_gpus) if num_gpus else world
-        machine, unknown = self._found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
+        machine, unknown = self.found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
         if unknown:
-            self.missing[Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE")] = None
+            self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
         return machine
 
     def _catalogued(self, settings: RLSettings, world: int) -> Machine:

@@ -57,10 +57,13 @@ def run(args: argparse.Namespace) -> int:
     read = read_file(source, overrides, runs=True)
     settings = read.require_valid()
     from megatune.config.dialects.roll_yaml import run_yaml
+    from megatune.launch.context import log_path
+    from megatune.launch.output import outlive_reader
     from megatune.rl.pipeline.run import start
     from megatune.training.trackers import check_installed
 
     check_installed(settings.actor_train.settings)
+    outlive_reader(log_path(Path(settings.run.output_dir).absolute() / "launch", "driver"))
     for line in read.lines:
         print(f"roll       {line}", flush=True)
     return start(settings, run_yaml(read))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli import model_flags
+from megatune.cli.model_file import read_model_file
 from megatune.cli.model_flags import Checked
 from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks; (UNAVAILABLE) the address is taken,
             or what is needed is not installed.
     """
+    read_model_file(args)
     key = os.environ.get(_KEY) if args.api_key is None else args.api_key
     if findings := _findings(args, key):
         raise MegatuneError(findings, ExitCode.SETTINGS)

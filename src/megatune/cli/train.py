@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,11 +78,15 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """
     from megatune.cli.secrets import use_secrets
     from megatune.config.load import dump
+    from megatune.launch.context import log_path
     from megatune.launch.devices import count_gpus
+    from megatune.launch.output import outlive_reader
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
     from megatune.plan.run.trouble import ran_out_of_memory
+    from megatune.training.before import check_before
+    from megatune.training.rerun import rerun_lines
     from megatune.training.source import RunModel
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
@@ -94,22 +98,26 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     here = place or world
     loaded = loaded.for_world(here.world_size if here else None)
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
-    checked = _preflight(loaded, here, num_gpus, problems, model)
+    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
+    first = place.rank == 0 if place else world is None or world.node_rank == 0
+    before = check_before(loaded.settings, loaded.invalid, first=first)
+    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
     check_installed(loaded.settings)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
-    # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
-    first = place.rank == 0 if place else world is not None and world.node_rank == 0
     if settings.checkpoint.push_to_hub and first:
         settings = _with_repository(settings)
+    run_yaml = dump(settings, {**checked.origins, **model.origins})
     payload = {
         "settings": settings,
-        "run_yaml": dump(settings, {**checked.origins, **model.origins}),
+        "run_yaml": run_yaml,
         "case": checked.planned.case if checked.planned else None,
+        "asked": loaded.without_secrets,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
-    if first and (said := [*lines(loaded), *checked.lines]):
+    outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
+    if first and (said := [*lines(loaded), *checked.lines, *before.lines, *rerun_lines(settings, run_yaml)]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
@@ -130,17 +138,36 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
 
 def _preflight(
-    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
+    loaded: Loaded,
+    place: RankEnv | World | None,
+    num_gpus: int,
+    problems: tuple[Finding, ...],
+    model: RunModel,
+    errors: Sequence[MegatuneError],
 ) -> Preflight:
     """Return everything that can be known before a process is started.
 
     Args:
         place: this process's, or this machine's; None where `problems` say why there is none.
         num_gpus: of this machine.
+        errors: what is wrong with data, weights and folders, said with everything else.
 
     Raises:
-        MegatuneError: SETTINGS, INPUT or what a hub refuses the model with.
+        MegatuneError: SETTINGS, what a hub refuses the model with, or else with the least code of the errors.
     """
+    try:
+        checked = _held_against_machine(loaded, place, num_gpus, problems, model)
+    except MegatuneError as error:
+        errors = [error, *errors]
+    if errors:
+        findings = dict.fromkeys(finding for error in errors for finding in error.findings)
+        raise MegatuneError(findings, min(error.exit_code for error in errors))
+    return checked
+
+
+def _held_against_machine(
+    loaded: Loaded, place: RankEnv | World | None, num_gpus: int, problems: tuple[Finding, ...], model: RunModel
+) -> Preflight:
     from megatune.cli.this_machine import this_machine
     from megatune.launch.world import World
     from megatune.plan.run.preflight import preflight
@@ -150,7 +177,9 @@ def _preflight(
     local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
     machine, unknown = this_machine(local, num_gpus)
     idle = max(0, num_gpus - local)
-    checked = preflight(loaded, place.world_size, problems, machine, idle_gpus=idle, model_dir=model.config_dir)
+    checked = preflight(
+        loaded, place.world_size, problems, machine, idle_gpus=idle, rows_follow=True, model_dir=model.config_dir
+    )
     return replace(checked, lines=(*checked.lines, f"plan       none: {unknown}")) if unknown else checked
 
 

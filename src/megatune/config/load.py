@@ -40,6 +40,7 @@ class Loaded:
         entries: what a user wrote, by the "group.name" that it sets.
         rows: of a micro-batch on all replicas; None where the world is not known.
         secrets: "group.name" -> what a user wrote.
+        accepted: why some of the keys that a user wrote change nothing -> these keys.
     """
 
     settings: Settings
@@ -49,6 +50,7 @@ class Loaded:
     dialect: Dialect = LLAMAFACTORY
     rows: int | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    accepted: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def origins(self) -> dict[str, str]:
@@ -59,6 +61,16 @@ class Loaded:
     def written(self) -> dict[str, SettingEntry]:
         """What a user gave a value, by "group.name"; null, which is the default, is no value."""
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
+
+    @property
+    def without_secrets(self) -> Loaded:
+        """The same, fit to be written to a file."""
+        entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
+        return replace(self, entries=entries, secrets={})
+
+    def accepted_notes(self) -> list[str]:
+        """Return what a user is told of keys that change nothing, one for each reason."""
+        return [f"{', '.join(keys)}: {why}" for why, keys in self.accepted.items()]
 
     def for_world(self, world_size: int | None) -> Loaded:
         """Resolve what needs the number of processes: gradient_accumulation_steps of a global batch.
@@ -236,9 +248,12 @@ class _Reading:
         infos = all_settings()
         values: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
         secrets: dict[str, str] = {}
+        accepted: dict[str, list[str]] = {}
         for target, (entry, value) in self.chosen.items():
             meaning, refused = self.dialect.meaning_of(entry.key), self.dialect.not_built.get(entry.key)
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
+            if (passes := self.dialect.accepted.get(entry.key)) is not None and passes.has_line(read):
+                accepted.setdefault(passes.why, []).append(entry.key)
             if refused is not None and refused.refuses(read):
                 said = read if entry.value.text is None else entry.value.text
                 what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
@@ -257,7 +272,8 @@ class _Reading:
             settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
         invalid = frozenset(self.invalid & set(infos))
-        return Loaded(settings, sorted(self.findings, key=_line), invalid, entries, self.dialect, secrets=secrets)
+        findings = sorted(self.findings, key=_line)
+        return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=accepted)
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
         """Build the group of these values, less those that are wrong."""
@@ -321,8 +337,21 @@ def _with_accumulation(settings: Settings, steps: int) -> Settings:
 
 
 def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
-    near = difflib.get_close_matches(entry.key.lower(), dialect.names, n=1, cutoff=0.6)
-    fix = f"did you mean {near[0]}?" if near else "remove it; `megatune explain --all` lists every setting"
+    """Say what an unknown key could be: another program's name of a setting, or a misspelt one of any dialect."""
+    from megatune.config.dialects.others import foreign_keys  # dialects whose readers are above this module
+
+    foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
+    names = dict.fromkeys((*dialect.names, *foreign))
+    near = [key] if key in names else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    if not near:
+        fix = "remove it; `megatune explain --all` lists every setting"
+    elif dialect.knows(near[0]):
+        fix = f"did you mean {near[0]}?"
+    else:
+        what, sets = foreign[near[0]]
+        keys = " and ".join(dialect.prefix + dialect.key_of(path) for path in sets)
+        said = f"{near[0]} is {what}" if near[0] == key else f"did you mean {near[0]}, {what}?"
+        fix = f"{said}; write {keys}" if keys else said
     return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
 
 

@@ -17,6 +17,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoded, Encoder, make_encoder
+from megatune.data.processes import usable_processes
 from megatune.data.report import DatasetReport
 from megatune.data.samples import Result, RowReader, Sample, all_filled, read_samples, replacements, stream_samples
 from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
@@ -78,7 +79,7 @@ class Pipeline:
         seed = self.settings.run.seed
         samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
         reader = self._reader(source, seed if data.val_size else None)
-        return all_filled(encode_all(self.encoder, samples, data.preprocessing_num_workers or 1, reader))
+        return all_filled(encode_all(self.encoder, samples, self._num_workers, reader))
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
@@ -86,13 +87,17 @@ class Pipeline:
         samples = stream_samples(source, max_samples=data.max_samples, after=after, taken=taken)
         # Data sets that are drawn from in turn are read side by side: they share the processes.
         side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
-        num_workers = (data.preprocessing_num_workers or 1) // side_by_side
+        num_workers = self._num_workers // side_by_side
         return all_filled(encode_all(self.encoder, samples, num_workers, self._reader(source)), at_once=True)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
         """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
         data = self.settings.data
         return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
+
+    @property
+    def _num_workers(self) -> int:
+        return usable_processes(self.settings.data.preprocessing_num_workers or 1)[0]
 
     def _reader(self, source: DatasetSource, seed: int | None = None) -> RowReader:
         placeholders, takes_pictures = replacements(self.settings.data), self.encoder.vision is not None

@@ -14,7 +14,6 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
 from megatune.data.encode import Encoded
 from megatune.data.formats import to_example
-from megatune.data.order import sample_order
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -93,6 +92,21 @@ class RowReader:
         """Return the error that ends a run over a row that needs what is not built."""
         what = f"dataset: {self.source.name} cannot be trained on: {unsupported}"
         return MegatuneError(Finding(what, sample.where, fix=unsupported.fix), ExitCode.SETTINGS)
+
+
+def with_examples(samples: Iterator[Sample], reader: RowReader) -> Iterator[Sample]:
+    """Yield samples with what their rows say, read in this process.
+
+    Raises:
+        MegatuneError: a row needs what is not built (exit code 64).
+    """
+    for sample in samples:
+        if sample.example is None:
+            example, sample.facts = reader.read(sample.row.fields)
+            if isinstance(example, UnsupportedRow):
+                raise reader.refused(sample, example)
+            sample.example = example
+        yield sample
 
 
 def rank(example: Example, seed: int) -> int:
@@ -192,6 +206,8 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
+    from megatune.data.order import sample_order  # numpy, which a look at the first rows does without
+
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:

@@ -9,22 +9,30 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megatune.engine.host_adam import HostUpdates
+
+# Of a 16-bit parameter whose master weight the optimizer holds: fp32, in its state.
+MASTER = "master_param"
+
 
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) through torch's fused kernel, on CPU and GPU.
 
     Megatron-Core knows Transformer Engine's and Apex's FusedAdam, which keep one step count in each parameter group;
     torch's AdamW keeps one in each parameter's state, which the distributed optimizer cannot save before the first
-    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape.
+    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape; with `holds_masters` of a
+    16-bit parameter also `master_param`, and gradients are in `decoupled_grad`, fp32, as with Transformer Engine's.
 
-    State that is not fp32, or that lies in the host's memory, is brought into shape for the kernel one parameter at a
-    time: the update itself is always computed in fp32.
+    The update itself is always computed in fp32: averages of another dtype are brought into shape for the kernel one
+    parameter at a time.
 
     Args:
         betas: decay of the running averages of the gradient and of its square.
         adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
         exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
-        host_fraction: the share of the elements whose state is kept, and whose update is computed, on the host.
+        holds_masters: parameters are the model's own, of whatever dtype.
+        host_fraction: with `holds_masters` the share of the elements whose state, master weights among it, is in the
+            host's memory, and whose update is computed there.
     """
 
     def __init__(
@@ -37,65 +45,81 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        holds_masters: bool = False,
         host_fraction: float = 0.0,
     ) -> None:
         assert adam_w_mode, "weight decay is decoupled"
+        assert holds_masters or not host_fraction, "a gradient is where its parameter is, unless it is decoupled"
         self.state_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        self.host_fraction = host_fraction
+        self.holds_masters, self.host_fraction = holds_masters, host_fraction
+        self._host = HostUpdates(_update)
+        self._on_host: set[Tensor] = set()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     def init_state(self) -> None:
-        """Give every parameter its state, so that it can be loaded into before the first step."""
+        """Give every parameter its state, so that it can be loaded into before the first step. Master weights begin as
+        the parameters are."""
         everything = [param for group in self.param_groups for param in group["params"]]
         left = self.host_fraction * sum(param.numel() for param in everything)
         for param in everything:
             on_host = left > 0
             left -= param.numel()
+            if on_host:
+                self._on_host.add(param)
             for name, dtype in self.state_dtypes.items():
                 if name not in self.state[param]:
-                    self.state[param][name] = _zeros_like(param.data, dtype, on_host)
+                    self.state[param][name] = _like(param.data, dtype, on_host).zero_()
+            if self.holds_masters and param.dtype != torch.float32 and MASTER not in self.state[param]:
+                self.state[param][MASTER] = _like(param.data, torch.float32, on_host).copy_(param.data)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         self.init_state()
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None and param.numel()]
             group["step"] += 1
-            ready = [param for param in params if self._is_ready(param)]
-            if ready:
-                averages = ([self.state[param][name] for param in ready] for name in self.state_dtypes)
-                _update(group, ready, [param.grad for param in ready], *averages)
-            for param in params:
-                if not self._is_ready(param):
-                    self._update_elsewhere(group, param)
+        updated = [
+            (group, param) for group in self.param_groups for param in group["params"]
+            if self._gradient(param) is not None and param.numel()
+        ]  # fmt: skip
+        # What the device computes goes first: it is only launched here, and runs beside the host's.
+        for group in self.param_groups:
+            self._update_here(group, [param for its, param in updated if its is group and param not in self._on_host])
+        self._host.run([
+            (group, param, self._gradient(param), self.state[param].get(MASTER), *self._averages(param))
+            for group, param in updated if param in self._on_host
+        ])  # fmt: skip
 
-    def _is_ready(self, param: Tensor) -> bool:
-        """Return whether the kernel can take the parameter's state as it is."""
-        return all(value.dtype == param.dtype and value.device == param.device for value in self._averages(param))
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.holds_masters else param.grad
 
     def _averages(self, param: Tensor) -> list[Tensor]:
         return [self.state[param][name] for name in self.state_dtypes]
 
-    def _update_elsewhere(self, group: dict[str, Any], param: Tensor) -> None:
-        assert param.grad is not None
-        averages = self._averages(param)
-        # Copies even where nothing is converted: what the kernel writes is put back below.
-        inputs = (param, param.grad, *averages)
-        work = [value.to(averages[0].device, torch.float32, copy=True) for value in inputs]
-        _update(group, *([tensor] for tensor in work))
-        param.copy_(work[0])
-        for value, updated in zip(averages, work[2:], strict=True):
-            value.copy_(updated)
+    def _update_here(self, group: dict[str, Any], params: _Tensors) -> None:
+        """Update parameters where they are."""
+        values = {param: self.state[param].get(MASTER, param) for param in params}
+        is_ready = {param: all(one.dtype == torch.float32 for one in self._averages(param)) for param in params}
+        if ready := [param for param in params if is_ready[param]]:
+            state = ([self.state[param][name] for param in ready] for name in self.state_dtypes)
+            _update(group, [values[param] for param in ready], [self._gradient(param) for param in ready], *state)
+        for param in (param for param in params if not is_ready[param]):
+            averages = self._averages(param)
+            wide = [value.float() for value in averages]
+            _update(group, [values[param]], [self._gradient(param)], *([each] for each in wide))
+            for value, updated in zip(averages, wide, strict=True):
+                value.copy_(updated)
+        for param, value in values.items():
+            if value is not param:
+                param.copy_(value)
 
 
-def _zeros_like(values: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
-    if not on_host or values.device.type == "cpu":
-        return torch.zeros_like(values, dtype=dtype)
-    return torch.zeros(values.shape, dtype=dtype, pin_memory=True)
+def _like(values: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
+    """Return memory for state, of the shape of `values`. Page-locked it need not be: nothing of it is transferred."""
+    return torch.empty(values.shape, dtype=dtype, device="cpu" if on_host else values.device)
 
 
-_Tensors: TypeAlias = list[Tensor]
+_Tensors: TypeAlias = list[Any]
 
 
 def _update(group: dict[str, Any], params: _Tensors, grads: _Tensors, exp_avg: _Tensors, exp_avg_sq: _Tensors) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +33,10 @@ expert_replica_group = parallel_state.get_expert_data_parallel_group
 expert_slices_group = parallel_state.get_expert_tensor_and_model_parallel_group
 
 _store: torch.distributed.Store | None = None
+
+_ANNOUNCE_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+_CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +77,98 @@ class RankCoordinates:
         return self.pp_rank == self.pp_size - 1
 
 
-def join(rank: int, world_size: int, local_rank: int, address: str, port: int, *, timeout: float) -> None:
+def join(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    address: str,
+    port: int,
+    *,
+    timeout: float,
+    announce: Callable[[str], None] = lambda text: None,
+) -> None:
     """Join the other ranks.
 
     Args:
         timeout: seconds to wait for them here and in every later collective.
+        announce: told what this rank waits for, once that has taken some seconds.
 
     Raises:
-        MegatuneError: UNAVAILABLE, naming the address and how many were expected.
+        MegatuneError: UNAVAILABLE, naming the address and who is missing.
     """
     limit = datetime.timedelta(seconds=timeout)
     device.select(local_rank)
+    place = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     try:
         # torchrun may keep a store at that address already, which it announces.
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = torch.distributed.TCPStore(
-            address, port, world_size, is_master=hosts, timeout=limit, wait_for_workers=False
-        )
+        with _announced(
+            announce, f"rank {rank} of {world_size} waits for rank 0 at {place}, which has not answered yet"
+        ):
+            host = torch.distributed.TCPStore(
+                address, port, world_size, is_master=hosts, timeout=limit, wait_for_workers=False
+            )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meet(torch.distributed.PrefixStore(f"megatune/{attempt}", store), rank, world_size, timeout=timeout)
+        store = torch.distributed.PrefixStore(f"megatune/{attempt}", host)
+        _call_roll(store, rank, world_size, place, timeout, announce)
+        meet(store, rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
         who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
-        fix = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
-        raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=fix), ExitCode.UNAVAILABLE) from error
+        raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=_CHECK), ExitCode.UNAVAILABLE) from error
+
+
+def _call_roll(
+    store: torch.distributed.Store,
+    rank: int,
+    world_size: int,
+    place: str,
+    timeout: float,
+    announce: Callable[[str], None],
+) -> None:
+    """Wait until every rank has come to the store; rank 0 knows which ones are missing."""
+    store.set(f"here/{rank}", "")
+    store.add("here", 1)
+    if rank:
+        store.wait(["all here"], datetime.timedelta(seconds=timeout))
+        return
+    began = time.monotonic()
+    next_word = began + _ANNOUNCE_SECONDS
+    while store.add("here", 0) < world_size:
+        time.sleep(_POLL_SECONDS)
+        if (now := time.monotonic()) < min(next_word, began + timeout):
+            continue
+        missing = named([each for each in range(world_size) if not store.check([f"here/{each}"])])
+        if now > began + timeout:
+            what = f"{missing} of {world_size} did not come to {place} within {timeout:.0f} s"
+            raise MegatuneError(Finding(what, fix=_CHECK), ExitCode.UNAVAILABLE)
+        if missing:
+            announce(f"waiting for {missing} of {world_size} to come to {place}")
+        next_word = now + 10 * (next_word - began)  # after 3 s, half a minute, minutes
+    store.set("all here", "")
+
+
+@contextlib.contextmanager
+def _announced(announce: Callable[[str], None], text: str) -> Iterator[None]:
+    """Announce what is waited for, where the block takes that long."""
+    timer = threading.Timer(_ANNOUNCE_SECONDS, announce, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def named(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0 to 2, 5"; "" for none."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    numbers = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}" if ranks else ""
 
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:

@@ -224,7 +224,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=trained and parallel.overlap_grad_reduce,
         overlap_param_gather=trained and parallel.overlap_param_gather,
-        use_distributed_optimizer=trained and shards_optimizer(parallel),
+        use_distributed_optimizer=trained and shards_optimizer(parallel, settings.optimizer),
         check_for_nan_in_grad=False,
     )
     stages = parallel.virtual_stages

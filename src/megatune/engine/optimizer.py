@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
-from megatune.engine.adam import FusedAdam
+from megatune.engine.adam import MASTER, FusedAdam
 from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
@@ -41,7 +41,8 @@ class MainShard:
     """What this rank's optimizer holds of one model parameter: elements start..stop of it, flattened.
 
     Attributes:
-        main: the values that the optimizer updates, fp32 [stop - start]; the parameter's own memory where that is fp32.
+        main: the values that the optimizer updates, fp32 [stop - start]; the parameter's own memory where that is fp32,
+            the host's with optimizer_cpu_offload.
         grad: the gradient of those elements after the backward pass, fp32 [stop - start].
         state: the optimizer's running averages, each like `main`; empty before `init_state`.
     """
@@ -106,9 +107,11 @@ def build_optimizer(
         params_dtype=getattr(torch, precision.params_dtype),
         initial_loss_scale=2.0**32,  # as Megatron-LM's defaults
         loss_scale_window=1000,
-        use_distributed_optimizer=shards_optimizer(parallel),
+        use_distributed_optimizer=shards_optimizer(parallel, settings),
         overlap_param_gather=parallel.overlap_param_gather,
     )
+    # Megatron-Core's own way for an optimizer that holds the master weights: none are made on the device.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = settings.optimizer_cpu_offload
     overrides = get_standard_config_overrides(config) | dict(_own_learning_rates(settings, adapter_ratio or 1.0))
     optimizer = get_megatron_optimizer(config, model, overrides, use_gloo_process_groups=False)
     if precision.fp16:
@@ -152,12 +155,24 @@ def _is_of(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
     return entry.stack in stacks and is_behind == behind
 
 
-def shards_optimizer(parallel: ParallelSettings) -> bool:
+class WideGradients(DistributedOptimizer):
+    """The distributed optimizer over one that holds the master weights: gradients are checked, clipped and used in
+    fp32, as with master weights of its own, whatever they were summed in."""
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        super()._copy_model_grads_to_main_grads()
+        for group in () if self.is_stub_optimizer else self.optimizer.param_groups:
+            for param in group["params"]:
+                param.decoupled_grad = param.decoupled_grad.float()
+
+
+def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -> bool:
     """Return whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would
-    only copy gradients and parameters to and fro."""
+    only copy gradients and parameters to and fro; but it alone has a place for master weights on the host."""
     place = groups.place()
     has_replicas = max(place.replica_size, place.expert_replica_size) > 1
-    return parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
+    shards = parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
+    return shards or optimizer.optimizer_cpu_offload
 
 
 def _patch_megatron(settings: OptimizerSettings) -> None:
@@ -168,8 +183,10 @@ def _patch_megatron(settings: OptimizerSettings) -> None:
         FusedAdam,
         exp_avg_dtype=dtypes[settings.exp_avg_dtype],
         exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
+        holds_masters=settings.optimizer_cpu_offload,
         host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
     )
+    megatron_optimizer.DistributedOptimizer = WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     # The distributed optimizer checks the class it is given; SGD is as elementwise as Adam.
     distrib_optimizer.Adam = (FusedAdam, torch.optim.SGD)
@@ -226,7 +243,8 @@ def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
 
 def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop: int) -> MainShard:
     flat = {key: value.view(-1) for key, value in state.items()}
-    return MainShard(start, stop, main.data.view(-1), param.main_grad.view(-1)[start:stop], flat)
+    held = flat.pop(MASTER, main.data.view(-1))
+    return MainShard(start, stop, held, param.main_grad.view(-1)[start:stop], flat)
 
 
 def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
@@ -295,7 +313,8 @@ def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float
         for part in optimizer.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and part.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, False)
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
         optimizer.step_with_ready_grads()
         return True, grad_norm
     finally:

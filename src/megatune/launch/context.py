@@ -15,6 +15,7 @@ supervisor --- starts ---> zygote --- forks ---> ranks
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import json
@@ -47,6 +48,7 @@ class RankContext:
         role: what the ranks are, where a run has several kinds; names the files above.
         stop_file: a user who creates this file asks the run to save and stop.
         phase, step: of the last beat.
+        terminal: descriptor of the machine's stderr, for one rank of each machine.
     """
 
     def __init__(self, env: RankEnv, run_dir: Path, stop_file: Path | None = None, *, role: str = "rank") -> None:
@@ -57,6 +59,7 @@ class RankContext:
         self.stop_file = stop_file or run_dir / "STOP"
         self.phase = ""
         self.step = 0
+        self.terminal: int | None = None
         self._stop = False
         self._next_stop_poll = 0.0
         path = heartbeat_path(run_dir, env.rank, role)
@@ -78,6 +81,12 @@ class RankContext:
         seconds = math.nan if limit is None else limit
         record = _RECORD.pack(self._num_beats, time.time(), step, seconds, phase.encode()[:40], self._num_beats)
         os.pwrite(self._heartbeat, record, 0)  # in place, in one call: safe to lose the process after
+
+    def announce(self, text: str) -> None:
+        """Say at the terminal of the machine what its user may have to act on; one rank of each machine does."""
+        if self.terminal is not None:
+            with contextlib.suppress(OSError):
+                os.write(self.terminal, f"megatune: {text}\n".encode())
 
     def request_stop(self) -> None:
         """Make `stop_requested` true; safe in a signal handler."""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode
@@ -138,6 +139,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         if not readable and now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
+        self._wake_zygote()
         for state in self.ranks.values():
             beat = read_beat(heartbeat_path(self.request.run_dir, state.rank))
             if beat and (state.beat is None or beat.count != state.beat.count):
@@ -161,6 +163,12 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self.send(signal.SIGKILL)
         self.poll_until(lambda: False, END_SECONDS)
 
+    def _wake_zygote(self) -> None:
+        """Continue a zygote that somebody has stopped: it would report no rank's end."""
+        if process_state(self._zygote.pid) == "T":
+            print("megatune: the process that watches the ranks was stopped, and is continued", file=sys.stderr)
+            self._zygote.send_signal(signal.SIGCONT)
+
     def _receive(self, data: bytes) -> None:
         if not data:
             self.lost = self.pending
@@ -176,6 +184,14 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
                 case "exited":
                     state = self.ranks[event["rank"]]
                     state.exit_code, state.signal, state.ended = event["exit_code"], event["signal"], event["time"]
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for what a process does (R, S, D, T, Z), "?" where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
 
 
 def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:

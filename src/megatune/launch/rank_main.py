@@ -17,6 +17,9 @@ from typing import IO, Any
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path
 from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
+from megatune.launch.output import outlive_reader
+from megatune.launch.report import outcome_text, raised_outcome
+from megatune.launch.torchrun import follow_stops, handle_stops, is_first, tell
 from megatune.launch.world import RankEnv
 
 Target = Callable[[RankContext, dict[str, Any]], int | None]
@@ -39,7 +42,7 @@ def run_joined(
     stop_file: Path | None = None,
     out_of_memory_advice: str = "",
 ) -> int:
-    """Run the target in this process, which torchrun started; no supervisor reports, so each rank prints its error.
+    """Run the target in this process, which torchrun started; no supervisor reports, so the rank that fails does.
 
     Args:
         target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
@@ -53,11 +56,20 @@ def run_joined(
     if context.rank == 0:
         context.stop_file.unlink(missing_ok=True)
     error_path(run_dir, context.rank).unlink(missing_ok=True)
-    with rank_log(context):
+
+    def tell_failure(failure: Failure) -> int:
+        lost = "another rank ended without a word: it was killed, or is on another machine; torchrun's report names it"
+        text = outcome_text(raised_outcome(context.run_dir, failure, context.rank, lost=lost))
+        if failure.exit_code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
+            text = f"{text}\n{out_of_memory_advice}"
+        # What follows from another rank's failure may be noticed before it.
+        return tell(text, failure.exit_code, first=is_first() and failure.kind <= Kind.UNAVAILABLE)
+
+    with rank_log(context, parts_forks=True) as log:
+        follow_stops(context)
+        context.terminal = 2 if context.local_rank == 0 else None
         context.beat("start", 0)
-        code = run_target(target, payload, context, log=sys.stderr)
-        if code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
-            print(out_of_memory_advice, file=sys.stderr)
+        code = run_target(target, payload, context, log, tell_failure)
         end_unless_well(code)
     return code
 
@@ -72,8 +84,10 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
     context = RankContext(env, request.run_dir, request.stop_file)
     context.beat("start", 0)
     with rank_log(context) as log:
+        if local_rank == 0:
+            context.terminal = os.dup(terminal[1])
         redirect_output(log, terminal, to_terminal=env.rank == 0)
-        code = run_target(request.target, request.payload, context, log=log)
+        code = run_target(request.target, request.payload, context, log)
         end_unless_well(code)
     return code
 
@@ -86,8 +100,19 @@ def end_unless_well(code: int) -> None:
         os._exit(code)
 
 
-def run_target(target: str, payload: dict[str, Any], context: RankContext, log: IO[str]) -> int:
-    """Call the target and turn whatever it does into an exit code; a failure is written to `log` and a file."""
+def run_target(
+    target: str,
+    payload: dict[str, Any],
+    context: RankContext,
+    log: IO[str],
+    tell: Callable[[Failure], int] = lambda failure: failure.exit_code,
+) -> int:
+    """Call the target and turn whatever it does into an exit code.
+
+    Args:
+        log: gets a failure whole, as does the file that the supervisor reads.
+        tell: tells of a failure where there is no supervisor, and returns the exit code.
+    """
     try:
         code = load_target(target)(context, payload) or ExitCode.DONE
         if code not in (ExitCode.DONE, ExitCode.STOPPED):
@@ -101,28 +126,29 @@ def run_target(target: str, payload: dict[str, Any], context: RankContext, log: 
         with contextlib.suppress(OSError):  # on a full disk the exit code still says that much
             write_failure(error_path(context.run_dir, context.rank), failure)
             print_failure(failure, log)
-        return failure.exit_code
+        return tell(failure)
     context.beat("exit", context.step, limit=EXIT_SECONDS)
     return int(code)
 
 
 def print_failure(failure: Failure, log: IO[str]) -> None:
-    """Into a log, everything; on a terminal that ranks share, what the user can use."""
+    """Print findings, or else the traceback, into a log."""
     if failure.findings:
         text = "\n".join(f"megatune: {finding}" for finding in failure.findings)
-    elif failure.kind is Kind.ERROR or log is not sys.stderr:
-        text = f"rank {failure.rank}: {failure.traceback}"
     else:
-        what = "failed as rank 0 did" if failure.kind is Kind.RELAYED else "lost its peers"
-        text = f"megatune: rank {failure.rank} {what}: {failure.summary}"
+        text = f"rank {failure.rank}: {failure.traceback}"
     print(text, file=log, flush=True)
 
 
 @contextlib.contextmanager
-def rank_log(context: RankContext) -> Iterator[IO[str]]:
+def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[str]]:
     """Open the rank's log, below those of earlier runs, and install the signal handlers that `context` lists.
 
     Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
+
+    Args:
+        parts_forks: give the rank's own children process groups of their own: torchrun sends SIGTERM to the rank's,
+            and a rank whose data workers are gone cannot save.
     """
     path = log_path(context.run_dir, f"rank-{context.rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,9 +156,9 @@ def rank_log(context: RankContext) -> Iterator[IO[str]]:
         print(f"=== rank {context.rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", file=log)
         faulthandler.enable(file=log)
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-        signal.signal(signal.SIGTERM, lambda *_: context.request_stop())
+        handle_stops(lambda number, frame: context.request_stop())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _spare_forks_the_handler()
+        _spare_forks_the_handler(parts_forks)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             yield log
@@ -141,7 +167,7 @@ def rank_log(context: RankContext) -> Iterator[IO[str]]:
             faulthandler.enable(file=2)
 
 
-def _spare_forks_the_handler() -> None:
+def _spare_forks_the_handler(parts_forks: bool) -> None:
     """Have SIGTERM end the rank's own children (data workers, checkpoint writers), which could not be ended otherwise.
 
     It is held back during a fork: one that came before the child is set up would be lost.
@@ -150,6 +176,9 @@ def _spare_forks_the_handler() -> None:
     release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def release_in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        if parts_forks:
+            os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         release()
 
@@ -163,6 +192,7 @@ def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: boo
         os.dup2(saved if to_terminal else log.fileno(), number)
         os.close(saved)
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    outlive_reader(Path(log.name))
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding
 from megatune.launch.context import log_path
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
-from megatune.launch.processes import RankProcesses, RankState
+from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
@@ -105,8 +105,15 @@ def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, o
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
-def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome:
-    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet."""
+_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
+
+
+def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NOT_HERE) -> Outcome:
+    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet.
+
+    Args:
+        lost: why a collective operation broke off.
+    """
     if failure.findings:
         return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
@@ -116,7 +123,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None) -> Outcome
     if failure.exit_code == ExitCode.OUT_OF_MEMORY:
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
-        verb, why = "lost its peers", "no rank of this machine failed before it; see the other machines' reports"
+        verb, why = "lost its peers", lost
     elif failure.kind is Kind.RELAYED:
         verb, why = "ended", "rank 0 failed so; see the report of its machine"
     else:
@@ -183,14 +190,6 @@ def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> R
     return min(living, key=order)
 
 
-def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does (R, S, D, T, Z), "?" where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
-
-
 def main_stack(log: Path, offset: int) -> tuple[str, ...]:
     """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/."""
     if not log.exists():
@@ -251,17 +250,22 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def outcome_text(outcome: Outcome) -> str:
+    """Return the findings, below the end of a traceback that is no user's fault."""
+    lines = [f"megatune: {finding}" for finding in outcome.findings]
+    if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
+        frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
+        lines[:0] = frames[-TRACEBACK_LINES:]
+    return "\n".join(lines)
+
+
 def print_outcome(outcome: Outcome) -> None:
-    """Print the findings on stderr, below the end of a traceback that is no user's fault."""
+    """Print the findings on stderr."""
     file = sys.stderr
     if outcome.findings and file.isatty():
         print(file=file)  # rank 0 may have been in the middle of a line
-    if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
-        frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
-        print("\n".join(frames[-TRACEBACK_LINES:]), file=file)
-    for finding in outcome.findings:
-        print(f"megatune: {finding}", file=file)
-    file.flush()
+    if text := outcome_text(outcome):
+        print(text, file=file, flush=True)
 
 
 def _rank_entry(state: RankState) -> dict[str, Any]:

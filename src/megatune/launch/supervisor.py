@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -42,8 +43,9 @@ def run_ranks(
 ) -> int:
     """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
 
-    SIGTERM asks the ranks to save and stop; a second one kills them. Ctrl-C ends them at once. Kill this process in
-    any way and the ranks die with it. Rank 0 writes to this process's stdout and stderr, the others to their logs.
+    SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once. Kill
+    this process in any way and the ranks die with it. Rank 0 writes to this process's stdout and stderr, the others to
+    their logs.
 
     Args:
         target: "package.module:function", called as function(context: RankContext, payload); returns None or an exit
@@ -86,15 +88,31 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _counted_signals() -> Iterator[Counter[int]]:
-    """Count Ctrl-C and SIGTERM, by number, instead of obeying them."""
+    """Count Ctrl-C and SIGTERM, by number, instead of obeying them.
+
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
+    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
+    """
     counts: Counter[int] = Counter()
 
     def count(number: int, frame: FrameType | None) -> None:
-        counts[number] += 1
+        if number == signal.SIGHUP:
+            counts[signal.SIGTERM] = max(1, counts[signal.SIGTERM])
+        else:
+            counts[number] += 1
 
-    # A shell starts background jobs with SIGINT ignored; they are to stay so.
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, count) for number in numbers}
+    def pause(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
+    handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGHUP: count, signal.SIGTSTP: pause}
+    previous = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield counts
     finally:

@@ -31,8 +31,8 @@ def main() -> int:
     die_with_parent(supervisor)
     set_process_name("megatune-zygote")
     # The supervisor alone decides what a Ctrl-C or a SIGTERM to the whole tree means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(events, False)
     request = StartRequest.read(0)
     terminal = _set_output_aside(request.run_dir)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from megatune.config.rules import check
 from megatune.plan.changes.fixes import Fix, more_devices, savings
+from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
-from megatune.plan.search import SearchResult, is_tight, search
+from megatune.plan.search import SearchResult, is_tight, priced, search
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
-# A layout that leaves memory to spare is recommended before a tight one that is faster by less than this.
-_WORTH_BEING_TIGHT = 0.1
+_MANY = 2500  # layouts; of more only what gains most is searched again
+_SHORTEST = 512  # tokens of a row that is worth training on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A layout that gains time or room by settings which round more.
+
+    Attributes:
+        name: what is rounded.
+        changes: the settings, "group.name".
+    """
+
+    name: str
+    changes: Changes
+    found: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,8 @@ class Answer:
         own: the plan of the settings' own layout; None where none is written.
         fixes: where that does not fit, the cheapest changes after which it does.
         enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
+        priced: what is faster, or fits more surely, and rounds more.
+        less: where no layout fits, changes of what is trained after which one does, with it.
     """
 
     question: Question
@@ -30,17 +50,13 @@ class Answer:
     result: SearchResult
     fixes: tuple[Fix, ...] = ()
     enough: Estimate | None = None
+    priced: tuple[Priced, ...] = ()
+    less: tuple[tuple[Changes, Estimate], ...] = ()
 
     @property
     def recommended(self) -> Estimate | None:
-        """The fastest layout that was found, or the fastest with memory to spare where that is hardly slower."""
-        found = self.result.best
-        if found is None or not is_tight(found):
-            return found
-        roomy = next((each for each in self.result.ranked if not is_tight(each)), None)
-        if roomy is None or roomy.time.total > (1 + _WORTH_BEING_TIGHT) * found.time.total:
-            return found
-        return roomy
+        """The plan that is recommended of those found."""
+        return self.result.recommended
 
     @property
     def best(self) -> Estimate | None:
@@ -69,4 +85,42 @@ def answer(question: Question) -> Answer:
     fixes = tuple(savings(own)) if own is not None and not own.fits else ()
     result = search(question.request)
     enough = more_devices(result.too_large) if result.best is None else None
-    return Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
+    found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
+    less = tuple(_less(question)) if result.best is None else ()
+    return replace(found, priced=tuple(_priced(found)), less=less)
+
+
+def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
+    """Search again with what needs less memory: the optimizer on the host, adapters, shorter rows."""
+    request, cutoff = question.request, question.settings.data.cutoff_len
+    shorter = [cutoff // 2**power for power in range(1, cutoff.bit_length()) if cutoff // 2**power >= _SHORTEST]
+    kinds: tuple[Sequence[Changes], ...] = (
+        [{"optimizer.optimizer_cpu_offload": True}],
+        [{"finetuning.finetuning_type": "lora"}],
+        [{"data.cutoff_len": length} for length in shorter],
+    )
+    problems = len(check(question.settings, question.model.architecture))
+    for kind in kinds:
+        for changes in kind:
+            settings = with_settings(question.settings, changes)
+            valid = settings != question.settings and len(check(settings, question.model.architecture)) <= problems
+            asked = replace(request, settings=settings, keep=1)
+            if valid and (best := search(asked).best) is not None:
+                yield changes, best
+                break
+
+
+def _priced(found: Answer) -> Iterator[Priced]:
+    """Search again with what rounds more, for what is worth it: a faster layout, or one that surely fits."""
+    reference, request = found.best, found.question.request
+    is_sure = reference is not None and not is_tight(reference)
+    below = (1 - WORTH_CHANGING) * reference.time.total if reference is not None and is_sure else math.inf
+    choices = list(priced(request))
+    if found.result.num_considered > _MANY:
+        choices = choices[-1:]
+    for name, changes in choices:
+        asked = replace(request, settings=with_settings(request.settings, changes), below=below, keep=1)
+        best = search(asked).best
+        if best is not None and (is_sure or reference is None or not is_tight(best)):
+            yield Priced(name=name, changes=changes, found=best)
+            below = min(below, (1 - WORTH_CHANGING) * best.time.total)

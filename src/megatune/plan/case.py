@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from megatune.architecture import Architecture
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.plan.machine import Machine
+from megatune.plan.rows import RowLengths, longest_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STANDARD = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class Case:
         image_tokens: tokens of a row that stand for pictures, of a pair in both its documents; None for one image of
             image_max_pixels in each, where the model reads any.
         largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
+        lengths: of rows; None where each is cutoff_len long.
+        of_mean: rows are the mean ones, as time is planned for; False for the longest, as memory is.
     """
 
     model: PlannedModel
@@ -45,6 +51,13 @@ class Case:
     document_length: float | None = None
     image_tokens: int | None = None
     largest_picture: int | None = None
+    lengths: RowLengths | None = None
+    of_mean: bool = False
+
+    @property
+    def in_the_mean(self) -> Case:
+        """The same with its mean rows."""
+        return self if self.lengths is None else replace(self, of_mean=True)
 
     @property
     def tokens_of_picture(self) -> int:
@@ -62,6 +75,8 @@ class Case:
             return 0
         per_row = self.sequences_per_row
         asked = per_row * self.tokens_of_picture if self.image_tokens is None else self.image_tokens
+        if self.of_mean and self.lengths is not None and self.lengths.pictures is not None:
+            asked = min(asked, math.ceil(self.lengths.pictures))
         return min(asked, per_row * self.settings.data.cutoff_len)
 
     @property
@@ -106,9 +121,55 @@ class Case:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of the longest sequence, cutoff_len made up to what the layout cuts evenly."""
-        multiple = self.settings.parallel.sequence_multiple
-        return -(-self.settings.data.cutoff_len // multiple) * multiple
+        """Tokens of the longest sequence, or of what the mean micro-batch is padded to, made up to what the layout cuts
+        evenly."""
+        multiple, length = self.settings.parallel.sequence_multiple, self.settings.data.cutoff_len
+        if self.lengths is not None:
+            length = min(length, math.ceil(round(self._padded[0], 6)) if self.of_mean else self.lengths.longest)
+        return -(-length // multiple) * multiple
+
+    @property
+    def _padded(self) -> tuple[float, float]:
+        """Mean and standard deviation of a micro-batch's length, as the slowest replica has it.
+
+        A micro-batch is as long as its longest row, with pipeline stages all of a step's are; group_by_length leaves
+        little between them. Packed rows are joined, and padded to nothing. Replicas wait for the one with the longest
+        micro-batches: the largest of dp normal variables (by Blom's approximation).
+        """
+        lengths, settings, count = self.lengths, self.settings, self.num_micro_batches
+        assert lengths is not None
+        size = self.micro_batch_size * self.sequences_per_row
+        if settings.parallel.pipeline_model_parallel_size > 1:
+            return longest_of(lengths, size * count * self.dp_size)
+        mean, spread = longest_of(lengths, 1 if settings.packing or settings.data.group_by_length else size)
+        if settings.packing:
+            spread /= math.sqrt(size)
+        deviations = _STANDARD.inv_cdf((self.dp_size - 0.375) / (self.dp_size + 0.25))
+        waits = 0.0 if settings.data.group_by_length else spread * deviations / math.sqrt(count)
+        return min(mean + waits, float(lengths.longest)), spread
+
+    @property
+    def document(self) -> float:
+        """Tokens of a document, in the mean weighted by tokens; beyond `sequence_length` where lengths of micro-batches
+        differ much."""
+        length = self.sequence_length
+        if self.lengths is None:
+            return min(self.document_length or length, length)
+        if self.settings.packing:
+            return min(self.lengths.document, length)
+        if not self.of_mean:
+            return length
+        mean, spread = self._padded
+        return length * (1 + (spread / mean) ** 2)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step; without padding where lengths of rows are known."""
+        if self.lengths is None:
+            return self.global_batch_size * self.row_tokens
+        return round(
+            self.global_batch_size * self.sequences_per_row * min(self.lengths.mean, self.settings.data.cutoff_len)
+        )
 
     @property
     def sequences_per_row(self) -> int:

@@ -81,12 +81,11 @@ def train_flops(
 def model_flops(case: Case) -> float:
     """Return model floating-point operations of a step, in FLOP: `train_flops` of what is trained, and those of
     images."""
-    sequences, length = case.global_batch_size * case.sequences_per_row, case.sequence_length
-    document = round(min(case.document_length or length, length))
+    document = max(1, round(case.document if case.lengths is None else case.lengths.document))
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
     of_document = train_flops(case.model.architecture, [document], case.settings.finetuning)
-    return sequences * length / document * of_document + of_images
+    return case.tokens / document * of_document + of_images
 
 
 @lru_cache(maxsize=4096)

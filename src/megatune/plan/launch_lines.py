@@ -14,6 +14,7 @@ from megatune.plan.case import Case
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
+from megatune.plan.search.free import FREE
 
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # stands for the first machine's name, where the user did not say it
@@ -147,6 +148,8 @@ _CHOSEN = (
     "batch.gradient_accumulation_steps",
     *(path for path in all_settings() if path.startswith(("parallel.", "recompute."))),
 )
+# What a search turns on because it costs nothing, or tries both ways.
+_FREE = (*FREE, "experts.moe_token_dispatcher_type")
 # Written from a bare model even where they are the defaults: they are what was asked for.
 _ALWAYS = (
     "batch.per_device_train_batch_size",
@@ -177,6 +180,9 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
     chosen = {
         path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
     }
+    chosen |= {
+        path: "plan" for path in _FREE if origins.get(path, "default") == "default" and _is_written(settings, path)
+    }
     return dump(settings, {**origins, **chosen})
 
 
@@ -191,7 +197,7 @@ def _short(case: Case) -> str:
             for path, example, note in missing
         ]
     asked = {path: "asked for" for path in all_settings() if _is_written(settings, path)}
-    written = dump(settings, {**asked, **dict.fromkeys(_CHOSEN, "plan")}).splitlines()
+    written = dump(settings, {**asked, **dict.fromkeys((*_CHOSEN, *_FREE), "plan")}).splitlines()
     keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or _is_written(settings, path)}
     lines += [line for line in written if line.partition(":")[0] in keys]
     return "\n".join(lines) + "\n"

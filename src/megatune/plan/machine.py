@@ -17,6 +17,9 @@ class Device:
         flops: peak of dense matrix products, FLOP/s, by torch name of the dtype; "float32" as the engine computes it.
         bandwidth: of the device's memory, bytes/s.
         link: name of what joins the devices of one machine.
+        watts: what its board draws at most; None where that is unknown: its clocks then last as those of the device
+            that its generation's efficiencies were found on.
+        multiprocessors: over which kernels distribute their tiles; None for those of that device.
     """
 
     name: str
@@ -25,6 +28,8 @@ class Device:
     flops: Mapping[str, float]
     bandwidth: float
     link: str
+    watts: float | None = None
+    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,16 @@ class Calibration:
     activations: float = 1.0
     framework: int = 0
     num_runs: int = 0
+
+    @property
+    def of_time(self) -> bool:
+        """Whether seconds were fitted."""
+        return self.num_runs > 0 and (self.compute, self.communication) != (1.0, 1.0)
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether bytes were fitted."""
+        return self.num_runs > 0 and (self.activations, self.framework) != (1.0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded, load
-from megatune.config.rules import finetuning
+from megatune.config.rules import finetuning, preference
 from megatune.config.settings import Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
+from megatune.plan.rows import RowLengths
 from megatune.plan.search import SearchRequest
 
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
@@ -24,9 +25,11 @@ class Question:
     Attributes:
         origins: as `Loaded.origins`; empty for a plan of a bare model.
         plans_own: whether the settings' own layout is planned, before a better one is searched for.
+        lengths: of rows; None where each is taken to be cutoff_len long.
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
+        written: settings, "group.name", that the user gave a value.
     """
 
     model: PlannedModel
@@ -37,10 +40,13 @@ class Question:
     global_batch_size: int
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
+    lengths: RowLengths | None = None
     plans_own: bool = False
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
     file: str | None = None
+    written: frozenset[str] = frozenset()
 
     @property
     def case(self) -> Case:
@@ -58,6 +64,9 @@ class Question:
             global_batch_size=self.global_batch_size,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            written=self.written,
+            largest_picture=self.largest_picture,
+            lengths=self.lengths,
         )
 
 
@@ -91,5 +100,5 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
     loaded = load(source, words.overrides, words.flags)
     if trainable is not None:
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
-    found = loaded.check_rules(rules=finetuning.RULES)
+    found = loaded.check_rules(rules=(*finetuning.RULES, preference.of_another_stage))
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))

@@ -95,6 +95,11 @@ class Sample:
     score: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_score(self) -> bool:
+        """Whether the reward said something; otherwise the sample is left out of what is learnt."""
+        return "error" not in self.details
+
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:

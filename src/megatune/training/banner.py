@@ -56,10 +56,10 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
     masters = _base(settings) + _masters(settings, architecture)
-    kind = "distributed " if shards_optimizer(parallel) else ""
+    kind = "distributed " if shards_optimizer(parallel, settings.optimizer) else ""
     narrow = [name for name in ("exp_avg", "exp_avg_sq") if getattr(settings.optimizer, f"{name}_dtype") == "bf16"]
     averages = f", {' and '.join(narrow)} in bf16" if narrow else ""
-    averages += ", averages on the host" if settings.optimizer.optimizer_cpu_offload else ""
+    averages += _on_host(settings)
     yield f"numbers    {settings.precision.params_dtype}{masters}; {kind}{settings.optimizer.optimizer}{averages}"
     yield f"kernels    {'; '.join(_kernels(settings, architecture))}"
     if kept := _recompute(settings.recompute):
@@ -78,9 +78,14 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if resumed is not None:
         fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
         anew = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
-        yield f"resume     {resumed}: {trainer.state.step} steps done" + (
-            f", with a fresh start of {anew}" if anew else ""
+        step, last = trainer.state.step, schedule.total_steps
+        left = (
+            ""
+            if step < last
+            else f" of {last}, so nothing is left to train: a larger max_steps, or more epochs, goes on"
         )
+        fresh_start = f", with a fresh start of {anew}" if anew else ""
+        yield f"resume     {resumed}: {step} steps done{left}{fresh_start}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
@@ -111,6 +116,15 @@ def _masters(settings: Settings, architecture: Architecture) -> str:
         return ", fp32 master weights and gradients"
     whole = whole_modules(architecture, settings.finetuning)
     return ", fp32 adapters" + (f" and master weights of {', '.join(whole)}" if whole else "")
+
+
+def _on_host(settings: Settings) -> str:
+    optimizer = settings.optimizer
+    if not optimizer.optimizer_cpu_offload:
+        return ""
+    what = "averages" if settings.precision.params_dtype == "float32" else "averages and master weights"
+    share = optimizer.optimizer_offload_fraction
+    return f", {'' if share == 1 else f'{share:.0%} of '}{what} on the host"
 
 
 def _trained(settings: Settings, architecture: Architecture) -> str:

@@ -36,10 +36,12 @@ from megatune.data.streaming.stream import Stream
 from megatune.data.vision import load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.objective import has_kl
+from megatune.training.planned_rows import lengths_of
 from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
 
@@ -66,6 +68,7 @@ class RunData:
     key: str  # of all that determines the rows
     num_rows: int | None  # to train; None where nobody knows
     pictures: PictureCounts | None  # of rows to train; None where nobody knows
+    lengths: RowLengths | None  # of them; None where nobody knows
     # Makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
     # MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
     feed: Callable[[RunSchedule, int], Feed]
@@ -85,10 +88,13 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
         feed = partial(_prepared_feed, prepared, settings, resumed is not None)
-        yield RunData(prepared.key, len(prepared.train), prepared.report.train.pictures, feed)
+        pictures = prepared.report.train.pictures
+        yield RunData(prepared.key, len(prepared.train), pictures, lengths_of(prepared.train, pictures), feed)
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
-        yield RunData(stream.key, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None))
+        yield RunData(
+            stream.key, None, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None)
+        )
 
 
 def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) -> Prepared:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
+from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer, padding_token
-from megatune.data.pictures import PictureCounts
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
@@ -22,7 +22,6 @@ from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
-from megatune.plan.run.preflight import with_pictures
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.banner import banner
@@ -38,12 +37,16 @@ from megatune.training.loop import Trainer
 from megatune.training.machines import model_on_node
 from megatune.training.merge import merge_run
 from megatune.training.objective import objective_of
+from megatune.training.planned_rows import plan_rows
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.reference import open_reference
 from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
+
+_JOIN_GRACE = 60.0  # seconds
 
 
 def train(context: RankContext, payload: dict[str, Any]) -> int:
@@ -51,7 +54,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "model_dir", where the launcher put the files of a model on a hub.
+            "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
+            hub.
 
     Returns:
         DONE or STOPPED.
@@ -60,18 +64,26 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    context.beat("join", 0, limit=settings.run.ddp_timeout)
+    # Who waits in vain says so itself, a moment later: with what was waited for, and where.
+    context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout)
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
     try:
-        return _train(context, settings, payload["run_yaml"], payload.get("case"), payload.get("model_dir"))
+        asked: Loaded = payload["asked"]
+        check_same_settings(asked.settings)
+        return _train(context, settings, payload["run_yaml"], payload["case"], asked, payload.get("model_dir"))
     finally:
         groups.leave()
 
 
 def _train(
-    context: RankContext, settings: Settings, run_yaml: str, case: Case | None = None, model_dir: str | None = None
+    context: RankContext,
+    settings: Settings,
+    run_yaml: str,
+    case: Case | None = None,
+    asked: Loaded | None = None,
+    model_dir: str | None = None,
 ) -> int:
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -84,7 +96,7 @@ def _train(
     settings = settings.model_copy(update={"finetuning": finetuning})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
-            on_rank_0(lambda: _plan_pictures(output_dir, case, data.pictures, resumed))
+            on_rank_0(lambda: _plan_rows(output_dir, case, data, asked, resumed))
             trainer = _build_trainer(context, settings, source, data, resumed, memory)
             return _run(trainer, resumed, notes)
     finally:
@@ -107,14 +119,10 @@ def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> Non
             begin_record(output_dir, case, (checkpoint_step(resumed) or 0) if resumed is not None else 0)
 
 
-def _plan_pictures(output_dir: Path, case: Case | None, pictures: PictureCounts | None, resumed: Path | None) -> None:
-    """Plan again with the pictures that rows have, which nobody knew before."""
-    if case is None or pictures is None or case.model.architecture.vision is None:
-        return
-    checked = with_pictures(case, pictures.of_row, pictures.largest)
-    assert checked.planned is not None
-    print("\n".join(checked.lines), flush=True)
-    _note_plan(output_dir, checked.planned.case, resumed)
+def _plan_rows(output_dir: Path, case: Case | None, data: RunData, asked: Loaded | None, resumed: Path | None) -> None:
+    """Plan again with the rows that there are, which nobody knew before; those of a stream nobody does."""
+    if case is not None and data.lengths is not None and data.pictures is not None:
+        _note_plan(output_dir, plan_rows(case, data.lengths, data.pictures, asked), resumed)
 
 
 def _build_trainer(
@@ -226,10 +234,12 @@ def _finish(trainer: Trainer, output_dir: Path) -> Path:
 
 
 def _quiet() -> None:
-    """Silence Transformers' progress bars and advice about generation, which say nothing about this run."""
+    """Silence what libraries say that is not about this run: Transformers' progress bars and advice about generation,
+    and how many data workers torch would have taken, of the cores it sees."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")

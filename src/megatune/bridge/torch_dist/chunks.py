@@ -100,7 +100,7 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
         except (
             zipfile.BadZipFile,
             KeyError,
-            NotImplementedError,
+            NotImplementedError,  # a compression that zipfile does not know
             ValueError,
             struct.error,
             EOFError,

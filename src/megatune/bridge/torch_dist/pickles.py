@@ -149,7 +149,7 @@ def check_unread(path: Path) -> None:
             (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
             names = list(_names(archive.read(info) if info.file_size < _MOST_COMMON_BYTES else b"."))
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # nothing that is read here
+        return  # nothing that is read here; zipfile raises the last one for a compression that it does not know
     for module, name in names:
         if module.partition(".")[0] in _COMMANDS or (module in _BUILTINS and name in _CALLS):
             what = f"names {f'{module}.{name}'[:120]!r}, which no settings need"

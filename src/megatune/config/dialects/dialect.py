@@ -43,7 +43,25 @@ class Refused:
         """Return what, why and fix of a finding, which writes keys as a `Dialect` does."""
         off = f", or write {prefix}{key}{separator}{shown(self.off[0])}" if self.off else ""
         fix = self.fix or f"remove {prefix}{key}{off}"
-        return f"{key}: {shown(value)} is not supported", self.why, fix
+        said = "***" if key.endswith(("_token", "_secret", "_key")) else shown(value)
+        return f"{key}: {said} is not supported", self.why, fix
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A key that users know and that changes nothing here: it passes, and a line says why.
+
+    Attributes:
+        why: the reason.
+        off: the values that ask for nothing, which need no line, beside null.
+    """
+
+    why: str
+    off: tuple[Any, ...] = ()
+
+    def has_line(self, value: Any) -> bool:
+        """Tell whether `value`, as it was read from YAML, is worth a line."""
+        return value is not None and not any(_same(value, other) for other in self.off)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +136,7 @@ class Chooses:
 
     def read(self, value: Value) -> dict[str, Any]:
         """Translate `value` to what it sets: nothing where it is no choice, and the defaults where it is null."""
-        text = str(value.data) if value.text is None else value.text
+        text = shown(value.data) if isinstance(value.data, bool) or value.text is None else value.text
         if value.data is not None and text not in self.choices:
             return {}
         return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
@@ -160,22 +178,24 @@ class Dialect:
         name: what its users call it, for messages.
         keys: its key -> our "group.name", or more than that. Of several for one setting the first is preferred.
         not_built: keys refused by name, all values or some of them. A key that sets something still sets what passes.
+        accepted: keys that pass with a line, as they change nothing.
         prefix, separator: how its users write a key and its value, for messages: `--key value`.
     """
 
     name: str
     keys: Mapping[str, Meaning]
     not_built: Mapping[str, Refused]
+    accepted: Mapping[str, Accepted] = field(default_factory=dict)
     prefix: str = ""
     separator: str = ": "
 
     def knows(self, key: str) -> bool:
-        return key in self.keys or key in setting_paths() or key in self.not_built
+        return any(key in known for known in (self.keys, setting_paths(), self.not_built, self.accepted))
 
     @property
     def names(self) -> list[str]:
         """Every key that it knows."""
-        return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built)))
+        return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built, *self.accepted)))
 
     def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
         """Return what a key sets, or None where it sets nothing."""

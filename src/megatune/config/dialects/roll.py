@@ -92,11 +92,17 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
 
 
 def _understood(tree: Tree, reader: Reader) -> Tree:
-    """Return the tree without what is no key: a tracker that only ROLL's own machines have."""
+    """Return the tree without what is no key, a tracker that only ROLL's own machines have, and with the switch that
+    ROLL's launcher of distillation sets."""
     tracker = tree.get("track_with")
     if isinstance(tracker, SettingEntry) and tracker.value.data == "ml_tracker":
         reader.lines.append("track_with ml_tracker is a tracker inside Alibaba: tensorboard is used")
         tree = {**tree, "track_with": replace(tracker, value=Value("tensorboard", "tensorboard"))}
+    student = tree.get("student_train")
+    if isinstance(student, dict) and not {"actor_train", "is_pure_opd"} & tree.keys():
+        reader.lines.append("is_pure_opd is true: ROLL runs a file with student_train in place of actor_train so")
+        switch = SettingEntry("is_pure_opd", Value(True, "true"), place_of(student), "student_train")
+        tree = {**tree, "is_pure_opd": switch}
     return tree
 
 

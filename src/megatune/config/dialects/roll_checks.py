@@ -6,6 +6,10 @@ from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.rules.problem import either, multiples_around
+from megatune.config.values import shown
+
+_BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
+_UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, roles: Roles) -> None:
@@ -21,6 +25,8 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
 
 def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
     """Updates are of whole mini-batches, and every replica has as many samples."""
+    if any(map(roles.reader.has_refused, _BATCH)):
+        return
     samples = settings.samples_per_step
     where = top.where("rollout_batch_size", "num_return_sequences_in_group")
     said = (
@@ -29,6 +35,8 @@ def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
     )
     for role in (settings.actor_train, settings.critic, settings.reference, *settings.teachers.values()):
         if role is None or not role.devices:
+            continue
+        if role.training and any(roles.reader.has_refused(f"{role.name}.training_args.{key}") for key in _UPDATE):
             continue
         size, parts = _whole(role)
         group = settings.rollout.num_return_sequences_in_group
@@ -74,6 +82,12 @@ def _devices(settings: RLSettings, top: Part, roles: Roles) -> None:
             why = f"{_numbers(shared)}: responses are judged while others are still sampled"
             fix = f"write a device_mapping of {judge.name} of its own"
             roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+        for name, devices in others.items():
+            if ahead and (shared := {*judge.devices} & {*devices}):
+                what = f"async_generation_ratio above 0, and {judge.name} shares devices with {name}"
+                why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
+                fix = f"write async_generation_ratio: 0, or a device_mapping of {judge.name} of its own"
+                roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
 
 
 def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:
@@ -155,11 +169,15 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     """Experts are replayed from an engine that tells them."""
-    replay = settings.actor_train.router_replay
-    if replay and settings.actor_infer.engine == "vllm":
-        what, why = "router_replay R3 with strategy_name vllm", "vLLM does not return which experts it took"
-        fix = "write strategy_name: sglang or builtin in actor_infer, or router_replay: {mode: disable}"
-        roles.reader.find(what, sampled.at, why, fix)
+    infer = settings.actor_infer
+    if not settings.actor_train.router_replay or infer.engine != "vllm":
+        return
+    for key, needed in (("pipeline_parallel_size", 1), ("enable_prefix_caching", True)):
+        if (value := infer.config.get(key, needed)) != needed:
+            what = f"router_replay R3 with {key} {shown(value)} of vllm"
+            why = "vLLM tells which experts it took without pipeline parallelism alone, and with its prefix cache"
+            fix = f"write {key}: {shown(needed)}, or router_replay: {{mode: disable}}"
+            roles.reader.find(what, sampled.at, why, fix)
 
 
 def _numbers(devices: set[int]) -> str:

@@ -147,7 +147,7 @@ def prompt_data(part: Part, filters: Part | None = None) -> PromptData:
 
 
 _PLAIN = (
-    *("adv_estimator", "ppo_epochs", "max_grad_norm", "lambd", "gamma", "dual_clip_loss", "value_clip", "kl_penalty"),
+    *("adv_estimator", "ppo_epochs", "lambd", "gamma", "dual_clip_loss", "value_clip", "kl_penalty"),
     *("target_kl", "init_kl_coef", "kl_horizon", "add_token_level_kl", "use_kl_loss", "kl_loss_coef"),
     *("entropy_loss_coef", "reward_clip", "whiten_rewards", "whiten_advantages", "advantage_clip", "norm_mean_type"),
     *("norm_std_type", "loss_agg_mode", "critic_warmup", "importance_sampling", "rl_loss_coef", "max_len_mask"),

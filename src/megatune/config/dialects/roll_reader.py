@@ -70,8 +70,12 @@ class Reader:
             self.findings.append(finding)
 
     def has_refused(self, key: str) -> bool:
-        """Tell whether the value of a dotted key was refused, so that nothing should follow from its default."""
-        return any(finding.what.startswith((f"{key} is ", f"{key}: ")) for finding in self.findings)
+        """Tell whether the value of a dotted key was refused, or the key misspelt, so that nothing should follow from
+        its default."""
+        return any(
+            finding.what.startswith((f"{key} is ", f"{key}: ")) or finding.fix == _meant(key)
+            for finding in self.findings
+        )
 
     def ignore(self, key: str, why: str) -> None:
         if why:
@@ -117,7 +121,7 @@ class Reader:
     def unknown(self, key: str, names: list[str], dotted: str, where: str) -> None:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
         before = dotted.removesuffix(key)
-        fix = f"did you mean {before}{near[0]}?" if near else "remove it; docs/rl-settings.md lists every key"
+        fix = _meant(f"{before}{near[0]}") if near else "remove it; docs/rl-settings.md lists every key"
         self.find(
             f"unknown key {dotted!r}",
             where,
@@ -185,6 +189,10 @@ class Reader:
                 self._wrong_value(f"{dotted}.{key}", key, infos[key], wrong, wrong.value.data)
             rows.append(group(**own).model_dump())
         return rows
+
+
+def _meant(key: str) -> str:
+    return f"did you mean {key}?"
 
 
 def place_of(node: Tree | SettingEntry) -> str:

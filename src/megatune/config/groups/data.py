@@ -167,13 +167,13 @@ class DataSettings(Group):
     preprocessing_num_workers: Annotated[Count, "processes"] | None = None
     """Processes that turn text into tokens. null takes one.
     How: Rows are distributed to them in chunks of 256 and come back in order: their number changes no result. Each
-    takes seconds to start.
+    takes seconds to start. No more are started than the machine has cores and memory for.
     When: Raise it towards the machine's cores for data that takes minutes to prepare."""
     dataloader_num_workers: Annotated[int, Field(ge=0), "processes"] | None = None
     """Processes, for each rank, that prepare batches ahead of the step. 0 prepares them in the rank's own process; null
     is 0 for text, and up to 4 where rows have images or videos.
-    How: Text is only copied from prepared rows; images and videos are decoded and resized, which takes a core. null
-    takes no more than the machine has cores and shared memory for. The number of processes changes no result.
+    How: Text is only copied from prepared rows; images and videos are decoded and resized, which takes a core. No
+    more are started than the machine has cores and memory for. The number of processes changes no result.
     When: Raise it where the log shows that steps wait for data. For text 0 is nearly always right."""
     dataloader_pin_memory: bool = True
     """Keep batches in page-locked memory, from where copies to a GPU overlap with computing.

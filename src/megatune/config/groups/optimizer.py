@@ -138,11 +138,12 @@ class OptimizerSettings(Group):
     - fp32: 4 bytes a parameter
     - bf16: 2 bytes a parameter, rounded at each step"""
     optimizer_cpu_offload: bool = False
-    """Keep Adam's running averages in the host's memory and update there.
-    How: Saves 8 bytes of GPU memory for each parameter of a process's share. Each step copies weights and gradients to
-    the host and weights back, and the host computes the update.
+    """Keep Adam's running averages and the master weights in the host's memory, and update there.
+    How: Saves 8 bytes of GPU memory for each parameter of a process's share, 12 in bf16 or fp16; the host needs as many
+    for all its processes together. Each step sends gradients to the host and weights back, piece by piece, while the
+    host computes. It needs use_distributed_optimizer.
     When: When nothing else makes the run fit. Use many micro-batches in a step, so that the update is a small part of
-    it."""
+    it; `megatune plan` says how long it takes."""
     optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """With optimizer_cpu_offload: the share of the parameters whose state is kept on the host.
     How: Parameters are taken in their order until the share is reached; the rest is updated on the GPU.

@@ -81,7 +81,6 @@ class CorrectionFilter:
 class AlgorithmPart:
     adv_estimator: Estimator = "gae"
     ppo_epochs: int = 1
-    max_grad_norm: float = 1.0
     lambd: float = 0.95
     gamma: float = 1.0
     pg_clip_low: float = 0.2  # pg_clip, or the two of use_pg_clip_range

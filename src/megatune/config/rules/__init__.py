@@ -6,17 +6,28 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.rules import data, experts, finetuning, layout, memory, pipeline, preference, quantization, run
+from megatune.config.rules import (
+    data,
+    experts,
+    finetuning,
+    layout,
+    limits,
+    memory,
+    pipeline,
+    preference,
+    quantization,
+    run,
+)
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_MODULES = (data, run, layout, pipeline, experts, memory, quantization, preference)
+_MODULES = (data, limits, run, layout, pipeline, experts, memory, quantization, preference)
 _BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
 
 # Of a run, and of what only reads its data.
 RULES = (*finetuning.RULES, *_BUILT)
-DATA_RULES = (*finetuning.RULES, *data.RULES)
+DATA_RULES = (*finetuning.RULES, *data.RULES, *limits.RULES)
 
 
 def check(

@@ -61,7 +61,8 @@ def without_effect(context: Context) -> Iterator[Problem]:
     finetuning, architecture = context.settings.finetuning, context.architecture
     for kind, names in (("freeze", _OF_FREEZE), ("lora", _OF_LORA)):
         for name in names if finetuning.finetuning_type != kind else ():
-            if getattr(finetuning, name) != getattr(_DEFAULTS, name):
+            path, default = f"finetuning.{name}", getattr(_DEFAULTS, name)
+            if context.asks(path, default, "finetuning.finetuning_type"):
                 what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
                 fix = f"write finetuning_type: {kind}, or remove {name}"
                 yield Problem((name, "finetuning_type"), what, f"it says what {kind} trains", fix)

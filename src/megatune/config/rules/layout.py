@@ -102,10 +102,32 @@ def world(context: Context) -> Iterator[Problem]:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    fix = (
-        f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes, or change the layout"
-    )
+    started = f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes"
+    smaller = _that_fits(context, num_processes)
+    fix = f"write {smaller}, or {started}" if smaller else started
     yield Problem(names, f"{num_processes} processes are not a multiple of {what}", why, fix)
+
+
+def _that_fits(context: Context, num_processes: int) -> str:
+    """One size of the layout that is smaller, and with which it fits the processes; "" where one is not enough."""
+    parallel, architecture = context.settings.parallel, context.architecture
+    etp, ep = "expert_tensor_parallel_size", "expert_model_parallel_size"
+    moe = None if architecture is None else architecture.moe
+
+    def fits(name: str, size: int) -> bool:
+        if architecture is not None and name == _TP and not tensor_parallel_fits(architecture, size):
+            return False
+        tried = parallel.model_copy(update={name: size})
+        return num_processes % tried.model_parallel_size == 0 and num_processes % tried.expert_parallel_size == 0
+
+    if parallel.expert_tensor_size > 1 and parallel.expert_model_parallel_size > 1 and fits(etp, 1):
+        return f"{etp}: 1"
+    for name in (ep, "pipeline_model_parallel_size", _CP, _TP):
+        whole = moe.num_experts if name == ep and moe is not None else getattr(parallel, name)
+        smaller = (size for size in reversed(divisors(whole)) if size < getattr(parallel, name))
+        if found := next((size for size in smaller if fits(name, size)), None):
+            return f"{name}: {found}"
+    return ""
 
 
 def overlap_param_gather(context: Context) -> Iterator[Problem]:

@@ -89,6 +89,11 @@ def optimizer_state(context: Context) -> Iterator[Problem]:
         what = f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload"
         fix = "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction"
         yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, "nothing is offloaded", fix)
+    if optimizer.optimizer_cpu_offload and not context.settings.parallel.use_distributed_optimizer:
+        what = "optimizer_cpu_offload: true with use_distributed_optimizer: false"
+        why = "every replica would keep all of the state, and only the distributed optimizer keeps it on the host"
+        fix = "remove use_distributed_optimizer: false"
+        yield Problem(("optimizer_cpu_offload", "use_distributed_optimizer"), what, why, fix)
 
 
 def gradients(context: Context) -> Iterator[Problem]:

@@ -36,7 +36,9 @@ def of_another_stage(context: Context) -> Iterator[Problem]:
             stages, why = ("kto",), "it says how answers are weighed that are wanted or not, one by one"
         elif name in _OF_BOTH:
             stages = ("dpo", "kto")
-        if settings.run.stage not in stages and getattr(settings.preference, name) != getattr(_DEFAULTS, name):
+        if settings.run.stage in stages:
+            continue
+        if context.asks(f"preference.{name}", getattr(_DEFAULTS, name), "run.stage"):
             what = f"{name} with stage {settings.run.stage}"
             yield Problem((name, "stage"), what, why, f"write stage: {stages[0]}, or remove {name}")
 

@@ -36,11 +36,12 @@ ONLINE = "ONLINE"
 REMOTE = "REMOTE:"
 
 
-def datasets_of(settings: Settings, *, evaluation: bool = False) -> list[DatasetSource]:
+def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = True) -> list[DatasetSource]:
     """Resolve the data sets that a run trains on, or evaluates on: see `resolve_datasets`."""
     data = settings.data
     names = data.eval_dataset if evaluation else data.dataset
-    return resolve_datasets(names, data.dataset_dir, settings.run.stage, data.columns, all_columns=not evaluation)
+    stage, columns = settings.run.stage, data.columns
+    return resolve_datasets(names, data.dataset_dir, stage, columns, all_columns=not evaluation, hubs=hubs)
 
 
 def resolve_datasets(
@@ -50,6 +51,7 @@ def resolve_datasets(
     columns: Mapping[str, str] | None = None,
     *,
     all_columns: bool = True,
+    hubs: bool = True,
 ) -> list[DatasetSource]:
     """Resolve the data sets that `dataset` or `eval_dataset` names, in order; those on a hub are fetched.
 
@@ -61,13 +63,14 @@ def resolve_datasets(
             else.
         columns: own name -> usual name of columns of the data sets that have no entry.
         all_columns: refuse a column that none of them has.
+        hubs: False leaves out those that are on a hub, and asks none.
 
     Raises:
         MegatuneError: every problem at once. Exit code 64: a name, entry, subset, split or column that is none; 65:
             rows of no known form; 66: a file or repository that is missing or refused; 69: a hub that cannot be
             reached; 73: its cache cannot be written. Of several, the least.
     """
-    if not names:
+    if not names or (not hubs and str(dataset_dir).startswith((ONLINE, REMOTE))):
         return []
     directory = _open_directory(str(dataset_dir))
     told = Detection(stage, columns or {})
@@ -75,10 +78,11 @@ def resolve_datasets(
     errors: list[MegatuneError] = []
     for name in names:
         try:
-            sources.append(_resolved(name, directory, told))
+            if (source := _resolved(name, directory, told, hubs)) is not None:
+                sources.append(source)
         except MegatuneError as error:
             errors.append(error)
-    if all_columns and not errors and (wrong := told.unknown_columns()):
+    if all_columns and not errors and len(sources) == len(names) and (wrong := told.unknown_columns()):
         errors.append(MegatuneError(wrong, ExitCode.SETTINGS))
     if errors:
         findings = [finding for error in errors for finding in error.findings]
@@ -145,7 +149,8 @@ def _open_directory(dataset_dir: str) -> _DatasetDir:
     return _DatasetDir(where, read_registry(path, where), repository=repository)
 
 
-def _resolved(text: str, directory: _DatasetDir, told: Detection) -> DatasetSource:
+def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) -> DatasetSource | None:
+    """Resolve one data set; None where it is on a hub that is not to be asked."""
     reference = parse_reference(text, lambda name: name in directory.info or directory.path(name) is not None)
     if reference.hub is None and directory.where != ONLINE:
         if reference.name in directory.info:
@@ -154,12 +159,16 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection) -> DatasetSour
             if told.stage == "kto":
                 missing = 'add "kto_tag" to its columns, if a column says whether an answer is wanted'
             check_stage(entry.form, told.stage, entry.where, missing)
+            if entry.hub is not None and not hubs:
+                return None
             files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
             return source_of(text, files, entry.form, reference.num_samples or entry.num_samples)
         if (path := directory.path(reference.name)) is not None:
             return told.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
             raise _unknown(reference.name, directory)
+        if not hubs:
+            return None
         try:
             open_repository(_default_hub(), reference.name, "dataset")
         except MegatuneError as error:
@@ -168,6 +177,8 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection) -> DatasetSour
             neither = f"no file or folder {reference.name} here, and "
             findings = [replace(each, what=neither + each.what) for each in error.findings]
             raise MegatuneError(findings, error.exit_code) from error
+    if not hubs:
+        return None
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
     return told.source(text, reference, files)
 

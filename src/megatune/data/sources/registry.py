@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _REFUSED_PLACES = {
 }
 _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
+# Off unless `columns` lists them, in the formattings that are LLaMA-Factory's; `query` only where there are `columns`.
+_OFF = ("history", "system", "tools", "images", "videos", "audios")
 _REFUSED_COLUMNS = {"audios": "training on audio is not built"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
@@ -135,7 +137,10 @@ def read_registry(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse_entry(entry: Any, where: str) -> DatasetEntry:
-    """Check one entry. What its `columns` and `tags` do not list keeps its default.
+    """Check one entry.
+
+    As in LLaMA-Factory a part of a row that `columns` does not list is not read, unless no row could be without it;
+    what `tags` does not list keeps its default.
 
     Raises:
         MegatuneError: every problem of the entry at once (exit code 64).
@@ -149,7 +154,11 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
         findings.append(Finding(what, where, fix=f"one of {', '.join(FORMATTINGS)}"))
         formatting = "alpaca"
     default = DEFAULT_FORMS[formatting]
-    columns = _overridden(default.columns, entry.get("columns"), "columns", where, findings)
+    unlisted = default.columns
+    if formatting in ("alpaca", "sharegpt", "openai"):
+        off = (*_OFF, "query") if entry.get("columns") else _OFF
+        unlisted = replace(unlisted, **dict.fromkeys(off))
+    columns = _overridden(unlisted, entry.get("columns"), "columns", where, findings)
     tags = _overridden(default.tags, entry.get("tags"), "tags", where, findings)
     hub, place = _place(entry)
     if findings or place is None:

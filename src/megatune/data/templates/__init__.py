@@ -38,7 +38,7 @@ def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_
     """
     if name is None or name == "default":
         return _from_tokenizer(tokenizer, default_system)
-    template = read_template(name) if is_template_file(name) else _named(name)
+    template = read_template(name) if is_template_file(name) else named_template(name)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
@@ -59,7 +59,12 @@ def template_source(name: str | None) -> str:
     return name or "default"
 
 
-def _named(name: str) -> NamedTemplate:
+def named_template(name: str) -> NamedTemplate:
+    """Return the template of a name.
+
+    Raises:
+        MegatuneError: nobody knows it (exit code 64), with the nearest names.
+    """
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
     near = difflib.get_close_matches(name, template_names(), n=2)

@@ -49,6 +49,8 @@ class NamedTemplate:
         default_system: for conversations without a system message.
         tool_format: None refuses conversations with tools.
         thinks: the model reasons before it answers.
+        thinks_until_question: as history, calls behind the last question keep the reasoning before them; False keeps
+            the last answer's alone.
         special_tokens: what must be one token each, or the tokenizer is not for this template.
         system_in_question: the system message is written into the last message of the user, before its text.
         trims: roles whose text loses the white space around it.
@@ -65,6 +67,7 @@ class NamedTemplate:
     default_system: str = ""
     tool_format: ToolFormat | None = None
     thinks: bool = False
+    thinks_until_question: bool = True
     special_tokens: tuple[str, ...] = ()
     system_in_question: bool = False
     trims: tuple[str, ...] = ()
@@ -86,8 +89,10 @@ class NamedTemplate:
                 continue
             before = question if start <= last_question < stop else ("", "")
             asked = (*(head if not turns else ()), *self._asked(messages[start:stop], before, observations))
-            answer = self._answer(message, thinking, is_history=stop < last_question, number=calls)
-            turns.append(self._turn(asked, answer, message, thinking, is_last=stop == len(messages) - 1))
+            is_last = stop == len(messages) - 1
+            is_history = stop < last_question if self.thinks_until_question else not is_last
+            answer = self._answer(message, thinking, is_history=is_history, number=calls)
+            turns.append(self._turn(asked, answer, message, thinking, is_last=is_last))
             calls += len(message.tool_calls)
             observations += sum(message.role == "tool" for message in messages[start:stop])
             start = stop + 1
@@ -97,9 +102,8 @@ class NamedTemplate:
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return what starts the conversation, and what the last message of the user has before it and inside it."""
-        system = conversation.system or self.default_system
-        if "system" in self.trims:
-            system = system.strip()
+        given = conversation.system or self.default_system
+        system = given.strip() if "system" in self.trims else given
         offer = ""
         if conversation.tools:
             if self.tool_format is None:
@@ -107,7 +111,8 @@ class NamedTemplate:
             offer = self.tool_format.offer(conversation.tools)
             if not self.tool_format.offer_before_question:
                 system, offer = (f"{system}{offer}" if system else offer.lstrip("\n")), ""
-        text = _fill(self.system, system) if system else ""
+        # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
+        text = _fill(self.system, system) if given or system else ""
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
 
     def _asked(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
@@ -134,6 +139,8 @@ class NamedTemplate:
         if self.tool_format is None:
             raise RowError("no-tools-in-template", "the template has no text for tools")
         thought, said = split_thought(content)
+        if thought and not said:  # trimming takes the line breaks between a thought and its calls
+            thought = split_thought(message.content.lstrip())[0] if "assistant" in self.trims else thought
         calls = self.tool_format.calls(message.tool_calls, number)
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 

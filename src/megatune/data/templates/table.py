@@ -108,7 +108,7 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         _DEEPSEEK,
         _DEEPSEEK3,
         # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.
-        replace(_DEEPSEEK3, name="deepseekr1", thinks=True),
+        replace(_DEEPSEEK3, name="deepseekr1", thinks=True, thinks_until_question=False),
         _CHATML,
     )
 }

@@ -110,9 +110,13 @@ def _rewards(
     """Return what estimators take as rewards, [n], which samples train, bool [n], and metrics."""
     scores, lengths = np.asarray(samples.scores, np.float64), np.asarray(samples.lengths)
     groups, at_limit = np.asarray(samples.groups), np.asarray(samples.at_limit, bool)
-    rewards, used = np.zeros(len(scores)), np.ones(len(scores), bool)
+    scored = np.ones(len(scores), bool) if samples.failed is None else ~np.asarray(samples.failed, bool)
+    rewards, used = np.zeros(len(scores)), scored.copy()
     metrics: dict[str, float] = {}
-    for domain, here in _by_domain(samples):
+    for domain, of_domain in _by_domain(samples):
+        here = of_domain & scored
+        if not here.any():
+            continue
         masks = sample_masks(scores[here], lengths[here], groups[here], at_limit[here], settings)
         for name, mask in masks.items():
             metrics[f"{domain}/actor/{name}_ratio"] = float(mask.mean())
@@ -125,7 +129,7 @@ def _rewards(
     if settings.reward_clip:
         metrics["critic/reward_clip_frac"] = share_beyond(rewards, settings.reward_clip)
         rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
-    return rewards, used, metrics | _statistics("critic/rewards", rewards)
+    return rewards, used, metrics | _statistics("critic/rewards", rewards[scored])
 
 
 def _by_domain(samples: StepSamples) -> list[tuple[str, np.ndarray]]:

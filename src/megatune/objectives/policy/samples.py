@@ -23,6 +23,8 @@ class StepSamples:
         groups: int [n], equal for samples of one prompt.
         domains: of each sample; rewards are normalized and advantages whitened within a domain.
         at_limit: bool [n], whether a response has as many tokens as it may have.
+        failed: bool [n], whether there is no score, as the reward raised or took too long: such a sample trains
+            nothing, and is in no mean of its group, its batch or the run. None: all have one.
         difficulty: [n], from the data's column, in 0 ... 1; None where there is none.
         rollout_log_probs: what the rollout engine gave.
         old_log_probs: of the trainer before the first update of the step; None where they were not computed.
@@ -36,6 +38,7 @@ class StepSamples:
     groups: np.ndarray
     domains: Sequence[str]
     at_limit: np.ndarray
+    failed: np.ndarray | None = None
     difficulty: np.ndarray | None = None
     rollout_log_probs: Ragged | None = None
     old_log_probs: Ragged | None = None

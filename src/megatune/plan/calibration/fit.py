@@ -3,19 +3,22 @@
 Seconds of a step and bytes of a rank are fitted apart, each by least squares on the logarithm of predicted over
 measured, with Huber's weights (a run beyond 20 % counts less) and a weak pull towards 1, so that few runs do not lead
 far astray. A factor is fitted only where the runs can tell it: where what it scales is a tenth of what was measured,
-and moves apart from what the other factor scales.
+and moves apart from what the other factor scales. And it is kept only where it helps: each run is predicted with
+factors that were fitted to the others, and where that is farther off in the median than no factors are, the fit is
+refused.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.calibration.least_squares import least_squares
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
@@ -24,9 +27,7 @@ from megatune.plan.run.record import RunRecord, comparable, read_records
 
 _SEEN = 0.1  # share of the measured that a factor must scale, to be fitted
 _APART = 0.05  # how far two factors' shares must move apart between runs, to be distinguished from each other
-_HUBER = 0.2  # residual from which a run counts less
-_PULL = 0.003  # weight of the pull towards 1, of one run's weight
-_RANGE = (0.02, 50.0)
+_FACTORS = {"time": ("compute", "communication"), "memory": ("activations", "framework")}
 _ERRORS = tuple((of, when) for of in ("time", "memory") for when in ("before", "after", "left_out"))
 
 
@@ -38,7 +39,9 @@ class CalibrationReport:
         runs: names of folders, with the step it resumed from where there are several processes in one.
         errors: of each run, predicted over measured, less 1; None where nothing was measured. Of the "time" of a step
             and the "memory" of the fullest rank, "before", "after", and "left_out" of the runs that were fitted.
-        left: why a factor was left as it is, of those that the runs could not tell, by its name in `Calibration`.
+        left: why a factor was left as it is, of those that the runs could not tell and of a refused fit, by its name in
+            `Calibration`.
+        refused: what was fitted and is not kept: "time", "memory".
     """
 
     device: str
@@ -46,6 +49,7 @@ class CalibrationReport:
     runs: tuple[str, ...]
     errors: Mapping[tuple[str, str], Sequence[float | None]]
     left: Mapping[str, str]
+    refused: tuple[str, ...] = ()
 
     def median(self, of: str, when: str) -> float | None:
         """Return the median size of an error over all runs."""
@@ -62,7 +66,7 @@ class CalibrationReport:
             "activations": f"activations and loss take {found.activations:.2f} times as much",
             "framework": f"{beside} a rank beside tensors",
         }
-        yield f"{self.device}, fitted to {found.num_runs} run{'s' * (found.num_runs != 1)}"
+        yield f"{self.device}, fitted to {len(self.runs)} run{'s' * several}"
         for name, text in values.items():
             yield f"  {name:<14} {f'as it is: {self.left[name]}' if name in self.left else text}"
 
@@ -120,15 +124,43 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
         what = f"the runs are of several devices: {', '.join(devices)}"
         raise MegatuneError(Finding(what, fix="calibrate each device with its own runs"), ExitCode.INPUT)
     calibration, left = _fit(measured)
-    errors: dict[tuple[str, str], list[float | None]] = {each: [] for each in _ERRORS}
-    for index, run in enumerate(measured):
-        others = measured[:index] + measured[index + 1 :]
-        fits = {"before": Calibration(), "after": calibration, "left_out": _fit(others)[0] if others else None}
-        for of, when in _ERRORS:
-            fitted = fits[when]
-            errors[of, when].append(None if fitted is None else run.error(of, fitted))
+    others = [measured[:index] + measured[index + 1 :] for index in range(len(measured))]
+    fits = [_fit(each)[0] if each else None for each in others]
+    errors: dict[tuple[str, str], list[float | None]] = {}
+    for of in _FACTORS:
+        errors[of, "before"] = [run.error(of, Calibration()) for run in measured]
+        errors[of, "left_out"] = [run.error(of, fit) if fit else None for run, fit in zip(measured, fits, strict=True)]
+    refused = {of: why for of in _FACTORS if (why := _worse(errors[of, "before"], errors[of, "left_out"]))}
+    calibration, left = _without(calibration, refused), {**left, **_of_factors(refused)}
+    for of in _FACTORS:
+        errors[of, "after"] = [run.error(of, calibration) for run in measured]
     names = tuple(run.name for run in measured)
-    return CalibrationReport(device=devices[0], calibration=calibration, runs=names, errors=errors, left=left)
+    return CalibrationReport(
+        device=devices[0], calibration=calibration, runs=names, errors=errors, left=left, refused=tuple(refused)
+    )
+
+
+def _worse(before: Sequence[float | None], left_out: Sequence[float | None]) -> str:
+    """Return why a fit is not kept; "" where it is: it helps runs that it was not made of, or there is no telling."""
+    both = [
+        (abs(old), abs(new)) for old, new in zip(before, left_out, strict=True) if old is not None and new is not None
+    ]
+    if not both:
+        return ""
+    old, new = map(statistics.median, zip(*both, strict=True))
+    if new <= old:
+        return ""
+    return f"refused: runs that were left out of the fit are off by {percent(new)} with it, by {percent(old)} without"
+
+
+def _without(calibration: Calibration, refused: Mapping[str, str]) -> Calibration:
+    """Return the factors without those of a refused fit; neutral ones where none is left."""
+    kept = replace(calibration, **{name: getattr(Calibration(), name) for name in _of_factors(refused)})
+    return Calibration() if refused and not (kept.of_time or kept.of_memory) else kept
+
+
+def _of_factors(refused: Mapping[str, str]) -> dict[str, str]:
+    return {name: why for of, why in refused.items() for name in _FACTORS[of]}
 
 
 def _measured(runs: Sequence[str | Path]) -> list[_Run]:
@@ -188,7 +220,7 @@ def _fit_time(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
         fitted = Calibration(**factors)
         return [math.log(run.step(fitted) / run.seconds) for run in runs if run.seconds]
 
-    logs = _least_squares(residuals, len(known))
+    logs = least_squares(residuals, len(known))
     return {name: round(math.exp(log), 4) for name, log in zip(known, logs, strict=True)}, left
 
 
@@ -220,7 +252,7 @@ def _fit_memory(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
             for before, act, has, size in zip(base, kept, beside, measured, strict=True)
         ]
 
-    values = dict(zip(known, _least_squares(residuals, len(known)), strict=True))
+    values = dict(zip(known, least_squares(residuals, len(known)), strict=True))
     factor = round(math.exp(values.get("activations", 0.0)), 4)
     return {"activations": factor, "framework": int(scale * values.get("framework", 0.0))}, left
 
@@ -241,45 +273,3 @@ def _identified(shares: list[list[float]], names: tuple[str, str], what: str) ->
         if apart < _APART:
             left[known.pop()] = f"these runs cannot tell it from {names[0]}: give some where its share differs"
     return known, left
-
-
-def _least_squares(residuals: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
-    """Solve for at most two unknowns, from 0: Gauss-Newton with Huber's weights and a pull towards 0."""
-    unknowns = [0.0] * count
-    if not count:
-        return unknowns
-    low, high = map(math.log, _RANGE)
-    for _ in range(30):
-        now = residuals(unknowns)
-        weights = [min(1.0, _HUBER / abs(each)) if each else 1.0 for each in now]
-        slopes = []
-        for index in range(count):
-            moved = [each + 1e-3 * (index == other) for other, each in enumerate(unknowns)]
-            slopes.append([(after - before) / 1e-3 for before, after in zip(now, residuals(moved), strict=True)])
-        normal = [
-            [
-                sum(w * a * b for w, a, b in zip(weights, one, other, strict=True)) + _PULL * (i == j)
-                for j, other in enumerate(slopes)
-            ]
-            for i, one in enumerate(slopes)
-        ]
-        right = [
-            -sum(w * a * r for w, a, r in zip(weights, slope, now, strict=True)) - _PULL * unknown
-            for slope, unknown in zip(slopes, unknowns, strict=True)
-        ]
-        step = _solve(normal, right)
-        unknowns = [
-            min(high, max(low, each + max(-1.0, min(1.0, move)))) for each, move in zip(unknowns, step, strict=True)
-        ]
-        if max(map(abs, step)) < 1e-5:
-            break
-    return unknowns
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve one or two linear equations."""
-    if len(right) == 1:
-        return [right[0] / matrix[0][0]]
-    (a, b), (c, d) = matrix
-    determinant = a * d - b * c
-    return [(right[0] * d - b * right[1]) / determinant, (a * right[1] - right[0] * c) / determinant]

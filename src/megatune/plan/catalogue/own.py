@@ -34,7 +34,8 @@ def user_folder(env: Mapping[str, str] = os.environ) -> Path:
 
 VARIABLE = "MEGATUNE_DEVICES"
 _DEVICE_KEYS = (
-    "like", "generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link", "network", "gpus_per_node", "aliases",
+    "like", "generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "watts", "multiprocessors", "link",
+    "network", "gpus_per_node", "aliases",
 )  # fmt: skip
 _LINK_KEYS = ("bandwidth_gb_per_s", "latency_us", "ports", "network")
 _EXAMPLE = "docs/devices.md has an example"
@@ -202,6 +203,8 @@ class _Reader:
             "flops": self._peaks(fields, base),
             "bandwidth": None if bandwidth is None else bandwidth * 1e9,
             "link": self._choice(fields, "link", inside),
+            "watts": self._number(fields, "watts"),
+            "multiprocessors": self._count(fields, "multiprocessors"),
         }
         machine: dict[str, Any] = {
             "network": self._choice(fields, "network", between),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
 
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import smaller_micro_batch, varied, with_settings, written
+from megatune.plan.changes.variation import Changes, smaller_micro_batch, varied, with_settings, written
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, seconds, size
-from megatune.plan.search import TIGHT, SearchRequest, search
-
-Changes = Mapping[str, Any]
+from megatune.plan.search import TIGHT, SearchRequest, is_tight, safe_bytes, search
 
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
@@ -55,9 +52,13 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     """Find the cheapest changes after which the run fits, by time; those that help most where none is enough.
 
     Single changes come before pairs of them, and those that leave the run's numbers as they are before others. `room`
-    are the bytes that a rank may hold; None for the device's memory, less what the planner may be off.
+    are the bytes that a rank may be planned to hold; None for the device's memory, less what the planner may be off.
     """
-    room = int(TIGHT * before.case.machine.device.memory) if room is None else room
+    if room is None:
+        # What surely fits is offered where there is anything, or else what fits as planned.
+        safe, likely = safe_bytes(before.case), int(TIGHT * before.case.machine.device.memory)
+        sure = savings(before, count, safe)
+        return sure if any(each.after.fullest.total <= safe for each in sure) else savings(before, count, likely)
 
     def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
@@ -96,7 +97,10 @@ def searched(before: Estimate) -> Fix | None:
             global_batch_size=case.global_batch_size,
             document_length=case.document_length,
             image_tokens=case.image_tokens,
+            largest_picture=case.largest_picture,
+            lengths=case.lengths,
             keep=1,
+            free=False,
         )
     ).best
     if found is None:
@@ -111,16 +115,20 @@ def searched(before: Estimate) -> Fix | None:
 
 
 def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
-    """Find the fastest of the nearest misses' layouts that fits on two, four, eight or sixteen times as many devices.
+    """Find the fastest of the nearest misses' layouts that surely fits on two, four, eight or sixteen times as many
+    devices, or that fits as planned.
 
     These make up more stages, shard more experts, or train more rows at a time. None where sixteen times are too few.
     """
+    likely: Estimate | None = None
     cases = [near.case for near in too_large if near.case.machine.device.generation != "cpu"]
     for factor in (2, 4, 8, 16):
         asked = (estimate(more) for case in cases for more in _on_more(case, factor))
-        if found := [after for after in asked if after.fits]:
-            return min(found, key=lambda after: after.time.total)
-    return None
+        found = sorted((after for after in asked if after.fits), key=lambda after: after.time.total)
+        if sure := next((after for after in found if not is_tight(after)), None):
+            return sure
+        likely = likely or next(iter(found), None)
+    return likely
 
 
 def _on_more(case: Case, factor: int) -> Iterator[Case]:
@@ -182,8 +190,9 @@ def _less_memory(case: Case) -> Iterator[Changes]:
     if not settings.optimizer.optimizer_cpu_offload and case.machine.device.generation != "cpu":
         yield {"optimizer.optimizer_cpu_offload": True}
     yield {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
-    if settings.data.cutoff_len >= 1024:
-        yield {"data.cutoff_len": settings.data.cutoff_len // 2}
+    longest = min(settings.data.cutoff_len, case.sequence_length)
+    if longest >= 1024:
+        yield {"data.cutoff_len": longest // 2}
 
 
 _METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")

@@ -14,6 +14,8 @@ from megatune.errors import MegatuneError
 from megatune.families import as_trained
 from megatune.plan.case import Case
 
+Changes = Mapping[str, Any]
+
 _MICRO_BATCH = "batch.per_device_train_batch_size"
 _ACCUMULATION = "batch.gradient_accumulation_steps"
 

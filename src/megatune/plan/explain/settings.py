@@ -23,6 +23,7 @@ from megatune.plan.explain.ground import Ground
 from megatune.plan.explain.words import (
     Language,
     Words,
+    accepted_text,
     against_words,
     columns_of,
     cost_lines,
@@ -52,8 +53,8 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en") 
     infos, words = all_settings(), words_of(language)
     meaning = LLAMAFACTORY.meaning_of(name)
     path = meaning.paths[0] if meaning else name if name in infos else None
-    refused = LLAMAFACTORY.not_built.get(name)
-    if path is None and refused is None:
+    refused, accepted = LLAMAFACTORY.not_built.get(name), LLAMAFACTORY.accepted.get(name)
+    if path is None and refused is None and accepted is None:
         raise _unknown(key)
     lines: list[str] = []
     if path is not None:
@@ -61,6 +62,8 @@ def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en") 
         refused = refused or _REFUSED.get(infos[path].name)
     if refused is not None:
         lines += ["" if lines else name, *_refusal(name, refused, words, language)]
+    if accepted is not None and path is None:
+        lines += [name, wrapped(words.accepted + words.colon + accepted_text(accepted.why, language), indent="  ")]
     return "\n".join(lines)
 
 
@@ -242,7 +245,8 @@ def settings_page(language: Language = "en") -> str:
     for group in GROUPS:
         infos = (info for info in all_settings().values() if info.group == group)
         parts += [f"\n## {group}\n", *(part for info in infos for part in _section(info, words, language))]
-    return "".join([*parts, "\n", words.refused_head, *_refused_rows(words, language)])
+    rows = (*_refused_rows(words, language), words.accepted_head, *_accepted_rows(language))
+    return "".join([*parts, "\n", words.refused_head, *rows])
 
 
 def _section(info: SettingInfo, words: Words, language: Language) -> Iterator[str]:
@@ -263,3 +267,10 @@ def _refused_rows(words: Words, language: Language) -> Iterator[str]:
         passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
         why, _ = refusal_texts(refused.why, refused.fix, language)
         yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"
+
+
+def _accepted_rows(language: Language) -> Iterator[str]:
+    keys: dict[str, list[str]] = {}
+    for key, accepted in sorted(LLAMAFACTORY.accepted.items()):
+        keys.setdefault(accepted.why, []).append(f"`{key}`")
+    yield from (f"| {', '.join(names)} | {accepted_text(why, language)} |\n" for why, names in keys.items())

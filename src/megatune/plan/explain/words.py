@@ -62,6 +62,15 @@ def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
     return phrases("refusals").get(why, why), phrases("fixes").get(fix, fix)
 
 
+def accepted_text(why: str, language: Language) -> str:
+    """Say why a known key changes nothing."""
+    if language == "en":
+        return why
+    from megatune.config.chinese import phrases
+
+    return phrases("accepted").get(why, why)
+
+
 WIDTH = 100
 # What does not begin a line.
 _CLOSING = "，。；：、）！？”%"
@@ -136,6 +145,7 @@ class Words:
     refused: str = "known, and refused"
     refused_values: str = "refused"
     passes: str = "passes"
+    accepted: str = "known, and without effect"
     instead: str = "instead"
     # Files.
     settings: str = "What {file} sets"
@@ -166,6 +176,15 @@ refused with this reason.
 
 | key | refused | passes | why |
 |---|---|---|---|
+"""
+    accepted_head: str = """\
+
+## Known, and without effect
+
+Keys of LLaMA-Factory's files that change nothing here. They pass, and a run says why in a line.
+
+| keys | why |
+|---|---|
 """
     every_other: str = "every other value"
     the_rest: str = "the rest"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
+from megatune.plan.memory.parameters import Rules, StageState, host_bytes, stage_parameters, stage_state
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -38,6 +38,7 @@ class StageMemory:
         communication: buffers of exchanges, of the communication library's among them.
         expert_imbalance: activations of the fullest expert rank beyond those of an even share.
         framework: the device's context and the libraries; on a CPU the process itself, and what async_save copies.
+        host: of the host's memory, and so of no other part: optimizer state that a rank keeps there.
     """
 
     stage: int
@@ -51,6 +52,7 @@ class StageMemory:
     communication: int
     expert_imbalance: int
     framework: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -65,14 +67,16 @@ class Workspace(NamedTuple):
     framework: int
 
 
-MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name not in ("stage", "num_layers"))
+MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name not in ("stage", "num_layers", "host"))
 
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
     stages = range(case.settings.parallel.pipeline_model_parallel_size)
     return tuple(
-        StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
+        StageMemory(
+            stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict(), host=host_bytes(case, stage)
+        )
         for stage, (state, kept, work) in enumerate(_parts(case, stages))
     )
 

@@ -51,7 +51,7 @@ class OptimizerRules:
 
     Attributes:
         element_bytes: state of one element, without its master weight.
-        host_fraction: share of the elements whose state is on the host.
+        host_fraction: share of the elements whose state, master weights among it, is on the host.
         dtype: that the model computes in.
     """
 
@@ -142,9 +142,11 @@ class Rules:
 
     @property
     def is_sharded(self) -> bool:
-        """As the engine's shards_optimizer: on one rank the distributed optimizer only copies."""
+        """As the engine's shards_optimizer: on one rank the distributed optimizer only copies, but for state on the
+        host, for which it alone has a place."""
         parallel = self.parallel
-        return parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
+        shards = parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
+        return shards or self.optimizer.host_fraction > 0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -259,9 +261,24 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
         + buffers
         - saved,
         gradients=sum(part.buffers * size for part, (_, size) in zip(parts, sizes, strict=True)),
-        master_weights=sum(part.updated * _FP32 for part, (size, _) in zip(parts, sizes, strict=True) if size < _FP32),
+        master_weights=sum(
+            (part.updated - part.on_host) * _FP32 for part, (size, _) in zip(parts, sizes, strict=True) if size < _FP32
+        ),
         optimizer_state=sum(part.updated - part.on_host for part in parts) * optimizer.element_bytes + scalars,
     )
+
+
+def host_bytes(case: Case, stage: int) -> int:
+    """Return bytes of optimizer state that a rank keeps in the host's memory: averages, and master weights of what is
+    not fp32."""
+    rules = Rules.of(case)
+    return sum_host_bytes(rules, _closed_parts(rules, stage)) if rules.optimizer.host_fraction else 0
+
+
+def sum_host_bytes(rules: Rules, parts: Iterable[Part]) -> int:
+    """Return `host_bytes` of a rank that holds these parts."""
+    of_state = rules.optimizer.element_bytes
+    return sum(part.on_host * (of_state + (_FP32 if rules.bytes_of(part.kind)[0] < _FP32 else 0)) for part in parts)
 
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other

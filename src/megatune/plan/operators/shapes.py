@@ -162,7 +162,7 @@ def shapes_of(case: Case) -> Shapes:
         gradient_size=case.gradient_itemsize,
         rows=1 if settings.packing else rows,
         length=(rows * length if settings.packing else length) // cp,
-        document=min(case.document_length or length, length),
+        document=case.document,
         packing=settings.packing,
         in_runs=attends_in_runs(settings),
         kernel=_kernel(case),

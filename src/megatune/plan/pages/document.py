@@ -19,7 +19,9 @@ from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, e
 from megatune.plan.pages.words import count, layout_words, picture_words, size
 from megatune.plan.question import Question
 from megatune.plan.schedule import bubble_share
+from megatune.plan.search import is_tight
 from megatune.plan.time.estimate import TIME_PARTS
+from megatune.plan.uncertainty import memory_bound
 
 
 def standing_notes(question: Question) -> Iterator[str]:
@@ -68,7 +70,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
     case, time = estimate.case, estimate.time
     settings = {
         LLAMAFACTORY.key_of(f"{group}.{name}"): value
-        for group in ("parallel", "batch", "recompute")
+        for group in ("parallel", "batch", "recompute", "performance", "experts")
         for name, value in getattr(case.settings, group)
     }
     return {
@@ -79,11 +81,13 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
         "global_batch_size": case.global_batch_size,
         "sequence_length": case.sequence_length,
         "fits": estimate.fits,
+        "tight": is_tight(estimate),
         "memory_limit": case.machine.device.memory,
+        "memory_bound": memory_bound(case),
         "fullest_stage": estimate.fullest.stage,
         "fullest_bytes": estimate.fullest.total,
         "stages": [
-            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total")}
+            {name: getattr(stage, name) for name in ("stage", "num_layers", *MEMORY_PARTS, "total", "host")}
             for stage in estimate.stages
         ],
         "seconds": {name: getattr(time, name) for name in (*TIME_PARTS, "total")},
@@ -140,8 +144,14 @@ def document(found: Answer, top: int) -> str:
         ],
         "enough": None if found.enough is None else _planned(found.enough),
         "better": found.is_better,
+        "recommended": None if found.recommended is None else _planned(found.recommended),
+        "priced": [
+            {"name": each.name, "changes": dict(each.changes), "plan": _planned(each.found)} for each in found.priced
+        ],
+        "less": [{"changes": dict(changes), "plan": _planned(plan)} for changes, plan in found.less],
         "search": {
             "num_considered": result.num_considered,
+            "num_equal": result.num_equal,
             "ranked": [_planned(estimate) for estimate in result.ranked[:top]],
             "frontier": [_planned(estimate) for estimate in result.frontier],
             "too_large": [_planned(estimate) for estimate in result.too_large[:top]],

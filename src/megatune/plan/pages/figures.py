@@ -22,19 +22,22 @@ from megatune.plan.pages.words import (
     row_words,
     seconds_unit,
 )
-from megatune.plan.search import SearchResult
+from megatune.plan.search import SearchResult, safe_bytes
+from megatune.plan.uncertainty import memory_bound
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from megatune.plan.answer import Answer
+    from megatune.plan.case import Case
 
 FRONTIER_NAME, PIPELINE_NAME = "plan_frontier.png", "plan_pipeline.png"
 _MOST_NAMED = 10
 # Named dots are at least so far from each other, in parts of the picture's width and height.
 _APART = 0.045
 _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#3b75af", "#e28b3d", "#4a9a5b", "#9aa0a6", "#c0392b"
+_PURPLE = "#7b2d8b"
 _COLOURS = {"nothing": _BLUE, "some": _GREEN, "whole layers": _ORANGE}
 
 
@@ -46,7 +49,7 @@ def draw(found: Answer, folder: Path) -> list[Path]:
     """
     figures = {}
     if found.result.ranked or found.result.too_large or found.own is not None:
-        figures[folder / FRONTIER_NAME] = frontier_figure(found.result, found.own)
+        figures[folder / FRONTIER_NAME] = frontier_figure(found.result, found.own, found.recommended)
     if (planned := found.own or found.best) is not None:
         batches = planned.case.num_micro_batches
         shown = view(planned.time.chunks, batches)
@@ -60,8 +63,9 @@ def draw(found: Answer, folder: Path) -> list[Path]:
     return list(figures)
 
 
-def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure:
-    """Draw layouts as dots coloured by what they recompute, the frontier as a line and its names beside it."""
+def frontier_figure(result: SearchResult, own: Estimate | None = None, recommended: Estimate | None = None) -> Figure:
+    """Draw layouts as dots coloured by what they recompute, the frontier as a line and its names beside it, what is
+    recommended, and the user's own."""
     figure = new_figure(13, 6)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.15])
     fitting = list({id(each): each for each in (*result.ranked, *worth_seeing(result.frontier))}.values())
@@ -79,7 +83,10 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None) -> Figure
     _scatter(axes, scale, result.too_large, s=34, color=_GREY, marker="x", linewidth=1.2, label="too large", zorder=2)
     _scatter(axes, scale, [own] if own else [], s=190, color="black" if own and own.fits else _RED, marker="*",
              edgecolor="white", label="your settings", zorder=5)  # fmt: skip
-    _draw_limit(axes, scale)
+    if recommended is not None:
+        _scatter(axes, scale, [recommended], s=210, facecolor="none", edgecolor=_PURPLE, marker="D", linewidth=2.2,
+                 label=f"recommended: {layout_words(recommended.case)}", zorder=6)  # fmt: skip
+    _draw_limit(axes, scale, everything[0].case)
     _draw_line(axes, names, scale, worth_seeing(result.frontier))
     _finish(axes, scale)
     return figure
@@ -133,12 +140,17 @@ def _recomputed(estimate: Estimate) -> str:
     return "nothing" if words == "none" else "whole layers" if words.startswith(("full", "block")) else "some"
 
 
-def _draw_limit(axes: Axes, scale: _Scale) -> None:
-    """The device's memory, where it is near enough to be seen."""
+def _draw_limit(axes: Axes, scale: _Scale, case: Case) -> None:
+    """The device's memory, where it is near enough to be seen, and what surely fits in it."""
     text = f"memory of the device: {scale.limit:,.4g} {scale.memory.name}"
     if scale.limit > scale.right:
         axes.text(0.99, 0.02, f"{text}, far to the right", transform=axes.transAxes, ha="right", color=_RED, fontsize=9)
         return
+    sure = safe_bytes(case) / scale.memory.size
+    axes.axvspan(sure, scale.limit, color=_ORANGE, alpha=0.06, linewidth=0)
+    axes.annotate(f"tight: runs hold up to {memory_bound(case):.0%} more than planned", (sure, 0.03), (5, 0),
+                  xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, ha="left", va="bottom",
+                  color=_ORANGE, fontsize=9)  # fmt: skip
     axes.axvspan(scale.limit, scale.right, color=_RED, alpha=0.06, linewidth=0)
     axes.axvline(scale.limit, color=_RED, linestyle="--", linewidth=1.3)
     axes.annotate(text, (scale.limit, 0.03), (5, 0), xycoords=("data", "axes fraction"), textcoords="offset points",

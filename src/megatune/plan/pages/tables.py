@@ -29,6 +29,7 @@ from megatune.plan.pages.words import (
 )
 from megatune.plan.search import SearchResult, is_tight
 from megatune.plan.time.estimate import TIME_PARTS
+from megatune.plan.uncertainty import memory_bound
 
 _MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
 # Times the time of the fastest: what is slower would press the others together in a picture.
@@ -58,12 +59,19 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
     said = f"{where}{unit.of(fullest.total)} of {unit.with_name(limit)}, {fullest.total / limit:.0%}."
     if estimate.fits:
         yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
-        if is_tight(estimate):
-            yield "That is tight: memory is known to a few percent, and fragments of freed memory take some."
+        yield from upper_end(estimate, unit)
     else:
         yield f"{said} IT DOES NOT FIT: {unit.with_name(fullest.total - limit)} too much."
         name, held = largest_part(fullest)
         yield f"The largest part is {name}, {unit.with_name(held)}."
+
+
+def upper_end(estimate: Estimate, unit: Unit) -> Iterator[str]:
+    """Say what nine of ten runs of the model's class hold at most, and whether that is there."""
+    bound = memory_bound(estimate.case)
+    most = f"Nine of ten runs of its class hold at most {bound:.0%} more, "
+    most += unit.with_name((1 + bound) * estimate.fullest.total)
+    yield f"{most}: that is tight." if is_tight(estimate) else f"{most}: that fits, too."
 
 
 def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
@@ -103,8 +111,11 @@ def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
     return list(chosen.values())[:most]
 
 
-def ranked_lines(estimates: Sequence[Estimate], width: int = 80, first: int = 1) -> Iterator[str]:
-    """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide."""
+def ranked_lines(
+    estimates: Sequence[Estimate], width: int = 80, first: int = 1, equal: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide.
+    `equal` are ids of estimates to be marked by =."""
     if not estimates:
         return
     memory = bytes_unit(max(estimate.fullest.total for estimate in estimates))
@@ -116,7 +127,8 @@ def ranked_lines(estimates: Sequence[Estimate], width: int = 80, first: int = 1)
         batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
         held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and is_tight(estimate) else "")
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
-        rows.append([f"{number}" if first else "", layout, batch, recompute, held, *speed])
+        mark = "=" if id(estimate) in equal else ""
+        rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])
     lines = list(columns(rows, left=(1, 3)))
     if max(map(len, lines)) + 2 > width:
         lines = list(columns([[*row[:6], row[7]] for row in rows], left=(1, 3)))
@@ -170,13 +182,15 @@ def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
 # --- two plans next to each other -----------------------------------------------------------------------------------
 
 # Settings whose difference explains a part's.
+_FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "rms_norm_fusion", "gradient_accumulation_fusion",
+            "moe_grouped_gemm")  # fmt: skip
 _CAUSES = {
-    "compute": ("tensor_model_parallel_size", "per_device_train_batch_size", "expert_tensor_parallel_size",
+    "compute": (*_FUSIONS, "tensor_model_parallel_size", "per_device_train_batch_size", "expert_tensor_parallel_size",
                 "pipeline_model_parallel_size"),
     "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     "tensor_parallel": ("tensor_model_parallel_size", "sequence_parallel"),
     "context_parallel": ("context_parallel_size", "cp_comm_type"),
-    "expert_parallel": ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "expert_parallel": ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"),
     "pipeline": ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
                  "gradient_accumulation_steps"),
     "data_parallel": ("overlap_grad_reduce", "overlap_param_gather", "tensor_model_parallel_size",
@@ -188,10 +202,10 @@ _WORTH_SAYING = 0.02  # of the step
 
 
 def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object, object]]:
-    """Return the keys of layout, batch and recomputation that differ, with both values."""
+    """Return the keys of layout, batch, recomputation and kernels that differ, with both values."""
     changed = {
         LLAMAFACTORY.key_of(f"{group}.{name}"): (before, after)
-        for group in ("parallel", "batch", "recompute")
+        for group in ("parallel", "batch", "recompute", "performance", "experts")
         for name, before in getattr(mine.case.settings, group)
         if before != (after := getattr(getattr(other.case.settings, group), name))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.pages.tables import worth_seeing
 from megatune.plan.pages.words import bytes_unit, seconds_unit
 from megatune.plan.schedule import ChunkSeconds, Slot, Timeline, bubble_share, makespan, timeline
-from megatune.plan.search import SearchResult
+from megatune.plan.search import SearchResult, safe_bytes
 
 # In either window: what fills the pipeline, and a little of the steady state.
 _ROUNDS_OF_STAGES = 1.25
@@ -152,10 +153,13 @@ def _thin_row(view: View, stage: int, window: int, columns: int) -> Iterator[Sty
             yield StyledText(">" if forward > backward else "<", f"black on {shades[1]}")
 
 
-def frontier_lines(result: SearchResult, own: Estimate | None = None, width: int = 80) -> Iterator[Line]:
-    """Draw memory to the right, time upwards: * the frontier, o what fits beside it, x what does not, @ the user's."""
-    yours = [own] if own else []
-    marked = (("x", result.too_large), ("o", result.ranked), ("*", result.frontier), ("@", yours))
+def frontier_lines(
+    result: SearchResult, own: Estimate | None = None, width: int = 80, recommended: Estimate | None = None
+) -> Iterator[Line]:
+    """Draw memory to the right, time upwards: * the frontier, o what fits beside it, x what does not, R what is
+    recommended, @ the user's."""
+    yours, best = [own] if own else [], [recommended] if recommended else []
+    marked = (("x", result.too_large), ("o", result.ranked), ("*", result.frontier), ("R", best), ("@", yours))
     everything = [each for _, some in marked for each in some]
     if len(everything) < 2 or not (result.ranked or own):
         return
@@ -171,15 +175,16 @@ def frontier_lines(result: SearchResult, own: Estimate | None = None, width: int
     label = max(len(seconds.of(most)), len(seconds.of(least))) + 4
     columns = max(20, min(width, 100) - label - 4)
     grid = [[" "] * (columns + 1) for _ in range(_HEIGHT)]
-    if limit <= right:
-        for row in grid:
-            row[round(limit / right * columns)] = "|"
+    sure = safe_bytes(everything[0].case)
+    for mark, memory_line in ((":", sure), ("|", limit)):
+        for row in grid if memory_line <= right else ():
+            row[round(memory_line / right * columns)] = mark
     for mark, some in marked:
         for each in some:
             if each.time.total <= most and each.fullest.total <= right:
                 height = (each.time.total - least) / (most - least) if most > least else 0.0
                 grid[_HEIGHT - 1 - round(height * (_HEIGHT - 1))][round(each.fullest.total / right * columns)] = mark
-    styles = {"*": "bold green", "x": "dim", "@": "bold red", "|": "red"}
+    styles = {"*": "bold green", "x": "dim", "@": "bold red", "|": "red", ":": "red", "R": "bold magenta"}
     for index, row in enumerate(grid):
         text = seconds.of(most) if not index else seconds.of(least) if index == _HEIGHT - 1 else ""
         yield [StyledText(f"{f'{text} {seconds.name}' if text else '':>{label}} |"),
@@ -188,6 +193,9 @@ def frontier_lines(result: SearchResult, own: Estimate | None = None, width: int
     half, whole = memory.of(right / 2), memory.with_name(right)
     scale = f"0{half:>{columns // 2 + len(half) // 2}}"
     yield [StyledText(" " * (label + 2) + scale + whole.rjust(columns + 1 - len(scale)))]
-    said = {"* frontier": True, "o fits": True, "x too large": result.too_large, "@ your settings": own,
+    said = {"R recommended": recommended, "* frontier": True, "o fits": True, "x too large": result.too_large,
+            "@ your settings": own, ": surely fits to the left": sure <= right,
             "| device's memory": limit <= right}  # fmt: skip
-    yield [StyledText(" " * (label + 2) + ", ".join(text for text, is_there in said.items() if is_there))]
+    legend = ", ".join(text for text, is_there in said.items() if is_there)
+    for line in textwrap.wrap(legend, max(width - label - 2, 40)):
+        yield [StyledText(" " * (label + 2) + line)]

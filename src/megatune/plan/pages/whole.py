@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from megatune.plan.answer import Answer
+from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.pages import terminal
@@ -25,7 +26,9 @@ from megatune.plan.pages.tables import (
 from megatune.plan.pages.words import (
     amount,
     count,
+    host_words,
     layout_words,
+    length_words,
     machine_words,
     recompute_words,
     row_words,
@@ -34,8 +37,9 @@ from megatune.plan.pages.words import (
     trained_words,
 )
 from megatune.plan.question import Question
-
-_LESS_MEMORY = "more devices, a smaller --seq, optimizer_cpu_offload=true, --trainable lora"
+from megatune.plan.run.advice import tensor_parallel_across_machines
+from megatune.plan.search import equal_within, is_tight, safe_bytes
+from megatune.plan.uncertainty import memory_bound
 
 
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
@@ -44,11 +48,13 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     yield words_page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
+        slow = tensor_parallel_across_machines(own)
+        yield words_page("", (line for text in slow for line in wrapped(f"WARNING: {text}", width, "")))
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
-            no = "No change of one or two settings is enough. Another layout may be (see below); what needs less: "
-            lines += [] if enough else wrapped(f"{no}{_LESS_MEMORY}.", width)
+            no = "No change of one or two settings is enough"
+            lines += [] if enough else wrapped(f"{no}{'; another layout is, see below' if result.best else ''}.", width)
             yield words_page("What would make it fit" if enough else "What helps most", lines)
         yield words_page("Is there a better layout?", _better(found, own, width))
         if found.is_better:
@@ -57,12 +63,11 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     else:
         yield words_page("", _searched(found, top, width))
         if (best := found.best) is not None:
-            place = distinct(result.ranked, len(result.ranked)).index(best) + 1
-            why = "the fastest" if place == 1 else f"number {place}, the first that is not tight"
-            yield words_page("", [f"Recommended: {layout_words(best.case)}, {why}."])
+            yield words_page("", wrapped(_recommended(found, best), width, ""))
             yield from _plan(best, question, width, f"{layout_words(best.case)}. ")
+    yield words_page("", _priced(found, width))
     yield words_page("", frontier_lines(result, width))
-    yield Page("", list(terminal.frontier_lines(result, own, width)))
+    yield Page("", list(terminal.frontier_lines(result, own, width, found.recommended)))
     if result.best is None:
         yield words_page("", too_large_lines(result, width))
     if own is None:
@@ -76,6 +81,8 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
 
 def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
     yield words_page("", memory_lines(estimate, width, lead))
+    if host := host_words(estimate):
+        yield words_page("", wrapped(f"{host}.", width, ""))
     yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
         yield Page("The pipeline", list(terminal.schedule_lines(estimate, width)))
@@ -101,6 +108,10 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
+    if question.lengths is not None:
+        yield from entry("batch", rows)
+        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
+        return
     tokens = f"{row_words(question.case)} a row"
     is_wide = len(rows) + len(tokens) > width - 11
     yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
@@ -110,22 +121,63 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     result, held = found.result, size(found.question.machine.device.memory)
     if result.best is None:
         yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were judged."
-        yield from wrapped(f"What needs less: {_LESS_MEMORY}.", width, "")
         yield from _enough(found, width)
         return
+    equal = frozenset(map(id, result.ranked[: result.num_equal] if result.num_equal > 1 else ()))
     yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were judged"
-    yield from ranked_lines(distinct(result.ranked, top), width)
-    yield "  batch: rows of a micro-batch × micro-batches of a step; ! is tight in memory;"
-    yield "  of each layout and micro-batch the best virtual stages and recomputation"
+    yield from ranked_lines(distinct(result.ranked, top), width, equal=equal)
+    said = "batch: rows of a micro-batch × micro-batches of a step; "
+    if equal:
+        within = equal_within(result.ranked[0].case)
+        said += f"= as fast as the fastest, as far as is known (within {within:.0%}), the simplest first; "
+    if any(map(is_tight, result.ranked)):
+        bound = memory_bound(result.ranked[0].case)
+        said += f"! is tight: a run may hold {bound:.0%} more than planned; "
+    yield from wrapped(said + "of each layout and micro-batch the best recomputation and virtual stages.", width)
+
+
+def _recommended(found: Answer, best: Estimate) -> str:
+    """Say what is recommended, and why."""
+    result, layout = found.result, layout_words(best.case)
+    if is_tight(best):
+        sure = size(safe_bytes(best.case))
+        why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
+        return f"Recommended: {layout}. {why} of those that are not far slower."
+    if result.num_equal > 1:
+        return f"Recommended: {layout}, the simplest of {result.num_equal} that are as fast, as far as is known."
+    return f"Recommended: {layout}, the fastest."
+
+
+def _priced(found: Answer, width: int) -> Iterator[str]:
+    """Print what rounds more and is faster, or fits more surely."""
+    if not found.priced:
+        return
+    best, reference = [each.found for each in found.priced], found.best
+    yield "For a price in numbers: what is rounded more, and the layout that it allows"
+    table = list(ranked_lines(best, width, first=0))
+    yield table[0]
+    for each, row in zip(found.priced, table[1:], strict=True):
+        gain = reference.time.total / each.found.time.total if reference is not None else 1.0
+        faster = f", {gain - 1:.0%} faster" if gain > 1.005 else f", {1 - gain:.0%} slower" if gain < 0.995 else ""
+        sure = ", and surely fits" if reference is None or (is_tight(reference) and not is_tight(each.found)) else ""
+        yield row
+        yield from wrapped(f"{each.name}{faster}{sure}: {written(each.changes)}", width, "    ")
 
 
 def _enough(found: Answer, width: int) -> Iterator[str]:
-    """Say how many devices would do."""
+    """Say what would do: more devices, or less to train."""
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
+        layout += " (tight)" if is_tight(enough) else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
+    for changes, best in found.less:
+        does = "fits" if not is_tight(best) else "fits, and is tight"
+        yield from wrapped(f"{written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}", width)
+    if found.enough is None and not found.less:
+        no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
+        yield from wrapped(no, width, "")
 
 
 def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:

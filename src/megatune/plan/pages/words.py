@@ -43,6 +43,7 @@ TIME_WORDS = {
     "tensor_parallel": "tensor parallel",
     "context_parallel": "context parallel",
     "expert_parallel": "expert parallel",
+    "host": "host",
     "pipeline": "pipeline bubble",
     "data_parallel": "data parallel",
     "optimizer": "optimizer",
@@ -204,9 +205,10 @@ def machine_words(machine: Machine, world_size: int) -> str:
         return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
     if world_size <= per_node:
         return f"{world_size} × {device.name}" + (f", {machine.link.name}" if world_size > 1 else "")
-    nodes = -(-world_size // per_node)
-    within = f" of {per_node}, {machine.link.name} inside" if per_node > 1 else " of 1"
-    return f"{world_size:,} × {device.name}: {nodes:,} nodes{within}, {machine.network.name} between"
+    nodes, left = divmod(world_size, per_node)
+    within = f" of {per_node}{f' and 1 of {left}' if left else ''}"
+    within += f", {machine.link.name} inside" if per_node > 1 else ""
+    return f"{world_size:,} × {device.name}: {count(nodes, 'node')}{within}, {machine.network.name} between"
 
 
 def slow_precision(question: Question) -> str:
@@ -231,6 +233,21 @@ def row_words(case: Case) -> str:
     return f"{row_length(case)} token{'s' * (case.row_tokens != 1)}"
 
 
+def length_words(case: Case) -> str:
+    """Say how long rows are, and what micro-batches of them are padded to."""
+    if (lengths := case.lengths) is None:
+        return f"rows of {row_words(case)}"
+    kind = "packed rows" if case.settings.packing else "answers" if case.sequences_per_row > 1 else "rows"
+    text = f"{kind} of {lengths.mean:,.0f} tokens in the mean, {lengths.longest:,} the longest"
+    if round(lengths.mean) == lengths.longest:
+        text = f"{kind} of {lengths.longest:,} tokens each"
+    text += f" ({lengths.origin})" if lengths.origin else ""
+    padded = case.in_the_mean.sequence_length
+    if case.settings.packing or padded < 1.02 * lengths.mean:
+        return text
+    return f"{text}; micro-batches are padded to {padded:,}"
+
+
 def reference_words(planned: Estimate) -> str:
     """Say what comes before the first step of preference training; "" where nothing does."""
     if not (passes := num_reference_passes(planned.case.settings)):
@@ -238,6 +255,17 @@ def reference_words(planned: Estimate) -> str:
     times = "once" if passes == 1 else "twice, with their own answers and with others"
     rows = f"{seconds(passes * planned.time.forward)} for the rows of a step"
     return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
+
+
+def host_words(planned: Estimate) -> str:
+    """Say how much of the host's memory the optimizer takes; "" where it takes none."""
+    each = max(stage.host for stage in planned.stages)
+    if not each:
+        return ""
+    case = planned.case
+    ranks = min(case.machine.gpus_per_node, case.world_size)
+    whole = f", {size(ranks * each)} on a machine of {ranks}" if ranks > 1 else ""
+    return f"in the host's memory {size(each)} of optimizer state a process{whole}"
 
 
 def picture_words(case: Case) -> str:

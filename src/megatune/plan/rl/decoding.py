@@ -22,7 +22,7 @@ from megatune.plan.rl.engine import (
     key_value_bytes,
 )
 from megatune.plan.rl.lengths import Lengths
-from megatune.plan.time.efficiency import Rates
+from megatune.plan.time.rates import Rates
 
 # Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of
 # it that grouped products do of others (`Efficiency.grouped`).
@@ -145,7 +145,7 @@ class _Engine:
         experts = self.experts * self._met(sequences) / self.rates.efficiency.grouped
         read = (self.others + experts) * self.size / self.devices
         moved = (read + sequences * context * self.of_token) / (self.rates.bandwidth * _READING)
-        computed = 2 * self.active * sequences / self.devices / (self.rates.peak * self.rates.efficiency.matmul)
+        computed = 2 * self.active * sequences / self.devices / self.rates.dense
         on_device = max(moved, computed) + self._exchange(sequences)
         launched = self.host.launches * self.architecture.num_layers * self.rates.efficiency.launch
         return max(on_device, launched) + self.host.step + self.host.sequence * sequences

@@ -87,10 +87,11 @@ def shares(question: RLQuestion) -> list[RoleShares]:
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
-    """Return devices that models and rollouts take turns on; judges are always ready."""
+    """Return devices that models, rollouts and judges take turns on."""
     seen: set[int] = set()
     twice: set[int] = set()
-    for devices in (*(role.devices for role in question.model_roles), question.settings.actor_infer.devices):
+    samplers = (role.devices for role in question.infer_roles)
+    for devices in (*(role.devices for role in question.model_roles), *samplers):
         twice |= seen & set(devices)
         seen |= set(devices)
     return frozenset(twice)
@@ -137,19 +138,19 @@ def _active(question: RLQuestion, role: ModelRole) -> tuple[str, ...]:
 
 
 def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
-    """Return what an engine holds: that of the policy is updated, and sleeps where its devices are shared."""
+    """Return what an engine holds: it sleeps where its devices are shared, and that of the policy is updated."""
     memory, on_cpu = engine_of(question, role), question.machine.device.generation == "cpu"
     sleeps = not shared_devices(question).isdisjoint(role.devices)
     weights, framework = {"weights": memory.weights}, {"framework": memory.framework}
     working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
-    if role.name != ROLLOUT:
-        return RoleShares(role.name, role.devices, (Held(role.name, dict.fromkeys(phases(question), working)),))
     bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
     # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
-    keeps = role.sleep_level == 1
+    keeps = role.sleep_level == 1 or role.name != ROLLOUT
     stays = keeps and (on_cpu or role.engine == "builtin")
     asleep = working if not sleeps else {**weights, **framework} if stays else framework
     offloaded = memory.weights if sleeps and keeps and not stays else 0
-    by_phase = {SYNC: {**working, **bucket}, SAMPLE: working}
+    # Where devices are shared the cache wakes once the weights are there, and the trainer has left.
+    updated = {**weights, **framework} if sleeps else working
+    by_phase = {SYNC: {**updated, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
     parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
-    return RoleShares(ROLLOUT, role.devices, (Held(ROLLOUT, parts, offloaded),))
+    return RoleShares(role.name, role.devices, (Held(role.name, parts, offloaded),))

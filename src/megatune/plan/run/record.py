@@ -103,7 +103,7 @@ class RunRecord:
         def planned(tokens: int, of_pictures: int | None) -> Estimate:
             length = -(-tokens // self.case.sequences_per_row)
             settings = with_settings(self.case.settings, {"data.cutoff_len": length})
-            case = replace(self.case, settings=settings, document_length=measured.document_tokens)
+            case = replace(self.case, settings=settings, document_length=measured.document_tokens, lengths=None)
             return estimate(replace(case, image_tokens=of_pictures))
 
         mean = planned(math.ceil(measured.row_tokens), math.ceil(measured.picture_tokens))

@@ -16,14 +16,19 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
 from megatune.plan.memory.tensors import stage_chunks
+from megatune.plan.rows import RowLengths
 from megatune.plan.time import StepTime, step_time
+from megatune.plan.uncertainty import memory_bound, time_uncertainty
 
-# A layout this close to the device's memory may not fit after all: the memory of a step is known to a few percent.
+# A run that begins is warned when its plan comes this close to the device's memory.
 TIGHT = 0.95
-# A tight layout is ranked before one that is not only where it is faster by more than this.
-_WORTH_BEING_TIGHT = 1.01
 # Differences below this are within what an estimate is worth.
 _TOLERANCE = 1.02
+# Where all that fits is tight, the smallest is recommended of those that take at most this share more time.
+_WORTH_ROOM = 0.5
+# Two layouts of one model share most of what a plan is off by: an assumption, as few published runs differ in nothing
+# but their layout. This share of a plan's uncertainty is taken for that of a difference, and these for its limits.
+_OF_DIFFERENCES, _LEAST_DIFFERENCE, _MOST_DIFFERENCE = 0.2, 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +39,11 @@ class SearchRequest:
         world_size: processes of the whole run, one a device.
         settings: what is not searched is taken from them.
         global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
-        document_length, image_tokens: as in `Case`.
+        document_length, image_tokens, largest_picture, lengths: as in `Case`.
         keep: how many layouts are ranked.
+        written: settings, "group.name", that a user wrote: of what costs nothing these stay as they are.
+        free: whether what costs nothing is turned on; see `search.free`.
+        below: seconds; slower layouts are of no interest, nor is a frontier, if that is finite.
     """
 
     model: PlannedModel
@@ -45,7 +53,12 @@ class SearchRequest:
     global_batch_size: int | None = None
     document_length: float | None = None
     image_tokens: int | None = None
+    largest_picture: int | None = None
+    lengths: RowLengths | None = None
     keep: int = 20
+    written: frozenset[str] = frozenset()
+    free: bool = True
+    below: float = math.inf
 
     @property
     def rows(self) -> int:
@@ -65,6 +78,8 @@ class SearchRequest:
             machine=self.machine,
             document_length=self.document_length,
             image_tokens=self.image_tokens,
+            largest_picture=self.largest_picture,
+            lengths=self.lengths,
         )
 
 
@@ -84,8 +99,10 @@ class SearchResult:
     """What was found.
 
     Attributes:
-        ranked: layouts that fit, the fastest first, each micro-batch of one once, with its best virtual stages and
-            recomputation; one that is tight comes after those less than 1 % slower.
+        ranked: layouts that fit, each micro-batch of one once, with its best virtual stages and recomputation. Those
+            that fit at the upper end of what is known come before those that are tight, and the fastest first, but
+            for the `num_equal` first ones.
+        num_equal: how many of the ranked are as fast as the fastest, as far as is known: the simplest of these first.
         frontier: layouts that no other one is both faster and smaller than by more than 3 %, the smallest first.
         too_large: the nearest misses, each with the least memory its layout can do with, the smallest first.
         refused: what cannot be, the largest group first.
@@ -94,6 +111,7 @@ class SearchResult:
     """
 
     ranked: tuple[Estimate, ...]
+    num_equal: int
     frontier: tuple[Estimate, ...]
     too_large: tuple[Estimate, ...]
     refused: tuple[Refusal, ...]
@@ -105,10 +123,36 @@ class SearchResult:
         """The first of those that fit; None where none does."""
         return self.ranked[0] if self.ranked else None
 
+    @property
+    def recommended(self) -> Estimate | None:
+        """The first of those that fit; where all are tight, the smallest of those that are not far slower."""
+        if (best := self.best) is None or not is_tight(best):
+            return best
+        slowest = (1 + _WORTH_ROOM) * min(each.time.total for each in self.ranked)
+        near = (each for each in (*self.ranked, *self.frontier) if each.time.total <= slowest)
+        return min(near, key=lambda each: each.fullest.total, default=best)
+
+
+def safe_bytes(case: Case) -> int:
+    """Return what a rank may be planned to hold, so that nine of ten runs of the model's class fit."""
+    return int(case.machine.device.memory / (1 + memory_bound(case)))
+
 
 def is_tight(estimate: Estimate) -> bool:
-    """Return whether the fullest rank comes within 5 % of the device's memory, or above it."""
-    return estimate.fullest.total > TIGHT * estimate.case.machine.device.memory
+    """Return whether the fullest rank does not fit at the upper end of what is known of its class of models."""
+    return estimate.fullest.total > safe_bytes(estimate.case)
+
+
+def equal_within(case: Case) -> float:
+    """Return the share of a step's time by which a layout may be slower than another and still be taken for equal."""
+    return min(max(_OF_DIFFERENCES * time_uncertainty(case), _LEAST_DIFFERENCE), _MOST_DIFFERENCE)
+
+
+def num_kinds(case: Case) -> int:
+    """Count the kinds of parallelism of a layout that split a model, virtual stages among them."""
+    parallel = case.settings.parallel
+    sizes = parallel.sizes(case.world_size)
+    return sum(size > 1 for name, size in sizes.items() if name != "dp")
 
 
 class Candidate:
@@ -143,13 +187,21 @@ class Candidate:
 
     @property
     def is_tight(self) -> bool:
-        return self.bytes > TIGHT * self.case.machine.device.memory
+        return self.bytes > safe_bytes(self.case)
 
     @cached_property
-    def rank_key(self) -> tuple[float, int]:
-        """Seconds of a step to four digits, 1 % more where the layout is tight; then bytes."""
-        seconds = self.seconds * (_WORTH_BEING_TIGHT if self.is_tight else 1.0)
-        return float(f"{seconds:.4g}"), self.bytes
+    def rank_key(self) -> tuple[bool, float, int]:
+        """Whether it is tight; seconds of a step to four digits; bytes."""
+        return self.is_tight, float(f"{self.seconds:.4g}"), self.bytes
+
+    @cached_property
+    def num_kinds(self) -> int:
+        return num_kinds(self.case)
+
+    def equals(self, fastest: Candidate) -> bool:
+        """Return whether it is as surely in memory as the fastest, and as fast as far as is known."""
+        longest = (1 + equal_within(self.case)) * fastest.seconds
+        return self.is_tight == fastest.is_tight and self.seconds <= longest
 
     def estimate(self) -> Estimate:
         return Estimate(self.case, self.stages, self.time)

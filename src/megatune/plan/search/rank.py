@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
@@ -13,8 +14,9 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult
-from megatune.plan.search.space import NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
+from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult, equal_within, safe_bytes
+from megatune.plan.search.free import with_free
+from megatune.plan.search.space import CLEARLY, NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10
@@ -25,15 +27,19 @@ def search(request: SearchRequest) -> SearchResult:
     """Search all layouts of the request's processes that train its model in its global batch.
 
     They are judged in the order of a lower bound of their time: that of the same layout and batch with nothing
-    recomputed and no bubble. Once `request.keep` are found, what cannot be faster than the last of them, nor be on the
-    frontier, is left out.
+    recomputed and no bubble. Once `request.keep` are found, what cannot be faster than the last of them, nor as fast as
+    the first and simpler, nor on the frontier, is left out.
     """
+    request = replace(request, settings=with_free(request))
     found = _Search(request, Space(request))
     found.judge_all()
     found.reshape()
-    found.fill_frontier()
+    if request.below == math.inf:
+        found.fill_frontier()
+    ranked, num_equal = found.in_order()
     return SearchResult(
-        ranked=tuple(candidate.estimate() for candidate in found.ranked),
+        ranked=tuple(candidate.estimate() for candidate in ranked),
+        num_equal=num_equal,
         frontier=tuple(candidate.estimate() for candidate in found.frontier.thinned()),
         too_large=tuple(candidate.estimate() for candidate in found.nearest_misses()),
         refused=refusals(found.space),
@@ -79,10 +85,21 @@ class _Point:
             self._made[key] = self.space.candidate(self.layout, self.batch, virtual, how)
         return self._made[key]
 
-    def fitting(self, virtual: int | None) -> list[Candidate]:
-        """Return the ways to recompute that fit, and of which one may be the fastest that does."""
+    @cached_property
+    def num_kinds(self) -> int:
+        """Kinds of parallelism, without virtual stages."""
+        return self.kept.num_kinds
+
+    @cached_property
+    def is_tight(self) -> bool:
+        """Whether no way to compute it fits at the upper end of what is known."""
+        return self.state > safe_bytes(self.kept.case)
+
+    def fitting(self, virtual: int | None, frontier: Frontier) -> list[Candidate]:
+        """Return the ways to recompute that fit, and of which one may be the fastest that does: at the upper end of
+        what is known; or as planned, where none does, or where that may be on the frontier."""
         kept, least = self.candidate(virtual, recompute.NONE), self.candidate(virtual, recompute.FULL)
-        if kept.fits and not kept.is_tight:
+        if not kept.is_tight:
             return [kept]
         found = [candidate for candidate in (kept, least) if candidate.fits]
         enough: list[frozenset[str]] = []
@@ -92,24 +109,32 @@ class _Point:
                 continue
             candidate = self.space.candidate(self.layout, self.batch, virtual, how)
             if candidate.fits:
-                enough.append(modules)
                 found.append(candidate)
-        if not kept.fits and least.fits and (fewest := self._fewest_layers(virtual, kept, least)) is not None:
-            found.append(fewest)
+            if not candidate.is_tight:
+                enough.append(modules)
+        memory = kept.case.machine.device.memory
+        for room in (safe_bytes(kept.case), memory):
+            if not least.bytes <= room < kept.bytes:
+                continue
+            share = (kept.bytes - room) / (kept.bytes - least.bytes)  # of the layers, that must be recomputed
+            seconds = kept.seconds + share * (least.seconds - kept.seconds)
+            if room < memory or least.is_tight or not frontier.dominates(room, seconds):
+                found += self._fewest_layers(virtual, room)
         return found
 
-    def _fewest_layers(self, virtual: int | None, kept: Candidate, least: Candidate) -> Candidate | None:
-        """Search for the fewest recomputed layers of each stage that fit; memory falls evenly with each of them."""
-        request = self.space.request
-        chunks = pipeline_chunks(least.case.settings.parallel, request.model.architecture.num_layers)
+    def _fewest_layers(self, virtual: int | None, room: int) -> list[Candidate]:
+        """Search for the fewest recomputed layers of each stage that fit these bytes, [] for all of them; memory falls
+        evenly with each."""
+        more, less = self.candidate(virtual, recompute.NONE), self.candidate(virtual, recompute.FULL)
+        chunks = pipeline_chunks(less.case.settings.parallel, self.space.request.model.architecture.num_layers)
         low, high = 0, max(chunk.num_layers for chunk in chunks)
-        more, less, best = kept, least, None
+        best: list[Candidate] = []
         while high - low > 1:
-            share = (more.bytes - request.machine.device.memory) / max(more.bytes - less.bytes, 1)
+            share = (more.bytes - room) / max(more.bytes - less.bytes, 1)
             number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
             candidate = self.space.candidate(self.layout, self.batch, virtual, recompute.block(number))
-            if candidate.fits:
-                high, less, best = number, candidate, candidate
+            if candidate.bytes <= room:
+                high, less, best = number, candidate, [candidate]
             else:
                 low, more = number, candidate
         return best
@@ -121,6 +146,7 @@ class _Search:
     space: Space
     ranked: list[Candidate] = field(default_factory=list)
     frontier: Frontier = field(default_factory=Frontier)
+    simplest: dict[int, Candidate] = field(default_factory=dict)  # the first in rank, by kinds of parallelism
     num_considered: int = 0
     _without_room: list[tuple[int, CandidateLayout, CandidateBatch]] = field(default_factory=list)
     _misses: dict[CandidateLayout, Candidate] = field(default_factory=dict)
@@ -160,7 +186,8 @@ class _Search:
 
     def _may_be_better(self, point: _Point, seconds: float) -> bool:
         """Return whether it may be ranked, or be on the frontier, if it takes so long; if not, it never may later."""
-        if not self._may_be_ranked(seconds) and self.frontier.dominates(point.state, seconds):
+        known = self.request.below < math.inf or self.frontier.dominates(point.state, seconds)
+        if seconds >= self.request.below or (known and not self._may_be_ranked(point, seconds)):
             return False
         miss = self._misses.get(point.layout)
         # A larger micro-batch does not fit where a smaller one does not.
@@ -174,7 +201,7 @@ class _Search:
 
     def judge(self, point: _Point) -> None:
         """Estimate what the bounds do not rule out."""
-        ranks = self._may_be_ranked(point.seconds)
+        ranks = self._may_be_ranked(point, point.seconds)
         if not (ranks and point.kept.fits) and not point.least.fits:
             self._misses[point.layout] = point.least
         elif ranks:
@@ -182,23 +209,51 @@ class _Search:
         else:
             self._save_memory(point)
 
-    def _may_be_ranked(self, seconds: float) -> bool:
-        return len(self.ranked) < self.request.keep or seconds < self.ranked[-1].rank_key[0]
+    def _may_be_ranked(self, point: _Point, seconds: float) -> bool:
+        key = (point.is_tight, seconds)
+        if len(self.ranked) < self.request.keep or key < self.ranked[-1].rank_key[:2]:
+            return True
+        if self.request.keep == 1:
+            return False
+        # As fast as the first, as far as is known, and simpler than all that are as fast as this.
+        within = (1 + equal_within(point.kept.case)) * self.ranked[0].seconds
+        return (
+            point.is_tight == self.ranked[0].is_tight
+            and seconds <= within
+            and not any(each.rank_key[:2] <= key for kinds, each in self.simplest.items() if kinds <= point.num_kinds)
+        )
 
     def _rank(self, point: _Point) -> None:
         """The best numbers of virtual stages and ways to recompute, by the bound of each."""
-        best: Candidate | None = None
-        numbers = [(point.candidate(virtual, recompute.NONE), virtual) for virtual in (None, *point.virtual_stages)]
+        plain = self._best_way(point, None)
+        best = plain
+        numbers = [(point.candidate(virtual, recompute.NONE), virtual) for virtual in point.virtual_stages]
         for kept, virtual in sorted(numbers, key=lambda pair: pair[0].seconds):
-            if not self._may_be_ranked(kept.seconds) or (best is not None and kept.seconds >= best.rank_key[0]):
+            is_best = best is not None and best.is_tight == point.is_tight and best.seconds <= kept.seconds
+            if is_best or not self._may_be_ranked(point, kept.seconds):
                 break
-            for candidate in point.fitting(virtual):
-                self.frontier.add(candidate)
-                best = candidate if best is None else min(best, candidate, key=lambda candidate: candidate.rank_key)
+            other = self._best_way(point, virtual)
+            if other is not None and (best is None or other.rank_key < best.rank_key):
+                best = other
         if not self.frontier.dominates(point.state, point.seconds):
             self._save_memory(point)
-        if best is not None:
-            self._insert(best)
+        if best is None or best.seconds >= self.request.below:
+            return
+        if plain is not None and plain.is_tight == best.is_tight and plain.seconds <= (1 + CLEARLY) * best.seconds:
+            best = plain
+        self._insert(best)
+        for each in filter(None, {plain, best}):
+            first = self.simplest.get(each.num_kinds)
+            if first is None or each.rank_key < first.rank_key:
+                self.simplest[each.num_kinds] = each
+
+    def _best_way(self, point: _Point, virtual: int | None) -> Candidate | None:
+        """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""
+        found = point.fitting(virtual, self.frontier)
+        for candidate in found:
+            self.frontier.add(candidate, point.candidate(virtual, recompute.NONE).seconds)
+        sure = [candidate for candidate in found if not candidate.is_tight]
+        return min(sure or found, key=lambda candidate: candidate.rank_key, default=None)
 
     def _save_memory(self, point: _Point) -> None:
         """Take to the frontier what is too slow to be ranked first and smaller than what is."""
@@ -231,17 +286,38 @@ class _Search:
         del self.ranked[self.request.keep :]
 
     def reshape(self) -> None:
-        """Of the first few, other exchanges of context parallelism, then other numbers of layers at the ends: the first
-        stage embeds, the last one has the loss."""
-        for variants in (self.space.exchanged, self.space.reshaped):
+        """Of the first few, and of the simplest, other exchanges of context parallelism, the other dispatcher, then
+        other numbers of layers at the ends: the first stage embeds, the last one has the loss."""
+        for variants in (self.space.exchanged, self.space.dispatched, self.space.reshaped):
             for candidate in self.ranked[:NUM_RESHAPED]:
-                others = [Candidate(self.request.case(other)) for other in variants(candidate.case.settings)]
-                fitting = (other for other in others if other.fits)
-                better = min(fitting, key=lambda other: other.rank_key, default=candidate)
-                if better.rank_key < candidate.rank_key:
+                if (better := self._better(candidate, variants(candidate.case.settings))) is not candidate:
                     self.ranked.remove(candidate)
                     self._insert(better)
-                    self.frontier.add(better)
+                    self.simplest.update({k: better for k, each in self.simplest.items() if each is candidate})
+            for kinds, candidate in self.simplest.items():
+                if candidate not in self.ranked:
+                    self.simplest[kinds] = self._better(candidate, variants(candidate.case.settings))
+
+    def _better(self, candidate: Candidate, variants: Iterable[Settings]) -> Candidate:
+        """Return the first in rank of a candidate and its variants."""
+        others = [Candidate(self.request.case(other)) for other in variants]
+        fitting = (other for other in others if other.fits)
+        better = min(fitting, key=lambda other: other.rank_key, default=candidate)
+        if better.rank_key >= candidate.rank_key:
+            return candidate
+        self.frontier.add(better)
+        return better
+
+    def in_order(self) -> tuple[list[Candidate], int]:
+        """Return what is ranked, and how many of the first are equal: the simplest of these first."""
+        if not self.ranked:
+            return [], 0
+        fastest = self.ranked[0]
+        ranked = list(dict.fromkeys((*self.ranked, *(each for each in self.simplest.values() if each.equals(fastest)))))
+        equal = [each for each in ranked if each.equals(fastest)]
+        others = [each for each in ranked if not each.equals(fastest)]
+        equal.sort(key=lambda each: (each.num_kinds, each.rank_key))
+        return [*equal, *others], len(equal)
 
     def nearest_misses(self) -> list[Candidate]:
         """Of layouts that nothing makes fit, those that miss by least."""

@@ -21,6 +21,8 @@ from megatune.plan.search.candidate import Candidate, Refusal, SearchRequest
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
 NUM_RESHAPED = 12
+# Virtual stages multiply messages, and ask for micro-batches in multiples of the stages: they must win clearly.
+CLEARLY = 0.1
 # Fewer tokens a process, and context parallelism exchanges more than it computes.
 TOKENS_OF_A_CONTEXT_PART = 4096
 # A layout of a user's own says what each stage holds; a search begins with equal shares.
@@ -205,6 +207,15 @@ class Space:
             if kind != parallel.cp_comm_type and heads % share == 0:
                 yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
 
+    def dispatched(self, settings: Settings) -> Iterator[Settings]:
+        """Yield the same layout with the other dispatcher of tokens to experts, where the user did not choose one."""
+        experts, name = settings.experts, "moe_token_dispatcher_type"
+        free = self.request.free and f"experts.{name}" not in self.request.written
+        if self.request.model.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
+            return
+        kind = "alltoall" if experts.moe_token_dispatcher_type == "allgather" else "allgather"
+        yield settings.model_copy(update={"experts": experts.model_copy(update={name: kind})})
+
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with other numbers of layers in the first and the last stage."""
         parallel, architecture = settings.parallel, self.request.model.architecture
@@ -231,9 +242,10 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            "experts' tokens are dispatched as moe_token_dispatcher_type says",
+            f"virtual stages are left out where a step without them takes at most {CLEARLY:.0%} longer",
             f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
             f"tried for the first {NUM_RESHAPED} layouts",
+            f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
         )
 
 

@@ -22,7 +22,8 @@ from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.operators.attention import keys_values_size
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images
-from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
+from megatune.plan.time.efficiency import Seconds
+from megatune.plan.time.rates import EFFICIENCIES
 
 # Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
 # on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.
@@ -111,11 +112,16 @@ def send(group: Group, size: float) -> float:
 
 
 class Exchange(NamedTuple):
-    """Seconds of one layer and micro-batch that are not hidden: forward and backward, by kind of parallelism."""
+    """Seconds of one layer and micro-batch that are not hidden: forward and backward, by kind of parallelism.
+
+    Attributes:
+        calls: of collectives and messages, whether or not something hides them.
+    """
 
     tensor: tuple[float, float] = (0.0, 0.0)
     context: tuple[float, float] = (0.0, 0.0)
     expert: tuple[float, float] = (0.0, 0.0)
+    calls: tuple[int, int] = (0, 0)
 
     @property
     def forward(self) -> float:
@@ -151,7 +157,30 @@ def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: boo
         _tensor(shapes, groups.tensor, seconds, sparse),
         _context(shapes, groups.context, seconds),
         _expert(shapes, groups) if sparse else (0.0, 0.0),
+        _calls(shapes, sparse),
     )
+
+
+def _calls(shapes: Shapes, sparse: bool) -> tuple[int, int]:
+    """Count the exchanges that `_tensor`, `_context` and `_expert` time; before tokens are dispatched ranks tell each
+    other how many go where."""
+    forward = backward = 0
+    if shapes.tp > 1:
+        blocks = _tensor_blocks(shapes, sparse)
+        forward, backward = (2 * blocks, 3 * blocks) if shapes.sequence_parallel else (blocks, blocks)
+    if shapes.cp > 1:
+        turns = {"p2p": 2 * (shapes.cp - 1), "all_gather": 2, "a2a": 4}[shapes.cp_comm_type]
+        forward, backward = forward + turns, backward + turns * (2 if shapes.cp_comm_type == "p2p" else 1)
+    if sparse and shapes.ep * shapes.etp > 1:
+        kinds = (shapes.ep > 1) + (shapes.etp > 1)
+        forward, backward = forward + 2 * kinds + 1, backward + 2 * kinds
+    return forward, backward
+
+
+def _tensor_blocks(shapes: Shapes, sparse: bool) -> int:
+    """Count a layer's blocks that tensor parallelism cuts: attention, and a feed-forward or shared experts."""
+    moe = shapes.architecture.moe
+    return 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
 
 
 def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tuple[float, float]:
@@ -163,8 +192,7 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tup
     """
     if group.size == 1:
         return 0.0, 0.0
-    moe, hidden = shapes.architecture.moe, seconds.weight_gradient
-    blocks = 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
+    hidden, blocks = seconds.weight_gradient, _tensor_blocks(shapes, sparse)
     if not shapes.sequence_parallel:
         once = blocks * all_reduce(group, shapes.whole_hidden)
         return once, max(0.0, once - hidden)

@@ -29,8 +29,9 @@ from megatune.plan.time.communication import (
     send,
     sum_of_shares,
 )
-from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
+from megatune.plan.time.efficiency import Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
 from megatune.plan.time.forward import forward_seconds, num_forward_passes
+from megatune.plan.time.rates import Rates
 from megatune.plan.uncertainty import time_uncertainty
 
 
@@ -42,11 +43,12 @@ class StepTime:
         compute: forward and backward passes; in preference training also passes without gradients, exchanges included.
         recompute: what the backward passes compute again.
         tensor_parallel, context_parallel, expert_parallel: what the ranks of a layer exchange.
+        host: what the device waits for the host, which takes longer to launch a pass than the device to compute it.
         pipeline: waiting for the other stages, and exchanges with them.
         data_parallel: summing gradients and collecting weights.
         optimizer: the update, and all passes over gradients.
         overhead: what the host does between steps.
-        tokens: of a step, padding included.
+        tokens: of a step; padding included where nobody knows how long rows are.
         model_flops: of a step, FLOP; see `megatune.plan.flops.train_flops`.
         num_gpus: devices of the run.
         peak_flops: of one device, FLOP/s, in the dtype of the model.
@@ -60,6 +62,7 @@ class StepTime:
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
+    host: float
     pipeline: float
     data_parallel: float
     optimizer: float
@@ -103,10 +106,12 @@ TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in
 
 # Between steps the host reads rows, asks for the loss and the norm (which waits for the device), and logs.
 _OVERHEAD = 0.02
+# Operators that the host launches in the time of a collective's call: of torch.distributed, autograd and NCCL.
+_OF_A_CALL = 5
 
 
 class _Parts(NamedTuple):
-    """Seconds of one micro-batch in one chunk."""
+    """Seconds of one micro-batch in one chunk; of the host, what it takes to launch the passes."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -115,12 +120,26 @@ class _Parts(NamedTuple):
     context: float = 0.0
     expert: float = 0.0
     exchange_forward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     @property
-    def time(self) -> ChunkSeconds:
+    def device(self) -> ChunkSeconds:
+        """Seconds of the device, exchanges included."""
         forward = self.forward + self.exchange_forward
         total = self.forward + self.backward + self.recompute + self.tensor + self.context + self.expert
         return ChunkSeconds(forward, total - forward)
+
+    @property
+    def time(self) -> ChunkSeconds:
+        """As long as the device computes and exchanges, or the host launches."""
+        forward, backward = self.device
+        return ChunkSeconds(max(forward, self.host_forward), max(backward, self.host_backward))
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the device has nothing to do."""
+        return self.time.total - self.device.total
 
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
         # Written out: every plan adds up thousands of these.
@@ -132,6 +151,8 @@ class _Parts(NamedTuple):
             self.context + times * other.context,
             self.expert + times * other.expert,
             self.exchange_forward + times * other.exchange_forward,
+            self.host_forward + times * other.host_forward,
+            self.host_backward + times * other.host_backward,
         )
 
 
@@ -141,15 +162,16 @@ def step_time(case: Case) -> StepTime:
     Raises:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
+    case = case.in_the_mean
     settings, rank = case.settings, _Rank.of(case)
     contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
     chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
     slowest = max(range(len(times)), key=lambda stage: sum(chunk.total for chunk in times[stage]))
-    total = _Parts()
+    total, waiting = _Parts(), 0.0
     for content in contents[slowest]:
-        total = total.plus(chunks[content])
+        total, waiting = total.plus(chunks[content]), waiting + chunks[content].waiting
     count, calibration = case.num_micro_batches, case.machine.calibration
     forward = sum(chunk.forward for chunk in times[slowest])
     backward = sum(chunk.backward for chunk in times[slowest])
@@ -167,12 +189,13 @@ def step_time(case: Case) -> StepTime:
         + calibration.communication * sum_of_shares(case, rank.groups, rank.images),
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
+        host=count * waiting,
         pipeline=bubble_seconds(times) + hops,
         data_parallel=calibration.communication
         * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
         optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
         overhead=_OVERHEAD,
-        tokens=case.global_batch_size * case.row_tokens,
+        tokens=case.tokens,
         model_flops=model_flops(case),
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
@@ -188,7 +211,7 @@ def micro_batch_seconds(case: Case) -> float:
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
     layers = layer_contents(case.model.architecture, case.settings.finetuning)
-    return _Rank.of(case).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
+    return _Rank.of(case.in_the_mean).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
 
 
 class _Rank(NamedTuple):
@@ -229,8 +252,14 @@ class _Rank(NamedTuple):
             return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
         computed = vision_seconds(self.shapes, self.rates, self.images)
         parts = self._once(computed, picture_exchange(self.shapes, self.groups, self.images))
-        again = self.calibration.compute * computed.recompute["vision"] if self.images.recomputed else 0.0
-        return parts._replace(recompute=again)
+        if not self.images.recomputed:
+            return parts
+        again, host = computed.recompute["vision"], self._launching(computed.relaunches["vision"])
+        return parts._replace(recompute=self.calibration.compute * again, host_backward=parts.host_backward + host)
+
+    def _launching(self, launches: float) -> float:
+        """Return seconds that the host takes for so many operators."""
+        return self.calibration.compute * self.rates.efficiency.launch * launches
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
         """Return what is not recomputed."""
@@ -240,6 +269,8 @@ class _Rank(NamedTuple):
             backward=compute * computed.backward,
             tensor=communication * sum(exchanged),
             exchange_forward=communication * exchanged[0],
+            host_forward=self._launching(computed.launches[0]),
+            host_backward=self._launching(computed.launches[1]),
         )
 
     def _layer(self, layer: LayerContent, again: float) -> _Parts:
@@ -248,9 +279,14 @@ class _Rank(NamedTuple):
         seconds = layer_seconds(shapes, self.rates, sparse)
         exchange = layer_exchange(shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
+        relaunched = again * seconds.launches[0]
+        relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in self.recompute.modules)
+        called = exchange.calls[1] + again * exchange.calls[0]
         if layer.gradient == "none":
             seconds, again, computing, exchanging = seconds._replace(backward=0.0), 0.0, 0.0, 0.0
-            exchange = Exchange(*((forward, 0.0) for forward, _ in exchange))
+            tensor, context, expert, calls = exchange
+            exchange = Exchange((tensor[0], 0.0), (context[0], 0.0), (expert[0], 0.0), (calls[0], 0))
+            relaunched, called = -seconds.launches[1], 0
         compute, communication = self.calibration.compute, self.calibration.communication
         return _Parts(
             forward=compute * seconds.forward,
@@ -261,6 +297,8 @@ class _Rank(NamedTuple):
             context=communication * (sum(exchange.context) + again * exchange.context[0]),
             expert=communication * (sum(exchange.expert) + again * exchange.expert[0]),
             exchange_forward=communication * exchange.forward,
+            host_forward=self._launching(seconds.launches[0] + _OF_A_CALL * exchange.calls[0]),
+            host_backward=self._launching(seconds.launches[1] + relaunched + _OF_A_CALL * called),
         )
 
 

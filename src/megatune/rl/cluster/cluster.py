@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import RankContext
 from megatune.launch.processes import RankState, rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
@@ -74,11 +75,14 @@ class Cluster(AbstractContextManager["Cluster"]):
             from megatune.rl.cluster.placement import Placement  # what imports Ray comes after its switches are set
             from megatune.rl.cluster.watch import Watch
 
-            self._placement = stack.enter_context(Placement(self._run_dir, per_node, joined=joined))
+            self._services = {} if joined else session.services()
+            self._placement = Placement(self._run_dir, per_node, joined=joined)
+            stack.callback(self._leave)
             self._machines = self._placement.machines
             self._equipment = [machine.equipment() for machine in self._machines]
             self._gpus = self._name_gpus(used, joined)
-            self._watch = Watch(self._run_dir, self._machines, hang_timeout)
+            self._watch = Watch(self._run_dir, self._machines, hang_timeout, self._services)
+            self._own = RankContext(RankEnv(0, 0, 1, 1, LOOPBACK, 0, 0), self._run_dir, role="driver")
             self._count = itertools.count()
             self._ports: set[tuple[int, int]] = set()
             stack.callback(self._end)
@@ -137,6 +141,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._watch.wait(lambda: any(call.done for call in calls), seconds)
         return [call for call in calls if call.done]
 
+    def note(self, phase: str, step: int) -> None:
+        """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
+        self._watch.place = phase, step
+        self._own.beat(phase, step)
+
     def stop(self, group: RoleGroup) -> None:
         """End a role's actors, with all that they started, and free its devices."""
         self._watch.forget(group.actors)
@@ -180,6 +189,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         if spec.rendezvous:
             variables |= env.variables()
         return variables | dict(spec.environment)
+
+    def _leave(self) -> None:
+        if session.are_alive(self._services):  # nobody else would answer
+            self._placement.close()
 
     def _end(self) -> None:
         self._kill(self._watch.actors)

@@ -16,7 +16,8 @@ import psutil
 
 from megatune.launch.context import Beat, log_path, read_beat
 from megatune.launch.devices import OomKills, count_gpus
-from megatune.launch.report import DUMP_SECONDS, RankActivity, main_stack, process_state
+from megatune.launch.processes import process_state
+from megatune.launch.report import DUMP_SECONDS, RankActivity, main_stack
 from megatune.launch.world import find_free_port
 
 _LAST_WORDS_BYTES = 20_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ _PLACE_SECONDS = 120.0
 _ANSWER_SECONDS = 60.0
 
 
-class Placement(AbstractContextManager["Placement"]):
-    """A placement group with a bundle a machine, held until the end.
+class Placement:
+    """A placement group with a bundle a machine, held until `close`.
 
     Args:
         per_machine: number of devices used on each machine.
@@ -56,7 +55,8 @@ class Placement(AbstractContextManager["Placement"]):
     def _place(self, node: int, gpus: int) -> Any:
         return ray.remote(Machine).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=self.strategy(node))
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Give the bundles back."""
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

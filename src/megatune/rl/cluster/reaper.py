@@ -1,6 +1,7 @@
 """Ends what a killed driver leaves behind: `reaper DRIVER_PID FOLDER`, with a pipe from the driver as stdin.
 
-Ray's actors end with the driver, however it ends. What they have started does not, nor do Ray's agents for a minute.
+Ray's actors end with the driver, however it ends. What they have started does not, nor do Ray's agents for a minute;
+nor does what an actor has started that was killed.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ def reaper(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Remember the driver's descendants until the pipe ends, and kill them unless the driver says that all is well."""
+    """Remember the driver's descendants until the pipe ends, and kill them; where the driver says that all is well,
+    only those of Ray, which has ended by then."""
     driver, folder = int(sys.argv[1]), Path(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     known: set[psutil.Process] = set()
+    of_ray: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
         known = {process for process in {*known, *_descendants(driver)} if process.is_running()}
+        of_ray = {process for process in {*of_ray, *_of_ray(known)} if process.is_running()}
     if sys.stdin.buffer.read() == _WELL:
-        return 0
+        known = of_ray
     known |= {child for process in known for child in _descendants(process.pid) if process.is_running()}
     for process in known - {psutil.Process()}:
         with contextlib.suppress(psutil.Error):
@@ -59,6 +63,14 @@ def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
+
+
+def _of_ray(known: set[psutil.Process]) -> Iterator[psutil.Process]:
+    """Yield those that Ray's daemon has started."""
+    for process in known:
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet":
+                yield from _descendants(process.pid)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import log_path
@@ -25,6 +26,8 @@ from megatune.launch.report import (
 
 if TYPE_CHECKING:
     from megatune.rl.cluster.watch import Actor, Call
+
+Place: TypeAlias = tuple[str, int]  # phase and step of the run
 
 
 def death(state: RankState, host: str, last_words: str, exit_code: int | None, out_of_memory: bool) -> Failure:
@@ -59,21 +62,36 @@ def _failure(state: RankState, host: str, exit_code: ExitCode, summary: str) -> 
     return Failure(state.rank, host, state.pid, phase, step, time.time(), exit_code, Kind.ERROR, summary)
 
 
-def failed(run_dir: Path, name: str, failure: Failure) -> tuple[Finding, ...]:
-    """Say which actor failed first, where and of what."""
+def failed(run_dir: Path, name: str, failure: Failure, place: Place | None) -> tuple[Finding, ...]:
+    """Say which actor failed first, where and of what.
+
+    Args:
+        place: phase and step of the run, where they are known; an actor knows its own alone.
+    """
     where = f"{name} on host {failure.host}"
     if failure.findings:
         return tuple(replace(finding, where=finding.where or where) for finding in failure.findings)
-    place = place_text(failure.phase, failure.step)
+    where_in_run = _place(place, failure.phase, failure.step)
     dead = failure.exit_code == ExitCode.PROCESS_DIED and not failure.traceback
     verb = "" if dead else "failed: "
     why = "it lost its peers; none of them failed before it" if failure.kind is Kind.COLLECTIVE else ""
     fix = f"read {log_path(run_dir, name)}; {AGAIN}"
-    return (Finding(f"{where}, {place}, {verb}{failure.summary}", "", why, fix),)
+    return (Finding(f"{where}, {where_in_run}, {verb}{failure.summary}", "", why, fix),)
+
+
+def _place(place: Place | None, phase: str, step: int) -> str:
+    """Say where the run was, and what an actor did there."""
+    if place is None:
+        return place_text(phase, step)
+    return place_text(place[0] if phase in (place[0], "idle") else f"{place[0]}: {phase}", place[1])
 
 
 def hung(
-    run_dir: Path, suspects: Sequence[Actor], activities: dict[int, RankActivity], call: Call | None
+    run_dir: Path,
+    suspects: Sequence[Actor],
+    activities: dict[int, RankActivity],
+    call: Call | None,
+    place: Place | None,
 ) -> tuple[Finding, Actor]:
     """Say which of the actors at work is the one that the others wait for, where it is, and for how long.
 
@@ -82,13 +100,20 @@ def hung(
     """
     state = find_hung([actor.state for actor in suspects], activities)
     culprit = next(actor for actor in suspects if actor.state is state)
-    place = place_text(state.beat.phase, state.beat.step) if state.beat else "while starting"
+    where = _place(place, state.beat.phase, state.beat.step) if state.beat else "while starting"
     silence = f"no progress for {time.monotonic() - state.progressed:.0f} s"
     if call is not None:
         silence = f"no answer to {call.method} within {call.limit:.0f} s"
     why = hang_reason(state, activities)
     fix = f"read the stacks in {log_path(run_dir, culprit.role + '-*')}; {AGAIN}"
-    return Finding(f"{culprit.name} on host {culprit.host} hung {place}: {silence}", "", why, fix), culprit
+    return Finding(f"{culprit.name} on host {culprit.host} hung {where}: {silence}", "", why, fix), culprit
+
+
+def service(name: str, pid: int, place: Place | None) -> Finding:
+    """Say that a process of Ray's own is gone."""
+    where = place_text(*place) if place else "while starting"
+    what = f"Ray's {name} (process {pid}) on host {socket.gethostname()}, {where}, died"
+    return Finding(what, "", SIGNAL_REASONS[9], AGAIN)
 
 
 def write(run_dir: Path, actors: Sequence[Actor], culprit: str, error: MegatuneError, traceback: str) -> None:

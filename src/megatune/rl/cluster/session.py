@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -22,6 +23,7 @@ import megatune
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import log_path
 from megatune.launch.devices import free_memory
+from megatune.launch.report import process_state
 from megatune.rl.cluster.reaper import reaper
 
 # The longest path of a socket below the session's folder, and what the kernel allows.
@@ -95,7 +97,8 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
             return
         stack.enter_context(reaper(folder))
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
-        stack.callback(ray.shutdown)
+        started: dict[str, int] = {}
+        stack.callback(_leave, started, folder)
         own: dict[str, Any] = {}
         if not address:
             own = {"num_cpus": slots, "num_gpus": gpus, "object_store_memory": object_store_bytes}
@@ -110,7 +113,39 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
                 if "timed out during startup" not in str(error) or attempt == _ATTEMPTS - 1:
                     raise MegatuneError(_not_started(address, error), ExitCode.UNAVAILABLE) from error
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in its place
+        started |= services()
         yield folder
+
+
+def services() -> dict[str, int]:
+    """Return the processes of Ray without which nothing goes on, as this process has started them, by name."""
+    names = ("gcs_server", "raylet")
+    return {child.name(): child.pid for child in psutil.Process().children() if child.name() in names}
+
+
+def are_alive(processes: Mapping[str, int]) -> bool:
+    """Whether none of these processes has ended."""
+    return not any(process_state(pid) in "?ZX" for pid in processes.values())
+
+
+def _leave(started: Mapping[str, int], folder: Path) -> None:
+    """End Ray. Where one of its own processes is gone, Ray would look for that for a minute and then abort this
+    process, or crash it at its end: so it ends without Ray's farewell, with the exit code that this has."""
+    import ray
+
+    if are_alive(started):
+        ray.shutdown()
+    else:
+        atexit.unregister(ray.shutdown)
+        atexit.register(_exit_at_once)
+        _end_processes(folder)
+
+
+def _exit_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(ExitCode.PROCESS_DIED)
 
 
 def package_path(folder: Path) -> str:
@@ -125,11 +160,12 @@ def package_path(folder: Path) -> str:
 
 
 def _end_processes(folder: Path) -> None:
-    """End what a start that failed has left of Ray's processes."""
-    for child in psutil.Process().children(recursive=True):
+    """End Ray's processes, with all that they have started, where Ray itself does not."""
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any(str(folder) in word for word in child.cmdline()):
-                child.kill()
+                for process in (*child.children(recursive=True), child):
+                    process.kill()
 
 
 def _not_started(address: str | None, error: Exception) -> Finding:

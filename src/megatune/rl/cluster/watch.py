@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.failure import Failure, Kind
 from megatune.launch.processes import FROZEN_SECONDS, LOOK_SECONDS, POLL_SECONDS, RankState
-from megatune.launch.report import RankActivity
+from megatune.launch.report import RankActivity, process_state
 from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
 from megatune.rl.cluster.host import StreamError
@@ -79,10 +79,18 @@ class Watch:
     Args:
         machines: by number.
         hang_timeout: seconds between two beats of an actor at work.
+        services: Ray's own processes that this run has started, by name.
+
+    Attributes:
+        place: phase and step of the run, once it says so.
     """
 
-    def __init__(self, run_dir: Path, machines: Sequence[Machine], hang_timeout: float) -> None:
+    def __init__(
+        self, run_dir: Path, machines: Sequence[Machine], hang_timeout: float, services: Mapping[str, int]
+    ) -> None:
         self.actors: list[Actor] = []
+        self.place: report.Place | None = None
+        self._services = services
         self._run_dir, self._machines, self._hang_timeout = run_dir, machines, hang_timeout
         self._calls: dict[Call, None] = {}
         self._failed: dict[Actor, Failure] = {}
@@ -172,6 +180,7 @@ class Watch:
             call.answers[place] = answer
 
     def _look(self, now: float) -> None:
+        self._look_at_services()
         for number, machine in enumerate(self._machines):
             own = {actor.name: actor for actor in self.actors if actor.machine == number}
             for name, sight in machine.look({name: actor.state.pid for name, actor in own.items()}).items():
@@ -181,6 +190,12 @@ class Watch:
                 elif sight.beat and (actor.state.beat is None or actor.state.beat.count != sight.beat.count):
                     actor.state.beat, actor.state.progressed = sight.beat, now
                 actor.stopped = (actor.stopped or now) if sight.stopped else None
+
+    def _look_at_services(self) -> None:
+        """Raise if a process of Ray's is gone: all actors end with it, and no call is answered."""
+        for name, pid in self._services.items():
+            if process_state(pid) in "?ZX":
+                self._raise((report.service(name, pid, self.place),), name, ExitCode.PROCESS_DIED)
 
     def _note_death(self, actor: Actor, ray_says: str) -> None:
         if actor not in self._failed:
@@ -208,11 +223,12 @@ class Watch:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not (enough and first()[1].kind is Kind.ERROR):
                 self._poll(POLL_SECONDS)
+        self._look_at_services()
         culprit, failure = first()
         if failure.kind is Kind.COLLECTIVE and failure.timed_out and (living := self._at_work()):
             self._conclude_hang(living)  # the rank that waited in vain is the victim
-        findings = report.failed(self._run_dir, culprit.name, failure)
-        self._raise(findings, culprit, ExitCode(failure.exit_code), failure.traceback)
+        findings = report.failed(self._run_dir, culprit.name, failure, self.place)
+        self._raise(findings, culprit.name, ExitCode(failure.exit_code), failure.traceback)
 
     def _find_hung(self) -> None:
         """Raise if an actor at work has shown no progress for too long, or a call has taken too long."""
@@ -236,10 +252,10 @@ class Watch:
             pids = {actor.name: actor.state.pid for actor in suspects if actor.machine == number}
             found = machine.stacks(pids) if pids else {}
             activities |= {actor.state.rank: found[actor.name] for actor in suspects if actor.name in found}
-        finding, culprit = report.hung(self._run_dir, suspects, activities, call)
-        self._raise((finding,), culprit, ExitCode.PROCESS_DIED)
+        finding, culprit = report.hung(self._run_dir, suspects, activities, call, self.place)
+        self._raise((finding,), culprit.name, ExitCode.PROCESS_DIED)
 
-    def _raise(self, findings: tuple[Finding, ...], culprit: Actor, exit_code: ExitCode, traceback: str = "") -> None:
+    def _raise(self, findings: tuple[Finding, ...], culprit: str, exit_code: ExitCode, traceback: str = "") -> None:
         self._error = MegatuneError(findings, exit_code)
-        report.write(self._run_dir, self.actors, culprit.name, self._error, traceback)
+        report.write(self._run_dir, self.actors, culprit, self._error, traceback)
         raise self._error

@@ -233,10 +233,13 @@ class Collector:
 
 def passes(rule: GroupFilter, group: Group) -> bool:
     """Return whether a group is kept: by the mean of its scores, between bounds, or by their standard deviation (of
-    n - 1), above one; as ROLL's, a group at a bound is not kept, and a single sample always is."""
+    n - 1), above one; as ROLL's, a group at a bound is not kept, and a single sample always is. Of a group of which
+    rewards have failed the scores that are left decide, if there are two of them."""
     scores = group.scores
-    if len(scores) == 1 or rule.type == "no_filter":
+    if group.size == 1 or rule.type == "no_filter":
         return True
+    if len(scores) < 2:
+        return False
     if rule.type == "mean_filter":
         return bool(rule.threshold_down < scores.mean() < rule.threshold_up)
     return bool(scores.std(ddof=1) > rule.std_threshold)

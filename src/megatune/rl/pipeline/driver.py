@@ -42,6 +42,7 @@ class Driver:
     Attributes:
         decode: ids -> text, without special tokens.
         progress: how far the run has come; changed by every step.
+        note: told each phase as it begins, and the step, counted from 1.
     """
 
     settings: RLSettings
@@ -56,9 +57,10 @@ class Driver:
     reports: Reports
     progress: Progress
     stop_requested: Callable[[], bool]
+    note: Callable[[str, int], None]
     _sampler: Sampler = field(init=False)
+    _scorer: PoolScorer = field(init=False)
     _collector: Collector = field(init=False)
-    _phases: Phases = field(default_factory=Phases, init=False)
     _is_held: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
@@ -67,9 +69,10 @@ class Driver:
         sampling = Sampling(infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids)
         self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
         order = ProblemOrder(self.problems.by_domain, run.seed)
+        self._scorer = PoolScorer(self.pool, self.decode)
         self._collector = Collector(
             self._sampler,
-            PoolScorer(self.pool, self.decode),
+            self._scorer,
             order.at,
             domain_batch_sizes(self.settings.data.domain_shares, rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
@@ -91,19 +94,17 @@ class Driver:
             self._step(self.progress.step)
             ends = self.stop_requested() or self.progress.step == run.max_steps
             if ends or self.progress.step % run.save_steps == 0:
+                self.note("save", self.progress.step)
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
         if self.validation is not None and run.rollout_mock != "mock":
             with self._held():
+                self.note("sync", run.max_steps)
                 self.weights.sync(run.max_steps + 1)
+                self.note("validation", run.max_steps)
                 self._validate(run.max_steps)
         return "finished"
-
-    @property
-    def place(self) -> str:
-        """Where the run is, in words."""
-        return f"step {self.progress.step + 1} of {self.settings.run.max_steps}, {self._phases.current}"
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -112,8 +113,7 @@ class Driver:
 
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
-        phases, run = Phases(), self.settings.run
-        self._phases = phases
+        phases, run = Phases(lambda phase: self.note(phase, step + 1)), self.settings.run
         sync: Sync | None = None
         if run.rollout_mock == "mock":
             taken = self._replayed(step)
@@ -146,9 +146,11 @@ class Driver:
 
     def _synchronized(self, step: int, phases: Phases) -> Sync | None:
         """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
-        and where engines have forgotten theirs."""
-        forget = self.weights.engines_forget
-        if self._synced and step % self.settings.actor_train.model_update_frequency and not forget:
+        and where engines have forgotten theirs. After a checkpoint it is, too: a run that goes on from there has no
+        older weights to sample with."""
+        often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
+        is_due = not self._synced or step % often == 0 or step % save_steps == 0
+        if not is_due and not self.weights.engines_forget:
             self.weights.resume()
             return None
         with phases("sync"):
@@ -161,10 +163,13 @@ class Driver:
         return found
 
     def _taken(self) -> Taken:
-        """Wait for the groups of a step."""
+        """Wait for the groups of a step; a judge that is to sleep has nothing to do after it."""
         while not self._collector.is_ready:
             self._collector.pump()
-        return self._collector.take()
+        taken = self._collector.take()
+        if self.weights.judges_take_turns:
+            self._scorer.settle()
+        return taken
 
     def _replayed(self, step: int) -> Taken:
         """Read what was recorded of a step."""
@@ -187,9 +192,8 @@ class Driver:
         if rollout.val_sequence_length is not None and rollout.val_prompt_length is not None:
             length = rollout.val_sequence_length - rollout.val_prompt_length
         sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
-        scorer = PoolScorer(self.pool, self.decode)
         problems = self.validation.all()
-        groups = sample_all(problems, self.roles.engines, scorer, sampling, rollout.max_running_requests)
+        groups = sample_all(problems, self.roles.engines, self._scorer, sampling, rollout.max_running_requests)
         report = EvalReport(
             step=step,
             epoch=None,

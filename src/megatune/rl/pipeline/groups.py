@@ -50,8 +50,8 @@ class Group:
 
     @property
     def scores(self) -> np.ndarray:
-        """fp64 [size]."""
-        return np.array([sample.score for sample in self.samples], np.float64)
+        """Of the samples that have one, fp64."""
+        return np.array([sample.score for sample in self.samples if sample.has_score], np.float64)
 
     def begin_anew(self) -> None:
         """Forget what was sampled."""

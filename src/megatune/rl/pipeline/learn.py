@@ -170,6 +170,7 @@ class Learner:
             lengths=np.array([len(sample.response.response_ids) for sample in samples], np.int64),
             groups=np.array([sample.group for sample in samples], np.int64),
             domains=[sample.problem.domain for sample in samples],
+            failed=np.array([not sample.has_score for sample in samples]),
             at_limit=np.array([sample.response.finish == "length" for sample in samples]),
             difficulty=None if None in difficulty else np.array(difficulty, np.float64),
             rollout_log_probs=rollouts.per_token["rollout_log_probs"],

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Phases:
     """Seconds of a step by phase.
 
-    Attributes:
-        current: the phase that is under way, or was last.
+    Args:
+        note: told each phase as it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.current = "begin"
+        self._note = note
         self._began = time.monotonic()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the seconds inside."""
-        began, self.current = time.monotonic(), name
+        began = time.monotonic()
+        self._note(name)
         try:
             yield
         finally:

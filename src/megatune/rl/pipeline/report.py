@@ -16,6 +16,7 @@ from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.learn import Learned
 from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.validation import is_correct
+from megatune.rl.samples import Sample
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import Callback, StepReport
 from megatune.training.callbacks.console import Console
@@ -113,12 +114,23 @@ class Reports:
             longest_row=max(lengths),
         )
         self.callbacks.on_step_end(report)
+        self._tell_failures(taken.groups)
         if step % self._settings.run.logging_steps == 0:
             self._show(step, taken.groups)
 
+    def _tell_failures(self, groups: Sequence[Group]) -> None:
+        """Say how many samples have no score, and why, for one of each domain."""
+        failed: dict[str, list[Sample]] = defaultdict(list)
+        for sample in (each for group in groups for each in group.samples if not each.has_score):
+            failed[sample.problem.domain].append(sample)
+        for domain, own in failed.items():
+            said = f"the reward of {domain} failed for {len(own)} samples, which are left out"
+            print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details['error'])}", flush=True)
+
     def _show(self, step: int, groups: Sequence[Group]) -> None:
         """Show samples as text: the best and the worst of them, and more in TensorBoard."""
-        samples = sorted((sample for group in groups for sample in group.samples), key=lambda sample: -sample.score)
+        scored = (sample for group in groups for sample in group.samples if sample.has_score)
+        samples = sorted(scored, key=lambda sample: -sample.score)
         chosen = samples[:1] + samples[-1:][: _SHOWN - 1]
         for sample in chosen if len(samples) > 1 else samples:
             prompt, text = (_shortened(part) for part in (sample.problem.prompt, sample.text))
@@ -141,7 +153,8 @@ def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
     lengths = [len(sample.response.response_ids) for sample in samples]
     by_domain: dict[str, list[float]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
+    scored = [sample for sample in samples if sample.has_score]
+    for sample in scored:
         by_domain[sample.problem.domain].append(is_correct(sample.details))
         rewards[sample.problem.domain].append(sample.score)
     several = {}
@@ -150,20 +163,24 @@ def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
         several |= {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items()}
     lags = [version - own for group in taken.groups if (own := group.oldest_version) is not None]
     return {
-        "reward": float(np.mean([sample.score for sample in samples])),
-        "reward_std": float(np.std([sample.score for sample in samples])),
-        "accuracy": float(np.mean([is_correct(sample.details) for sample in samples])),
+        "reward": _mean([sample.score for sample in scored]),
+        "reward_std": float(np.std([sample.score for sample in scored])) if scored else 0.0,
+        "accuracy": _mean([is_correct(sample.details) for sample in scored]),
         **several,
         "response_length": float(np.mean(lengths)),
         "response_length_max": float(max(lengths)),
         "prompt_length": float(np.mean([len(group.problem.prompt_ids) for group in taken.groups])),
         "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
-        "reward_errors": float(sum("error" in sample.details for sample in samples)),
-        "equal_groups": float(np.mean([len({*group.scores}) == 1 for group in taken.groups])),
+        "reward_errors": float(len(samples) - len(scored)),
+        "equal_groups": float(np.mean([len({*group.scores}) < 2 for group in taken.groups])),
         "groups_dropped": float(taken.num_dropped),
         "groups_begun_anew": float(taken.num_stale),
         "staleness": float(np.mean(lags)) if lags else 0.0,
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else 0.0
 
 
 def _shortened(text: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.rollout.engine import Memory
 from megatune.rl.samples import Request, Response, Rollouts
 from megatune.rl.worker.model import Ready
 from megatune.rl.worker.rows import merged
@@ -60,7 +61,7 @@ class EngineGroup:
 
     def __init__(self, role: InferRole, group: RoleGroup) -> None:
         self.role, self.group = role, group
-        self._asleep = False
+        self._asleep: set[Memory] = set()
         self._submitted: list[Pending] = []
         self._stepping: Pending | None = None
 
@@ -101,50 +102,70 @@ class EngineGroup:
         """Free the devices, as far as sleep_level says."""
         if not self._asleep:
             self.group.call("sleep", self.role.sleep_level)
-            self._asleep = True
+            self._asleep = {"weights", "cache"}
 
-    def wake(self) -> None:
-        """Take the devices again."""
-        if self._asleep:
-            self.group.call("wake")
-            self._asleep = False
+    def wake(self, *parts: Memory) -> None:
+        """Take the devices again, for these parts of an engine or for all of it."""
+        if missing := self._asleep & set(parts or self._asleep):
+            self.group.call("wake", *sorted(missing))
+            self._asleep -= missing
 
 
 class Turns:
-    """Lets roles that share devices use them one after the other; the others are never moved."""
+    """Lets roles that share devices use them one after the other; the others are never moved.
 
-    def __init__(self, engines: EngineGroup, models: Sequence[ModelGroup]) -> None:
-        self._engines, self._models = engines, list(models)
+    Args:
+        judges: engines that work beside the rollout engines, on other devices; they may share those of models.
+    """
+
+    def __init__(self, engines: EngineGroup, models: Sequence[ModelGroup], judges: Sequence[EngineGroup] = ()) -> None:
+        self._engines, self._models, self._judges = engines, list(models), list(judges)
 
     def load(self, model: ModelGroup, checkpoint: str | None = None) -> None:
         """Load a model, with room for it."""
-        if self.meets_engines(model):
-            self._engines.sleep()
+        self._let_sleep(model)
         self._clear_of(model, ())
         model.load(checkpoint)
 
     def sample(self) -> None:
-        """Give the devices to the engines."""
+        """Give the devices to the engines, and to judges."""
         for model in self._models:
-            if self.meets_engines(model):
+            if self.meets_engines(model) or self._judges_of(model):
                 model.hold()
-        self._engines.wake()
+        for engines in (self._engines, *self._judges):
+            engines.wake()
 
     def compute(self, model: ModelGroup, *parts: str) -> None:
-        """Give the devices to a model, which needs these parts."""
-        if self.meets_engines(model):
-            self._engines.sleep()
-        if self._others(model) or self.meets_engines(model):
+        """Give the devices to a model, which needs these parts. Judges that share them have nothing to do."""
+        self._let_sleep(model)
+        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
             model.hold(*self._clear_of(model, parts))
 
     def transfer(self, model: ModelGroup) -> None:
-        """Have the model's weights on the devices, and the engines awake."""
-        if self._others(model) or self.meets_engines(model):
+        """Have the model's weights on the devices, and the engines'. Their cache comes back with `sample`, when the
+        model has left: together they would be the most that a step needs."""
+        for judge in self._judges_of(model):
+            judge.sleep()
+        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
             model.hold(*self._clear_of(model, ("weights",)))
         for other in self._models:
             if other is not model and self.meets_engines(other):
                 other.hold()
-        self._engines.wake()
+        self._engines.wake("weights")
+
+    @property
+    def judges_take_turns(self) -> bool:
+        """Whether a judge shares a device with a model."""
+        return any(map(self._judges_of, self._models))
+
+    def _let_sleep(self, model: ModelGroup) -> None:
+        if self.meets_engines(model):
+            self._engines.sleep()
+        for judge in self._judges_of(model):
+            judge.sleep()
+
+    def _judges_of(self, model: ModelGroup) -> list[EngineGroup]:
+        return [judge for judge in self._judges if {*judge.role.devices} & {*model.role.devices}]
 
     def _clear_of(self, model: ModelGroup, parts: Sequence[str]) -> Sequence[str]:
         for other in self._others(model):

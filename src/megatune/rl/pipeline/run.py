@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.driver import Driver
@@ -49,11 +49,12 @@ def start(settings: RLSettings, run_yaml: str) -> int:
     """
     output_dir = Path(settings.run.output_dir)
     check_installed(settings.actor_train.settings)
-    with OutputLock(output_dir):
+    stop_file = output_dir / "STOP"
+    with OutputLock(output_dir), asked_to_stop(stop_file) as stop:
         with writing(output_dir):
             clean_partials(output_dir)
             write_atomically(output_dir / "run.yaml", run_yaml)
-            (output_dir / "STOP").unlink(missing_ok=True)
+            stop_file.unlink(missing_ok=True)
         settings, source = with_folders(settings)
         problems, validation = _read(settings, load_tokenizer(source))
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
@@ -63,41 +64,50 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
             Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
         ):
-            return drive(settings, source, problems, validation, start_roles(cluster, settings), pool)
+            roles = start_roles(cluster, settings)
+            return drive(settings, source, problems, validation, roles, pool, stop, cluster.note)
 
 
 def drive(
-    settings: RLSettings, source: Path, problems: Problems, validation: Problems | None, roles: Roles, pool: RewardPool
+    settings: RLSettings,
+    source: Path,
+    problems: Problems,
+    validation: Problems | None,
+    roles: Roles,
+    pool: RewardPool,
+    stop_requested: Callable[[], bool] = lambda: False,
+    note: Callable[[str, int], None] = lambda phase, step: None,
 ) -> int:
     """Load the models of roles that have started, and take all steps; see `start`.
 
     Args:
         source: the folder of the policy that the run began with.
+        stop_requested, note: see `Driver`.
     """
     output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
     pool.asks |= asks_of(settings, roles.judges)
-    turns = Turns(roles.engines, roles.models)
+    turns = Turns(roles.engines, roles.models, list(roles.judges.values()))
     checkpoint, notes = load_roles(roles, turns, settings)
     fixed = fixed_of(settings, problems.by_domain)
     progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
-    with asked_to_stop(output_dir / "STOP") as stop:
-        driver = Driver(
-            settings=settings,
-            roles=roles,
-            weights=Weights(settings, turns, roles.policy, roles.engines),
-            learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
-            pool=pool,
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-            stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
-            problems=problems,
-            validation=validation,
-            reports=reports,
-            progress=progress,
-            stop_requested=stop,
-        )
-        outcome = _reported(driver, reports, settings)
+    driver = Driver(
+        settings=settings,
+        roles=roles,
+        weights=Weights(settings, turns, roles.policy, roles.engines),
+        learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
+        pool=pool,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
+        problems=problems,
+        validation=validation,
+        reports=reports,
+        progress=progress,
+        stop_requested=stop_requested,
+        note=note,
+    )
+    outcome = _reported(driver, reports, settings)
     if outcome == "stopped":
         print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
@@ -121,12 +131,6 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     outcome: Any = "failed"
     try:
         outcome = driver.run()
-    except MegatuneError as error:
-        if error.exit_code == ExitCode.PROCESS_DIED:  # an actor knows what it did last, and not what the run did
-            raise MegatuneError(
-                [*error.findings, Finding(f"the run was at {driver.place}")], error.exit_code
-            ) from error
-        raise
     finally:
         summary = TrainSummary(
             outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began
@@ -151,11 +155,14 @@ def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | No
 
 @contextmanager
 def asked_to_stop(stop_file: Path) -> Iterator[Any]:
-    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file."""
+    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file. A second
+    SIGTERM ends it at once, as Ctrl-C does."""
     asked = False
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
         asked = True
 
     before = signal.signal(signal.SIGTERM, note)

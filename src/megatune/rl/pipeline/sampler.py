@@ -14,7 +14,7 @@ class Sampler:
     """Requests wait in the order of their groups; the engine with the fewest in flight takes the next group.
 
     Args:
-        max_running: most requests in flight, over all engines.
+        max_running: most requests in flight to an engine.
     """
 
     def __init__(self, engines: Engines, sampling: Sampling, max_running: int) -> None:
@@ -65,15 +65,17 @@ class Sampler:
         return chosen
 
     def _submit(self) -> None:
-        room = self._max_running - len(self._engine_of)
         loads = [0] * self._engines.number
-        for engine in self._engine_of.values():
-            loads[engine] += 1
+        for busy in self._engine_of.values():
+            loads[busy] += 1
         chosen: list[list[Request]] = [[] for _ in loads]
         homes: dict[int, int] = {}  # the prompt of a group is computed once, by one engine
-        for _ in range(min(room, len(self._waiting))):
+        while self._waiting and min(loads) < self._max_running:
             request = self._waiting.popleft()
-            engine = homes.setdefault(place_of(request.id)[0], loads.index(min(loads)))
+            group = place_of(request.id)[0]
+            engine = homes.get(group)
+            if engine is None or loads[engine] == self._max_running:
+                engine = homes[group] = loads.index(min(loads))
             chosen[engine].append(request)
             loads[engine] += 1
             self._engine_of[request.id] = engine

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from megatune.rl.pipeline.groups import Group, with_samples
 from megatune.rl.rewards.pool import RewardPool
 
+_WAIT_SECONDS = 0.5
+
 
 class PoolScorer:
     """Scores groups by a pool of processes.
@@ -36,3 +38,8 @@ class PoolScorer:
             if not missing[0]:
                 scored.append(group)
         return scored
+
+    def settle(self) -> None:
+        """Wait until nothing is scored; nobody wants what is."""
+        while self._waiting:
+            self.poll(_WAIT_SECONDS)

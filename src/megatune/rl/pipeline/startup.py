@@ -91,9 +91,9 @@ def _sampled(role: InferRole) -> InferRole:
 
 
 def _judge(role: InferRole) -> InferRole:
-    """Return a judge with a folder for its model, whose weights no transfer brings."""
+    """Return a judge with a folder for its model, whose weights no transfer brings: asleep it keeps them."""
     config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
-    return replace(_sampled(role), config=config)
+    return replace(_sampled(role), config=config, sleep_level=1)
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:

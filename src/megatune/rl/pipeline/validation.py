@@ -25,13 +25,15 @@ def sample_all(
     the same in every validation."""
     size = max(1, sampling.generating.num_return_sequences)
     sampler = Sampler(engines, sampling, max_running)
-    sampler.add(Group(problem, place, place, size) for place, problem in enumerate(problems))
+    mine = {place: Group(problem, place, place, size) for place, problem in enumerate(problems)}
+    sampler.add(mine.values())
     found: dict[int, Group] = {}
     while len(found) < len(problems):
         for group in sampler.pump():
             scorer.submit(group)
         for group in scorer.poll(0.0 if sampler.groups else _WAIT_SECONDS):
-            found[group.number] = group
+            if mine.get(group.number) is group:  # others are left of a step
+                found[group.number] = group
     return [found[place] for place in range(len(problems))]
 
 
@@ -44,6 +46,7 @@ def validation_metrics(groups: Sequence[Group], generating: Generating) -> dict[
         "reward": float(np.mean([sample.score for sample in samples])),
         "accuracy": float(np.mean([is_correct(sample.details) for sample in samples])),
         "response_length": float(np.mean(lengths)),
+        "reward_errors": float(sum(not sample.has_score for sample in samples)),
         "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
     }
     size = max(1, generating.num_return_sequences)

@@ -27,6 +27,11 @@ class Weights:
         """Whether engines lose their weights while others use their devices."""
         return self._engines.role.sleep_level > 1 and self._turns.meets_engines(self._policy)
 
+    @property
+    def judges_take_turns(self) -> bool:
+        """Whether judges sleep while others use their devices."""
+        return self._turns.judges_take_turns
+
     def resume(self) -> None:
         """Let the engines sample on, with the weights that they have."""
         self._turns.sample()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import queue
 import threading
@@ -110,13 +111,13 @@ class EngineAsk:
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating
-        (ids,) = encode_prompts([self._write(messages)], self._tokenizer)
+        ids = np.asarray(encode_prompts([self._write(messages)], self._tokenizer)[0], np.int64)
         if len(ids) + generating.max_new_tokens > self._context:
             raise RewardError(f"the judge would have to read {len(ids):,} tokens, its context is {self._context:,}")
         return Request(
             id=f"judge-{number}",
-            prompt_ids=np.asarray(ids, dtype=np.int64),
-            seed=number,
+            prompt_ids=ids,
+            seed=int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest()),  # whenever it is asked
             max_new_tokens=generating.max_new_tokens,
             temperature=generating.temperature if generating.do_sample else 0.0,
             top_p=generating.top_p,

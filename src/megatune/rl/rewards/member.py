@@ -24,6 +24,10 @@ class MemberDiedError(Exception):
     """The process ended, or was ended, before it answered."""
 
 
+class NotLoadedError(MemberDiedError):
+    """The process could not load its reward."""
+
+
 class Member(Protocol):
     """Scores one answer at a time."""
 
@@ -83,7 +87,7 @@ class ProcessMember:
             except TimeoutError:
                 error = f"it took longer than {START_SECONDS:g} seconds"
             if error:
-                raise MemberDiedError(f"the reward cannot be loaded: {error}")
+                raise NotLoadedError(f"the reward cannot be loaded: {error}")
             self._ready = True
         self._send((answer, limit))
         return self._receive(limit)

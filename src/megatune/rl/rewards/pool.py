@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.member import LocalMember, Member, MemberDiedError, ProcessMember
+from megatune.rl.rewards.member import LocalMember, Member, MemberDiedError, NotLoadedError, ProcessMember
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class DomainCounts:
 
     Attributes:
         scored: samples that came back, those below, too.
-        errors: scored 0 because the reward raised, its process died, or it could not be had.
-        timeouts: scored 0 because the reward took too long.
+        errors: without a score because the reward raised, its process died, or it could not be had.
+        timeouts: without a score because the reward took too long.
         last_failure: what the latest of either said; "" where there was none.
         seconds: that rewards took, summed over processes.
     """
@@ -74,8 +74,8 @@ class RewardPool:
 
     A sample that is handed in comes back from `collect` with `score` and `details` set: `details["correct"]` is 1 or 0
     (what accuracies and difficulty masks are of; `score` is what is trained on), and `details["error"]` says what went
-    wrong where the reward raised, timed out or died: the score is 0 then, correct 0, and the pool goes on with a new
-    process. Not for several threads at once.
+    wrong where the reward raised, timed out or died twice: the score is 0 then, correct 0, and the pool goes on with a
+    new process. Not for several threads at once.
 
     Args:
         rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
@@ -227,24 +227,28 @@ class RewardPool:
         member: Member | None = None
         while (sample := domain.waiting.get()) is not None and not self._closed.is_set():
             start = time.monotonic()
-            try:
-                if member is None:
-                    member = domain.make()
-                    domain.members.add(member)
-                reply = member.score(answer_of(sample), domain.limit)
-            except TimeoutError:
-                reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
-            except MemberDiedError as error:
-                reply = {"error": str(error)}
-            except Exception as error:  # whatever it is, this sample must come back
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            else:
-                self._done.put(_Scored(sample, reply, time.monotonic() - start))
-                continue
-            if member is not None:
-                member.end()
-                domain.members.discard(member)
-                member = None
+            # A process may be killed by others, for want of memory: that is not the sample's, unless it happens again.
+            for is_last in (False, True):
+                reply, is_over = {}, True
+                try:
+                    if member is None:
+                        member = domain.make()
+                        domain.members.add(member)
+                    reply = member.score(answer_of(sample), domain.limit)
+                except TimeoutError:
+                    reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
+                except MemberDiedError as error:
+                    reply, is_over = {"error": str(error)}, is_last or isinstance(error, NotLoadedError)
+                except Exception as error:  # whatever it is, this sample must come back
+                    reply = {"error": f"{type(error).__name__}: {error}"}
+                else:
+                    break
+                if member is not None:
+                    member.end()
+                    domain.members.discard(member)
+                    member = None
+                if is_over or self._closed.is_set():
+                    break
             self._done.put(_Scored(sample, reply, time.monotonic() - start))
         if member is not None:
             member.end()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rollout.engine import Memory
 from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
 from megatune.rl.rollout.routing import Recorder
 from megatune.rl.rollout.running import Running
@@ -208,7 +209,7 @@ class BuiltinEngine:
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""
         assert not self.num_in_flight, "abort what is in flight first"
-        assert not self._sleeping, "wake it first"
+        assert not self._dropped, "wake its weights first"
         self._places = places_of(self._model)
         shapes = {name: tuple(place.shape) for name, place in self._places.items()}
         self._update, self._version = Update(version, num_tensors, shapes), None
@@ -236,11 +237,11 @@ class BuiltinEngine:
             self._dropped = drop_weights(self._model)
             self._version = None
 
-    def wake(self) -> None:
-        """Take the memory again."""
+    def wake(self, *parts: Memory) -> None:
+        """Take memory again; see `RolloutEngine.wake`. The cache grows with requests."""
         take_weights(self._model, self._dropped)
         self._dropped = {}
-        self._sleeping = False
+        self._sleeping = self._sleeping and bool(parts) and "cache" not in parts
 
     def _check_awake(self) -> None:
         if self._sleeping or self._version is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from megatune.rl.samples import Request, Response
+
+Memory: TypeAlias = Literal["weights", "cache"]
 
 
 class RolloutEngine(Protocol):
@@ -31,7 +33,7 @@ class RolloutEngine(Protocol):
         ...
 
     def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect the weights of a version; nothing is in flight."""
+        """Expect the weights of a version; nothing is in flight, and weights are awake."""
         ...
 
     def update(self, bucket: Mapping[str, Tensor]) -> None:
@@ -51,6 +53,6 @@ class RolloutEngine(Protocol):
         """Free the device's memory: the cache (1), or weights, too (2), which come with the next update."""
         ...
 
-    def wake(self) -> None:
-        """Take the memory again."""
+    def wake(self, *parts: Memory) -> None:
+        """Take parts of the memory again that are asleep; none stands for all. It samples once it has both."""
         ...

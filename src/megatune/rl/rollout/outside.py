@@ -1,8 +1,9 @@
-"""What engines of other projects share: their version, their arguments, and what came for a request."""
+"""What engines of other projects share: their version, their arguments, requests in flight and updates."""
 
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,16 @@ from typing import Literal
 
 import numpy as np
 from pydantic import ValidationError
+from torch import Tensor
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rollout.engine import Memory
+from megatune.rl.rollout.updates import Update
 from megatune.rl.samples import Request, Response
+
+# What vLLM and SGLang call the parts of an engine's memory.
+MEMORY_TAGS: Mapping[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 def check_version(engine: str, packages: Sequence[str], tested: str, role: InferRole) -> None:
@@ -85,8 +92,15 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
-    def response(self, finish: Literal["stop", "length", "abort"], *, known: bool) -> Response:
-        """Return it with the part that it goes on from; log-probabilities are NaN where they are not `known`."""
+    def response(
+        self, finish: Literal["stop", "length", "abort"], *, known: bool, experts: np.ndarray | None = None
+    ) -> Response:
+        """Return it with the part that it goes on from.
+
+        Args:
+            known: whether log-probabilities are those asked for; they are NaN otherwise.
+            experts: those of every token but the last, [tokens, layers, k] in any integer dtype.
+        """
         request, versions = self.request, self.request.versions
         if self.tokens and (not versions or versions[-1][1] != self.version):
             versions = (*versions, (len(request.response_ids), self.version))
@@ -97,4 +111,69 @@ class Sampled:
             np.concatenate([request.log_probs, log_probs]),
             finish,
             versions,
+            None if experts is None else experts.astype(np.int16),
         )
+
+
+class OutsideEngine(ABC):
+    """See `RolloutEngine`.
+
+    Args:
+        shapes: of the model's tensors, by their names in checkpoints.
+        has_weights: whether the model's own were loaded.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, has_weights: bool) -> None:
+        self._shapes = shapes
+        self._version: int | None = 0 if has_weights else None
+        self._update: Update | None = None
+        self._sampled: dict[str, Sampled] = {}
+        self._finished: list[Response] = []
+
+    @property
+    def version(self) -> int:
+        """Of the weights; -1 where there are none, or an update was not whole."""
+        return -1 if self._version is None else self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of requests, those that wait included."""
+        return len(self._sampled)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `RolloutEngine.submit`."""
+        if self._version is None:
+            why = "its weights have no version: no whole update has come"
+            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+        for request in requests:
+            sampled = Sampled(request, self._version)
+            if len(request.response_ids) >= request.max_new_tokens:
+                self._finished.append(sampled.response("length", known=True))
+                continue
+            self._sampled[request.id] = sampled
+            self._begin(request, np.concatenate([request.prompt_ids, request.response_ids]).tolist())
+
+    @abstractmethod
+    def _begin(self, request: Request, tokens: list[int]) -> None:
+        """Give a request to the engine, which goes on after `tokens`."""
+
+    def begin_update(self, version: int, num_tensors: int) -> None:
+        """Expect weights; see `RolloutEngine.begin_update`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        self._update, self._version = Update(version, num_tensors, self._shapes), None
+
+    def _accepted(self, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Note tensors, and return those that belong to the model."""
+        assert self._update is not None, "begin_update comes first"
+        return {name: tensor for name, tensor in bucket.items() if self._update.accept(name, tensor.shape)}
+
+    def sleep(self, level: int) -> None:
+        """Free memory; see `RolloutEngine.sleep`."""
+        assert not self.num_in_flight, "abort what is in flight first"
+        self._free(level)
+        if level > 1:
+            self._version = None
+
+    @abstractmethod
+    def _free(self, level: int) -> None:
+        """Free what `sleep` frees."""

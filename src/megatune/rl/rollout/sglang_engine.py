@@ -11,7 +11,6 @@ import asyncio
 import base64
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,9 @@ from torch import Tensor
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
-from megatune.rl.rollout.updates import Update, checkpoint_shapes
+from megatune.rl.rollout.engine import Memory
+from megatune.rl.rollout.outside import MEMORY_TAGS, OutsideEngine, check_arguments, check_version, starting
+from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
 
 TESTED = "0.5.23"
@@ -34,14 +34,12 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
-class SglangEngine:
+class SglangEngine(OutsideEngine):
     """See `RolloutEngine`.
 
     Args:
         engine: SGLang's Engine.
-        shapes: of the model's tensors, by their names in checkpoints.
         seeds: whether a response has random numbers of its own: with enable_deterministic_inference.
-        has_weights: whether the model's own were loaded.
         num_layers: of the model, where the experts that were chosen are to be returned.
     """
 
@@ -54,12 +52,9 @@ class SglangEngine:
         has_weights: bool,
         num_layers: int | None = None,
     ) -> None:
-        self._engine, self._shapes, self._seeds, self._num_layers = engine, shapes, seeds, num_layers
-        self._version: int | None = 0 if has_weights else None
-        self._update: Update | None = None
-        self._sampled: dict[str, Sampled] = {}
+        super().__init__(shapes, has_weights=has_weights)
+        self._engine, self._seeds, self._num_layers = engine, seeds, num_layers
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        self._finished: list[Response] = []
         self._asleep: list[str] = []
 
     @classmethod
@@ -99,35 +94,15 @@ class SglangEngine:
             num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
-    @property
-    def version(self) -> int:
-        """Of the weights; -1 where there are none, or an update was not whole."""
-        return -1 if self._version is None else self._version
-
-    @property
-    def num_in_flight(self) -> int:
-        """Of requests, those that wait included."""
-        return len(self._sampled)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; see `RolloutEngine.submit`."""
-        if self._version is None:
-            why = "its weights have no version: no whole update has come"
-            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
-        for request in requests:
-            sampled = Sampled(request, self._version)
-            if len(request.response_ids) >= request.max_new_tokens:
-                self._finished.append(sampled.response("length", known=True))
-                continue
-            asked = self._engine.async_generate(
-                input_ids=np.concatenate([request.prompt_ids, request.response_ids]).tolist(),
-                sampling_params=self._params(request),
-                return_logprob=True,
-                return_routed_experts=self._num_layers is not None,
-                rid=request.id,
-            )
-            self._sampled[request.id] = sampled
-            self._tasks[request.id] = self._engine.loop.create_task(asked)
+    def _begin(self, request: Request, tokens: list[int]) -> None:
+        asked = self._engine.async_generate(
+            input_ids=tokens,
+            sampling_params=self._params(request),
+            return_logprob=True,
+            return_routed_experts=self._num_layers is not None,
+            rid=request.id,
+        )
+        self._tasks[request.id] = self._engine.loop.create_task(asked)
 
     def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)
@@ -168,13 +143,13 @@ class SglangEngine:
         if kind not in ("stop", "length", "abort"):
             raise MegatuneError(Finding(f"SGLang ended a request with {kind}", "actor_infer"), ExitCode.INTERNAL)
         finish: Literal["stop", "length", "abort"] = kind
-        response = sampled.response(finish, known=True)
         experts = answer.get("routed_experts")
         if self._num_layers is None or experts is None:
-            return response
-        tokens = len(sampled.request.prompt_ids) + len(response.response_ids) - 1
-        chosen = np.frombuffer(base64.b64decode(experts), np.int32).astype(np.int16)
-        return replace(response, routing=chosen.reshape(tokens, self._num_layers, -1))
+            return sampled.response(finish, known=True)
+        request = sampled.request
+        tokens = len(request.prompt_ids) + len(request.response_ids) + len(sampled.tokens) - 1
+        chosen = np.frombuffer(base64.b64decode(experts), np.int32).reshape(tokens, self._num_layers, -1)
+        return sampled.response(finish, known=True, experts=chosen)
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
         """End requests; see `RolloutEngine.abort`."""
@@ -187,15 +162,9 @@ class SglangEngine:
         self._run(asyncio.wait([self._tasks[each] for each in gone]))
         return [self._take(each) for each in gone]
 
-    def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect weights; see `RolloutEngine.begin_update`."""
-        assert not self.num_in_flight, "abort what is in flight first"
-        self._update, self._version = Update(version, num_tensors, self._shapes), None
-
     def update(self, bucket: Mapping[str, Tensor]) -> None:
         """Take some of the weights; see `RolloutEngine.update`."""
-        assert self._update is not None, "begin_update comes first"
-        good = [(name, tensor) for name, tensor in bucket.items() if self._update.accept(name, tensor.shape)]
+        good = [*self._accepted(bucket).items()]
         self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
 
     def commit_update(self, version: int) -> None:
@@ -211,14 +180,13 @@ class SglangEngine:
         if not result[0]:
             raise MegatuneError(Finding(f"SGLang {what}", "actor_infer", result[1]), ExitCode.INTERNAL)
 
-    def sleep(self, level: int) -> None:
-        """Free memory; see `RolloutEngine.sleep`."""
-        assert not self.num_in_flight, "abort what is in flight first"
-        self._asleep = ["kv_cache", "weights"] if level > 1 else ["kv_cache"]
+    def _free(self, level: int) -> None:
+        self._asleep = [*MEMORY_TAGS.values()] if level > 1 else [MEMORY_TAGS["cache"]]
         self._engine.release_memory_occupation(tags=self._asleep)
-        if level > 1:
-            self._version = None
 
-    def wake(self) -> None:
-        """Take the memory again."""
-        self._engine.resume_memory_occupation(tags=self._asleep)
+    def wake(self, *parts: Memory) -> None:
+        """Take memory again; see `RolloutEngine.wake`."""
+        tags = [tag for part in parts or MEMORY_TAGS if (tag := MEMORY_TAGS[part]) in self._asleep]
+        if tags:
+            self._engine.resume_memory_occupation(tags=tags)
+            self._asleep = [tag for tag in self._asleep if tag not in tags]

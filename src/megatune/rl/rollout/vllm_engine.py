@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rollout.outside import Sampled, check_arguments, check_version, starting
-from megatune.rl.rollout.updates import Update, checkpoint_shapes
+from megatune.rl.rollout.engine import Memory
+from megatune.rl.rollout.outside import MEMORY_TAGS, OutsideEngine, Sampled, check_arguments, check_version, starting
+from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
 
 TESTED = "0.32"
@@ -32,15 +33,14 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _NEVER = -100.0  # a logit bias
 
 
-class VllmEngine:
+class VllmEngine(OutsideEngine):
     """See `RolloutEngine`.
 
     Args:
         engine: vLLM's LLMEngine.
-        shapes: of the model's tensors, by their names in checkpoints.
         temperature: the one that log-probabilities are at. Requests at another one have none.
         is_shared: whether its workers are other processes.
-        has_weights: whether the model's own were loaded.
+        can_sleep: whether it frees memory on this platform.
         never: tokens that are not sampled.
     """
 
@@ -55,12 +55,9 @@ class VllmEngine:
         can_sleep: bool,
         never: Sequence[int],
     ) -> None:
-        self._engine, self._shapes, self._temperature = engine, shapes, temperature
+        super().__init__(shapes, has_weights=has_weights)
+        self._engine, self._temperature = engine, temperature
         self._is_shared, self._can_sleep, self._never = is_shared, can_sleep, never
-        self._version: int | None = 0 if has_weights else None
-        self._update: Update | None = None
-        self._sampled: dict[str, Sampled] = {}
-        self._finished: list[Response] = []
         engine.collective_rpc("megatune_scale_logits", args=(1.0 / temperature,))
 
     @classmethod
@@ -90,6 +87,7 @@ class VllmEngine:
             "model": str(folder),
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
+            "enable_return_routed_experts": role.return_routing,
         }
         with starting("vLLM", role):
             arguments = EngineArgs(**arguments)
@@ -113,29 +111,8 @@ class VllmEngine:
             never=never,
         )
 
-    @property
-    def version(self) -> int:
-        """Of the weights; -1 where there are none, or an update was not whole."""
-        return -1 if self._version is None else self._version
-
-    @property
-    def num_in_flight(self) -> int:
-        """Of requests, those that wait included."""
-        return len(self._sampled)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; see `RolloutEngine.submit`."""
-        if self._version is None:
-            why = "its weights have no version: no whole update has come"
-            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
-        for request in requests:
-            sampled = Sampled(request, self._version)
-            if len(request.response_ids) >= request.max_new_tokens:
-                self._finished.append(sampled.response("length", known=True))
-                continue
-            self._sampled[request.id] = sampled
-            prompt = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
-            self._engine.add_request(request.id, {"prompt_token_ids": prompt}, self._params(request))
+    def _begin(self, request: Request, tokens: list[int]) -> None:
+        self._engine.add_request(request.id, {"prompt_token_ids": tokens}, self._params(request))
 
     def _params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -180,7 +157,8 @@ class VllmEngine:
         if piece.finish_reason is not None:
             del self._sampled[id_]
             finish: Literal["stop", "length"] = "stop" if piece.finish_reason == "stop" else "length"
-            self._finished.append(sampled.response(finish, known=self._is_known(sampled)))
+            known, experts = self._is_known(sampled), piece.routed_experts
+            self._finished.append(sampled.response(finish, known=known, experts=experts))
 
     def _is_known(self, sampled: Sampled) -> bool:
         return sampled.request.temperature == self._temperature
@@ -195,14 +173,12 @@ class VllmEngine:
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""
-        assert not self.num_in_flight, "abort what is in flight first"
-        self._update, self._version = Update(version, num_tensors, self._shapes), None
+        super().begin_update(version, num_tensors)
         self._engine.collective_rpc("megatune_begin")
 
     def update(self, bucket: Mapping[str, Tensor]) -> None:
         """Take some of the weights; see `RolloutEngine.update`."""
-        assert self._update is not None, "begin_update comes first"
-        good = {name: tensor for name, tensor in bucket.items() if self._update.accept(name, tensor.shape)}
+        good = self._accepted(bucket)
         if not self._is_shared:
             self._engine.collective_rpc("megatune_load", args=(good,))
             return
@@ -225,18 +201,14 @@ class VllmEngine:
             raise MegatuneError(finding, ExitCode.INTERNAL)
         self._version = version
 
-    def sleep(self, level: int) -> None:
-        """Free memory, which vLLM does on GPUs; see `RolloutEngine.sleep`."""
-        assert not self.num_in_flight, "abort what is in flight first"
+    def _free(self, level: int) -> None:
         if self._can_sleep:
             self._engine.sleep(level)
-        if level > 1:
-            self._version = None
 
-    def wake(self) -> None:
-        """Take the memory again."""
+    def wake(self, *parts: Memory) -> None:
+        """Take memory again; see `RolloutEngine.wake`. vLLM samples once it has all of it."""
         if self._can_sleep:
-            self._engine.wake_up()
+            self._engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
 
 
 def _set_environment(role: InferRole) -> None:

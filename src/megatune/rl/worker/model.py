@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
+from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.plan.adapters import as_adapter
@@ -79,7 +80,11 @@ class ModelWorker(ABC):
         context, timeout = self.context, self.settings.run.ddp_timeout
         context.beat("join", 0, limit=timeout)
         ranks = context.rank, context.world_size, context.local_rank
-        groups.join(*ranks, context.master_addr, context.master_port, timeout=timeout)
+        try:
+            groups.join(*ranks, context.master_addr, context.master_port, timeout=timeout)
+        except MegatuneError as error:
+            fix = "start again: another port is chosen each time; on several machines see whether they reach each other"
+            raise MegatuneError([replace(each, fix=fix) for each in error.findings], error.exit_code) from error
 
     @abstractmethod
     def load(self, checkpoint: str | None = None) -> Ready:

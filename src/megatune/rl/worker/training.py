@@ -134,10 +134,10 @@ class TrainedWorker(ModelWorker):
 
     def train(self, rollouts: Rollouts, step: int) -> Trained:
         """Update on a step's samples: `ppo_epochs` passes over shuffled mini-batches of per_device_train_batch_size ·
-        gradient_accumulation_steps · data-parallel size samples.
+        gradient_accumulation_steps · data-parallel size samples. One in which no token counts is left out.
 
         Args:
-            rollouts: with the values that the loss needs, of tokens and of samples.
+            rollouts: with the values that the loss needs, of tokens and of samples; some of their tokens count.
             step: of the run, counted from 0; it seeds the order of samples.
 
         Raises:
@@ -145,7 +145,10 @@ class TrainedWorker(ModelWorker):
         """
         self._need("weights", "gradients", "optimizer")
         seed, epochs = self.settings.run.seed, self.rl.algorithm.ppo_epochs
+        counts = [float(mask.sum()) for mask in rollouts.per_token["mask"]]
         plan = mini_batches(len(rollouts), self.samples_per_update, epochs, seed, step)
+        # Without gradients Adam would still move the weights: by its moments, and by weight decay.
+        plan = [samples for samples in plan if any(counts[sample] for sample in samples)]
         results: list[StepResult] = []
         for number, samples in enumerate(plan, 1):
             self.context.beat(f"train, update {number} of {len(plan)}", step)

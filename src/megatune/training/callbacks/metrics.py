@@ -227,8 +227,8 @@ class Prediction(Callback):
 
     def on_train_end(self, summary: TrainSummary) -> None:
         self._write(summary.outcome, summary.memory)
-        if summary.outcome != "failed":
-            print("\n".join(plan_record.verdict(self._record)), flush=True)
+        if summary.outcome != "failed" and (lines := list(plan_record.verdict(self._record))):
+            print("\n".join(lines), flush=True)
 
     def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))

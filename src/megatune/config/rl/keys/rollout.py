@@ -41,7 +41,7 @@ class RolloutKeys(Group):
     How: It is written together with val_prompt_length.
     When: To validate with longer responses than those that are trained on."""
     max_running_requests: Annotated[Count, "responses"] = 128
-    """Responses that are sampled at the same time, over all engines.
+    """Responses that an engine samples at the same time.
     How: Each takes memory for its keys and values; what does not fit waits.
     When: Raise it while engines have memory to spare: decoding many costs hardly more than decoding one."""
     async_generation_ratio: NonNegative = 0.0

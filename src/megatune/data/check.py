@@ -1,0 +1,102 @@
+"""What can be known of a run's data before its processes start: names, files, the columns of first rows, the template.
+
+Data sets on a hub are left to the run, which fetches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from megatune.config.settings import Settings
+from megatune.data.bad_rows import RowError
+from megatune.data.processes import usable_processes
+from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
+from megatune.data.sources import DatasetSource, datasets_of
+from megatune.data.sources.detection import ROWS_FOR_DETECTION
+from megatune.data.templates.files import check_template
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+T = TypeVar("T")
+# Settings that say what the data is: where one of them is wrong, nothing is known of it.
+_OF_DATA = ("data.dataset", "data.dataset_dir", "data.eval_dataset", "data.columns", "run.stage")
+# Forms whose columns have one name each.
+_NAMED = ("alpaca", "sharegpt", "openai")
+_MISSING = ("missing-field", "wrong-type", "messages-not-a-list")
+
+
+@dataclass(slots=True)
+class Checked:
+    """What is wrong, and what a user should know of what is not."""
+
+    errors: list[MegatuneError] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def run(self, check: Callable[[], T]) -> T | None:
+        """Return what `check` returns; None where it raises, which is kept."""
+        try:
+            return check()
+        except MegatuneError as error:
+            self.errors.append(error)
+            return None
+
+
+def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, invalid: Collection[str] = ()) -> None:
+    """Look at the data sets that are here, their first rows, and the template.
+
+    Args:
+        tokenizer: the folder that has it; None where it is not here yet.
+        invalid: "group.name" of settings that were refused.
+    """
+    if settings.run.stage != "pt" and not {"data.template", "run.stage"} & set(invalid):
+        checked.run(lambda: check_template(settings.data.template, tokenizer))
+    if asked := settings.data.preprocessing_num_workers:
+        usable, why = usable_processes(asked)
+        if usable < asked:
+            checked.lines.append(f"data       preprocessing_num_workers {asked}: {usable} are started, as {why}")
+    if set(_OF_DATA) & set(invalid):
+        return
+    for evaluation in (False, True):
+        sources = checked.run(partial(datasets_of, settings, evaluation=evaluation, hubs=False))
+        for source in sources or ():
+            names = checked.run(partial(_first_rows, settings, source))
+            if (
+                source.formatting in _NAMED
+                and names
+                and (unused := [name for name in names if name not in _used(settings, source)])
+            ):
+                checked.lines.append(f"data       {source.name}: fields that are not used: {', '.join(unused)}")
+
+
+def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
+    """Read the first rows of a data set, and return the names of their fields.
+
+    Raises:
+        MegatuneError: none of them has a field that it should have (exit code 65), or as `read_samples`.
+    """
+    data = settings.data
+    few = ROWS_FOR_DETECTION if data.max_samples is None else min(data.max_samples, ROWS_FOR_DETECTION)
+    samples = read_samples(replace(source, num_samples=None), seed=settings.run.seed, max_samples=few)
+    reader = RowReader(source, settings.run.stage, replacements(data), pictures=True)
+    first = list(with_examples(samples, reader))
+    errors = [sample.example for sample in first if isinstance(sample.example, RowError)]
+    if first and len(errors) == len(first) and all(error.code in _MISSING for error in errors):
+        what = f"{source.name}: none of its first {len(first)} rows can be trained on"
+        fix = "name the columns of its rows: `columns` of its entry in dataset_info.json, or the setting columns"
+        raise MegatuneError(Finding(what, first[0].where, str(errors[0]), fix), ExitCode.DATA)
+    return list(dict.fromkeys(name for sample in first for name in sample.row.fields))
+
+
+def _used(settings: Settings, source: DatasetSource) -> set[str]:
+    """Return the fields that are read of a row."""
+    columns, stage = source.columns, settings.run.stage
+    used = [columns.system, columns.tools, columns.images, columns.videos, columns.audios, columns.kto_tag]
+    is_alpaca = source.formatting == "alpaca"
+    used += [columns.prompt, columns.query, columns.history] if is_alpaca else [columns.messages]
+    used += [columns.chosen, columns.rejected] if source.ranking else []
+    used += [columns.response] if is_alpaca or stage == "kto" else []
+    used += [columns.margin] if stage == "rm" else []
+    return {LANGUAGE_FIELD, *(name for name in used if name is not None)}

@@ -1,0 +1,203 @@
+"""How long a run's documents are, from a look at its data that takes seconds: nothing is prepared, fetched or kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Example, PreferencePair, texts
+from megatune.data.encode import Encoder
+from megatune.data.samples import RowReader, Sample, read_samples, replacements, with_examples
+from megatune.data.sources import DATASET_INFO, ONLINE, REMOTE, DatasetSource, datasets_of
+from megatune.data.sources.registry import parse_entry, parse_reference, read_registry
+from megatune.data.workers import encode_all
+
+if TYPE_CHECKING:
+    from megatune.config.settings import DataSettings, Settings
+
+# Returns the tokens of each text.
+Counter = Callable[[Sequence[str]], Sequence[int]]
+
+# Rows that are encoded: at equal distances, and the longest by their text.
+_EVENLY, _LONGEST = 400, 16
+_MOST_READ = 20_000  # rows of a data set that are looked at
+# Bytes of text in a token, where no tokenizer is at hand: an assumption. Tokenizers of today's models take about four
+# of English, and fewer of code.
+BYTES_OF_A_TOKEN = 4
+# Tokens that a template writes around a message, as ChatML's <|im_start|>user and <|im_end|> with their line breaks.
+_AROUND = 5
+
+
+@dataclass(slots=True)
+class SampledLengths:
+    """What was seen.
+
+    Attributes:
+        documents: tokens of each encoded document, cut as training cuts it.
+        rows: looked at.
+        encoded: of those, with the tokenizer; 0 where texts were counted.
+        is_whole: these are all rows.
+        is_exact: with the template's own tokens, too.
+        pictures, most_pictures, largest_picture: tokens of pictures of the mean row, of the row with most of them, and
+            of the largest picture.
+    """
+
+    documents: list[int] = field(default_factory=list)
+    rows: int = 0
+    encoded: int = 0
+    is_whole: bool = True
+    is_exact: bool = False
+    pictures: float = 0.0
+    most_pictures: int = 0
+    largest_picture: int = 0
+
+    @property
+    def words(self) -> str:
+        """Say how this was found."""
+        rows = f"{'all' if self.is_whole else 'the first'} {self.rows:,} rows"
+        if not self.encoded:
+            return f"of {rows}, estimated with {BYTES_OF_A_TOKEN} bytes of text a token"
+        chosen = f"of {rows}" if self.encoded == self.rows else f"of {self.encoded:,} of {rows}, the longest among them"
+        return chosen if self.is_exact else f"{chosen}, about {_AROUND} tokens of the template a message"
+
+
+def not_here(data: DataSettings) -> str:
+    """Return the first data set that is not in files here, "" where all are."""
+    if data.dataset_dir == ONLINE or data.dataset_dir.startswith(REMOTE):
+        return next(iter(data.dataset), "")
+    folder = Path(data.dataset_dir)
+    path = folder / DATASET_INFO
+    info = read_registry(path, str(path)) if path.exists() else {}
+
+    def is_path(name: str) -> bool:
+        return Path(name).exists() or (folder / name).exists()
+
+    for text in data.dataset:
+        reference = parse_reference(text, lambda name: name in info or is_path(name))
+        entry = parse_entry(info[reference.name], reference.name) if reference.name in info else None
+        if reference.hub or (entry is not None and entry.hub is not None) or not (entry or is_path(reference.name)):
+            return text
+    return ""
+
+
+def text_counter(folder: Path) -> Counter | None:
+    """Return what counts tokens with tokenizer.json, without Transformers, which takes seconds to import; None
+    where there is none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library raises nothing more special
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda texts: [len(each.ids) for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def sampled_lengths(
+    settings: Settings, count: Counter | None = None, encoder: Encoder | None = None, *, seconds: float = 2.0
+) -> SampledLengths:
+    """Look at rows of all data sets that are trained on.
+
+    Args:
+        count: None where no tokenizer is at hand.
+        encoder: for exact lengths, pictures included, in place of `count`.
+        seconds: after which no more rows are read; those that were read are encoded.
+
+    Raises:
+        MegatuneError: a data set or template is not there, or cannot be read.
+    """
+    sources = datasets_of(settings)
+    found = SampledLengths(is_exact=encoder is not None)
+    rows = 0
+    for source in sources:
+        has_pictures = encoder is not None and encoder.vision is not None
+        samples = _read(source, settings, has_pictures, seconds / len(sources), found)
+        if encoder is None:
+            _count_texts(samples, settings, count, found)
+        else:
+            rows += _encode(samples, settings, encoder, found)
+    found.pictures /= max(rows, 1)
+    return found
+
+
+def _read(
+    source: DatasetSource, settings: Settings, pictures: bool, seconds: float, found: SampledLengths
+) -> list[Sample]:
+    """Return the first rows that can be trained on."""
+    data, deadline, samples = settings.data, time.monotonic() + seconds, []
+    rows = read_samples(source, seed=settings.run.seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
+    reader = RowReader(source, settings.run.stage, replacements(data), pictures)
+    for sample in with_examples(rows, reader):
+        samples += [] if isinstance(sample.example, RowError) else [sample]
+        if len(samples) >= _MOST_READ or time.monotonic() > deadline:
+            found.is_whole = False
+            break
+    found.rows += len(samples)
+    return samples
+
+
+def _count_texts(samples: Sequence[Sample], settings: Settings, count: Counter | None, found: SampledLengths) -> None:
+    """Add the lengths of rows, by their texts."""
+    cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
+    chosen = samples if count is None else _chosen(samples)
+    documents = [list(texts(each)) for sample in chosen for each in _documents(sample.example)]
+    if count is None:
+        lengths = [[len(text.encode()) // BYTES_OF_A_TOKEN for text in document] for document in documents]
+    else:
+        found.encoded += len(chosen)
+        counted = iter(count([text for document in documents for text in document]))
+        lengths = [[next(counted) for _ in document] for document in documents]
+    for each in lengths:
+        around = 1 if is_text else _AROUND * sum(map(bool, each))
+        found.documents += _pieces(sum(each) + around, cutoff, is_text)
+
+
+def _encode(samples: Sequence[Sample], settings: Settings, encoder: Encoder, found: SampledLengths) -> int:
+    """Add the lengths of some of these rows, encoded as training does; return how many there are."""
+    cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
+    chosen = _chosen(samples)
+    found.encoded += len(chosen)
+    rows = 0
+    for _, encoded in encode_all(encoder, chosen, 1):
+        if isinstance(encoded, RowError):
+            continue
+        rows += 1
+        pictures = [picture.num_tokens for document in encoded.documents for picture in document.pictures]
+        found.pictures += sum(pictures)
+        found.most_pictures = max(found.most_pictures, sum(pictures))
+        found.largest_picture = max(found.largest_picture, *pictures, 0)
+        for document in encoded.documents:
+            found.documents += _pieces(len(document.input_ids), cutoff, is_text)
+    return rows
+
+
+def _chosen(samples: Sequence[Sample]) -> list[Sample]:
+    """Return rows at equal distances, and the longest."""
+    if len(samples) <= _EVENLY + _LONGEST:
+        return list(samples)
+    sizes = [max(sum(map(len, texts(each))) for each in _documents(sample.example)) for sample in samples]
+    longest = sorted(range(len(samples)), key=sizes.__getitem__)[-_LONGEST:]
+    evenly = (place * len(samples) // _EVENLY for place in range(_EVENLY))
+    return [samples[place] for place in sorted({*evenly, *longest})]
+
+
+def _documents(example: Example | RowError | None) -> tuple[Example, ...]:
+    """Return a conversation or text itself, and those of a pair."""
+    assert example is not None
+    assert not isinstance(example, RowError)
+    return example.conversations() if isinstance(example, PreferencePair) else (example,)
+
+
+def _pieces(length: int, cutoff: int, is_text: bool) -> Iterator[int]:
+    """Yield what becomes of a document that may be longer than cutoff_len."""
+    if not is_text:
+        yield min(length, cutoff)
+        return
+    yield from [cutoff] * (length // cutoff)
+    if length % cutoff:
+        yield length % cutoff

@@ -1,0 +1,81 @@
+"""Whether a template fits a tokenizer, as far as the tokenizer's files show it: nothing of Transformers is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
+from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# One of these is what a tokenizer is read from.
+_TOKENIZERS = (TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def check_template(name: str | None, folder: Path | None) -> None:
+    """Refuse a template that is none, or that cannot be this tokenizer's.
+
+    Args:
+        name: as `load_template` takes it.
+        folder: of the tokenizer; None where it is not here yet.
+
+    Raises:
+        MegatuneError: as `load_template`.
+    """
+    from megatune.data.templates import named_template
+
+    is_default = name is None or name == "default"
+    template = None if name is None or is_default else read_template(name) if is_template_file(name) else None
+    if template is None and name is not None and not is_default:
+        template = named_template(name)
+    if folder is None:
+        return
+    if not any((folder / each).exists() for each in _TOKENIZERS):
+        fix = f"put {TOKENIZER} and {TOKENIZER_CONFIG} beside the weights"
+        finding = Finding("the tokenizer cannot be loaded", str(folder), "there is none in the folder", fix)
+        raise MegatuneError(finding, ExitCode.INPUT)
+    if template is None:
+        if not _has_chat_template(folder):
+            raise _refused("default", folder, "the tokenizer has no chat template")
+    elif missing := _missing(template, _text(folder)):
+        raise _refused(template.name, folder, f"the tokenizer does not have {', '.join(missing)} as one token")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in _CHAT_TEMPLATES):
+        return True
+    try:
+        return bool(json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return True  # what reads the tokenizer says what is wrong with it
+
+
+def _text(folder: Path) -> str | None:
+    """Return what tokenizer.json says; None where there is none to read."""
+    try:
+        return (folder / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _missing(template: NamedTemplate, text: str | None) -> list[str]:
+    """Name special tokens of the template that tokenizer.json does not have anywhere."""
+    tokens = [token for token in template.special_tokens if token not in ("{bos}", "{eos}")]
+    written = {token: (json.dumps(token, ensure_ascii=False), json.dumps(token)) for token in tokens}
+    return [token for token in tokens if text is not None and not any(form in text for form in written[token])]
+
+
+def _refused(name: str, folder: Path, why: str) -> MegatuneError:
+    text = _text(folder)
+    own = (each for each in NAMED_TEMPLATES.values() if set(each.special_tokens) - {"{bos}", "{eos}"})
+    fitting = [] if text is None else [each.name for each in own if not _missing(each, text)]
+    if name != "default" and _has_chat_template(folder):
+        fitting.insert(0, "default")
+    fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
+    if fitting:
+        fix = f"templates that fit it: {', '.join(fitting)}"
+    what = f"template: {name} does not fit this model's tokenizer"
+    return MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)

@@ -1,0 +1,128 @@
+"""What a settings file asks of its machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatune.doctor.check import Check, Verdict
+from megatune.errors import MegatuneError
+from megatune.training.before import check_before
+
+if TYPE_CHECKING:
+    from megatune.architecture import Architecture
+    from megatune.config.load import Loaded
+    from megatune.config.settings import Settings
+
+MEETING_SECONDS = 60.0
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of a run, or what any run needs.
+
+    Attributes:
+        output_dir: None where no file names one.
+        timeout: seconds in which ranks must meet.
+        workers: processes that load data, of each rank.
+        checkpoint: bytes of one with its training state; 0 where the model is not known.
+        copies: checkpoints that are there at the same time.
+        hubs: ("hf" or "ms", what lies there).
+        checks: of the file itself.
+    """
+
+    output_dir: Path | None = None
+    timeout: float = MEETING_SECONDS
+    workers: int = 0
+    bf16: bool = False
+    tensor_parallel: bool = False
+    checkpoint: int = 0
+    copies: int = 1
+    hubs: tuple[tuple[str, str], ...] = ()
+    checks: tuple[Check, ...] = ()
+
+
+def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
+    """Read what a run needs from its settings; what is wrong with them becomes checks.
+
+    Args:
+        world_size: processes of the whole run.
+        whole: whether the settings are those of a run, or a few that say which ranks to start.
+    """
+    settings = loaded.settings
+    timeout = min(settings.run.ddp_timeout, MEETING_SECONDS)
+    if not whole:
+        return Needs(timeout=timeout)
+    architecture, hubs = None, tuple(_hubs(settings))
+    checks = []
+    if settings.model.model_name_or_path and not hubs:
+        try:
+            architecture = _architecture(settings)
+        except MegatuneError as error:
+            checks += [
+                Check("settings", each.where or "model", Verdict.FAIL, each.what, each.why, each.fix)
+                for each in error.findings
+            ]
+    findings = loaded.check(architecture, world_size)
+    findings += [each for error in check_before(settings, loaded.invalid).errors for each in error.findings]
+    checks += [
+        Check("settings", each.where or "settings", Verdict.FAIL, each.what, each.why, each.fix) for each in findings
+    ]
+    if not checks:
+        checks = [
+            Check(
+                "settings",
+                "settings",
+                Verdict.PASS,
+                "valid for this layout and model; data, weights and folders are there",
+            )
+        ]
+    limit = settings.checkpoint.save_total_limit
+    return Needs(
+        output_dir=Path(settings.run.output_dir) if settings.run.output_dir else None,
+        timeout=timeout,
+        workers=settings.data.dataloader_num_workers or 0,
+        bf16=settings.precision.bf16,
+        tensor_parallel=settings.parallel.tensor_model_parallel_size > 1,
+        checkpoint=checkpoint_bytes(settings, architecture) if architecture else 0,
+        copies=(limit or 1) + 1,
+        hubs=hubs,
+        checks=tuple(checks),
+    )
+
+
+def checkpoint_bytes(settings: Settings, architecture: Architecture) -> int:
+    """Return bytes of a checkpoint: the model, or its adapters, and what a resume needs of each trained parameter."""
+    from megatune.plan.flops import num_parameters
+    from megatune.plan.memory.parameters import optimizer_rules
+    from megatune.plan.memory.tensors import num_trained_parameters
+
+    size, adapters = _BYTES[settings.precision.params_dtype], settings.finetuning.finetuning_type == "lora"
+    trained = num_trained_parameters(architecture, settings.finetuning)
+    model = (trained if adapters else num_parameters(architecture)) * size
+    if settings.checkpoint.save_only_model:
+        return model
+    master = 4 if size < 4 else 0
+    return model + trained * (master + optimizer_rules(settings).element_bytes)
+
+
+def _architecture(settings: Settings) -> Architecture:
+    from megatune.families import load_architecture
+    from megatune.hub.models import open_model
+
+    model = settings.model
+    assert model.model_name_or_path is not None
+    found = open_model(model.model_name_or_path, model.model_revision, model.cache_dir, model.mcore_model)
+    return load_architecture(found.config_dir(), settings.run.stage)
+
+
+def _hubs(settings: Settings) -> Iterator[tuple[str, str]]:
+    from megatune.hub.models import is_hub_id
+    from megatune.hub.repository import use_modelscope
+
+    name = settings.model.model_name_or_path
+    if name and is_hub_id(name) and settings.model.mcore_model is None:
+        yield "ms" if use_modelscope() else "hf", name

@@ -1,0 +1,128 @@
+"""Names, ports and interfaces through which ranks meet, and hubs where a run needs one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from megatune.doctor.check import Check, Verdict
+
+_CONNECT_SECONDS = 5.0
+_HUBS = {"hf": ("HF_ENDPOINT", "huggingface.co"), "ms": ("MODELSCOPE_ENDPOINT", "modelscope.cn")}
+
+
+def network(address: str, port: int, *, first: bool, several: bool) -> Iterator[Check]:
+    """Check what this machine needs to meet the others.
+
+    Args:
+        address, port: where rank 0 listens.
+        first: whether rank 0 is on this machine.
+        several: whether there are other machines.
+    """
+    yield _own_name(several)
+    if several:
+        yield _resolves(address)
+    if first:
+        yield _port(port)
+    yield from _interfaces(os.environ)
+    yield from _infiniband()
+
+
+def _own_name(several: bool) -> Check:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        why, verdict = f"{error}: gloo listens at the address of this name", Verdict.FAIL if several else Verdict.WARN
+        return Check("network", "own name", verdict, name, why, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
+    if several and address.startswith("127."):
+        why = "other machines would be told an address at which they reach themselves"
+        fix = f"the machine's address for {name} in /etc/hosts, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        return Check("network", "own name", Verdict.FAIL, f"{name} is {address}", why, fix)
+    return Check("network", "own name", Verdict.PASS, f"{name} is {address}")
+
+
+def _resolves(address: str) -> Check:
+    try:
+        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(address, None)})
+    except OSError as error:
+        return Check(
+            "network", "MASTER_ADDR", Verdict.FAIL, address, str(error), "the address of the machine of rank 0"
+        )
+    return Check("network", "MASTER_ADDR", Verdict.PASS, f"{address} is {', '.join(found)}")
+
+
+def _port(port: int) -> Check:
+    from megatune.errors import MegatuneError
+    from megatune.launch.world import ensure_port_free
+
+    try:
+        ensure_port_free(port)
+    except MegatuneError as error:
+        finding = error.findings[0]
+        return Check("network", f"port {port}", Verdict.FAIL, finding.what, finding.why, finding.fix)
+    return Check("network", f"port {port}", Verdict.PASS, "free")
+
+
+def _interfaces(env: Mapping[str, str]) -> Iterator[Check]:
+    """Interfaces that variables name must be there; NCCL's may be prefixes, with ^ or = before them."""
+    there = psutil.net_if_addrs()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = env.get(name, "")
+        wanted = [part for part in value.lstrip("^=").split(",") if part]
+        missing = [part for part in wanted if not any(each.startswith(part) for each in there)]
+        if missing and not value.startswith("^"):
+            why = f"this machine has {', '.join(sorted(there))}"
+            yield Check("network", name, Verdict.FAIL, value, why, f"unset it, or {name}=one of them")
+        elif value:
+            yield Check("network", name, Verdict.PASS, value)
+
+
+def _infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
+    """Check the state of each port of InfiniBand: "4: ACTIVE"."""
+    for state in sorted(root.glob("*/ports/*/state")):
+        name, text = f"{state.parts[-4]} port {state.parts[-2]}", state.read_text().strip()
+        if text.endswith("ACTIVE"):
+            yield Check("network", name, Verdict.PASS, text)
+        else:
+            yield Check(
+                "network",
+                name,
+                Verdict.WARN,
+                text,
+                "NCCL leaves it out: machines exchange at a lower rate",
+                "its cable, or the subnet manager",
+            )
+
+
+def hub(kind: str, what: str) -> Check:
+    """Check that a hub answers, for `what` lies there and not in a local folder.
+
+    Args:
+        kind: "hf" or "ms".
+    """
+    variable, default = _HUBS[kind]
+    host = os.environ.get(variable, "").partition("://")[2].strip("/") or default
+    host, _, port = host.partition(":")
+    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        return Check("network", host, Verdict.SKIP, f"HF_HUB_OFFLINE is set: {what} comes from the cache")
+    if proxy := os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+        return Check("network", host, Verdict.SKIP, f"{what} comes through a proxy: {urlsplit(proxy).hostname}")
+    try:
+        socket.create_connection((host, int(port or 443)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        why = f"{what} lies there: {error}"
+        return Check(
+            "network",
+            host,
+            Verdict.FAIL,
+            "does not answer",
+            why,
+            "a proxy (https_proxy), a mirror (HF_ENDPOINT), or a local folder",
+        )
+    return Check("network", host, Verdict.PASS, f"answers, for {what}")

@@ -1,0 +1,122 @@
+"""How long rows are: of prepared data, of a sample of it, or stated.
+
+Memory is planned for the longest row, time for the mean one and what a micro-batch is padded to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+# Shares of the rows between which lengths are summed up: the longest 1/4096 apart from the next, and so on.
+_SHARES = (*(1 - 2 ** (-part / 2) for part in range(25)), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLengths:
+    """Lengths of rows, in tokens: of each sequence, or where rows are packed of each packed row.
+
+    Attributes:
+        slices: mean length between each two shares of the rows, the shortest first.
+        longest: of the longest row.
+        document: of a document, in the mean weighted by tokens.
+        origin: whose lengths these are, as a sentence has it: "of all rows".
+        pictures: tokens of pictures in the mean row; None where nobody looked.
+    """
+
+    slices: tuple[float, ...]
+    longest: int
+    document: float
+    origin: str
+    pictures: float | None = None
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], origin: str, *, document: float | None = None, pictures: float | None = None
+    ) -> RowLengths:
+        """Sum up lengths of rows.
+
+        Args:
+            lengths: of at least one row.
+            document: see `RowLengths.document`; None where each row is one.
+        """
+        ordered = sorted(map(int, lengths))
+        summed = list(itertools.accumulate(ordered, initial=0))
+
+        def below(share: float) -> float:
+            """Return the sum of the shortest."""
+            place = share * len(ordered)
+            whole = min(int(place), len(ordered) - 1)
+            return summed[whole] + (place - whole) * ordered[whole]
+
+        weighted = sum(length * length for length in ordered) / max(summed[-1], 1)
+        return cls(
+            slices=tuple(len(ordered) ** -1 * (below(end) - below(start)) / (end - start) for start, end in _steps()),
+            longest=ordered[-1],
+            document=weighted if document is None else document,
+            origin=origin,
+            pictures=pictures,
+        )
+
+    @classmethod
+    def stated(cls, mean: float, longest: int, origin: str) -> RowLengths:
+        """Assume how rows of this mean lie below the longest: ever fewer of them, by half for each so many tokens."""
+        scale = _scale(mean, longest)
+
+        def above(rest: float) -> float:
+            """Return the sum, over all, of what is longer than all but `rest` of the rows."""
+            if math.isinf(scale):
+                return rest * longest
+            cut = math.exp(-longest / scale)  # the share that would be longer
+            return rest * longest if rest <= cut else cut * longest + scale * (_entropy(rest) - _entropy(cut))
+
+        slices = tuple((above(1 - start) - above(1 - end)) / (end - start) for start, end in _steps())
+        weighted = sum(share * size * size for share, size in zip(_weights(1), slices, strict=True)) / mean
+        return cls(slices=slices, longest=longest, document=min(weighted, longest), origin=origin)
+
+    @property
+    def mean(self) -> float:
+        """Of the mean row."""
+        return longest_of(self, 1)[0]
+
+
+@lru_cache(maxsize=4096)
+def longest_of(rows: RowLengths, count: int) -> tuple[float, float]:
+    """Return mean and standard deviation of the longest of as many rows, drawn at random."""
+    weights = _weights(count)
+    mean = sum(weight * size for weight, size in zip(weights, rows.slices, strict=True))
+    square = sum(weight * size * size for weight, size in zip(weights, rows.slices, strict=True))
+    return mean, math.sqrt(max(0.0, square - mean * mean))
+
+
+def _steps() -> Iterator[tuple[float, float]]:
+    return itertools.pairwise(_SHARES)
+
+
+@lru_cache(maxsize=256)
+def _weights(count: int) -> tuple[float, ...]:
+    """Return how likely the longest of as many rows is in each slice."""
+    return tuple(end**count - start**count for start, end in _steps())
+
+
+def _entropy(rest: float) -> float:
+    """Return ∫ -ln v dv from 0 to `rest`."""
+    return rest - rest * math.log(rest) if rest > 0 else 0.0
+
+
+def _scale(mean: float, longest: int) -> float:
+    """Return s with mean = s · (1 - e^(-longest / s)), the mean of an exponential distribution cut at the longest."""
+    if mean >= longest:
+        return math.inf
+    low, high = mean, mean
+    while high * -math.expm1(-longest / high) < mean:
+        low, high = high, 2 * high
+        if high > 1e6 * longest:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+    return high

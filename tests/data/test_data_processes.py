@@ -1,0 +1,53 @@
+"""A file that asks for more processes than a machine has cores or memory for runs with fewer."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from megatune.config.load import load
+from megatune.data.check import Checked, check_data
+from megatune.data.processes import usable_processes
+from megatune.training.decoding import loader_workers
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+
+
+def test_cores_and_memory_bound_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_processes(8) == (8, "")
+    assert usable_processes(16) == (8, "there are cores for 8")
+    assert usable_processes(16, side_by_side=4) == (2, "there are cores for 2")
+    assert usable_processes(3, side_by_side=16) == (1, "there are cores for 1")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    assert usable_processes(16) == (4, "the memory that is free has room for 4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "started", "note"),
+    [
+        (0, 0, None),
+        (4, 4, None),
+        (16, 4, "dataloader_num_workers 16: 4 of each rank are started, as there are cores for 4 a rank"),
+    ],
+)
+def test_processes_that_build_batches(asked: int, started: int, note: str | None) -> None:
+    settings = load(overrides=[f"dataloader_num_workers={asked}"]).settings
+    context = SimpleNamespace(local_world_size=2)
+    assert loader_workers(settings, context, has_pictures=False) == (started, note)  # type: ignore[arg-type]
+
+
+def test_a_run_says_how_many_tokenise() -> None:
+    for asked, lines in (
+        (16, ["data       preprocessing_num_workers 16: 8 are started, as there are cores for 8"]),
+        (8, []),
+    ):
+        checked = Checked()
+        check_data(load(overrides=[f"preprocessing_num_workers={asked}"]).settings, checked, tokenizer=None)
+        assert checked.lines == lines

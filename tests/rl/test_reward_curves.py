@@ -1,0 +1,135 @@
+"""The reward of the first twenty steps is the same in every layout: all of a step but Ray and the reward's processes.
+
+Every rank samples the same responses by itself, and all train together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from digits import CHARACTERS, make_model, problems, settings
+from digits_reward import repeats
+from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from local_roles import LocalGroup
+from worker_kit import started
+
+from megatune.config.rl.settings import RLSettings
+from megatune.engine import groups
+from megatune.rl.pipeline.collector import Collector
+from megatune.rl.pipeline.groups import Group, Sampling, with_samples
+from megatune.rl.pipeline.learn import Learner
+from megatune.rl.pipeline.phases import Phases
+from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.pipeline.sampler import Sampler
+from megatune.rl.problem_order import ProblemOrder
+from megatune.rl.rewards.answer import Answer
+from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.worker.policy import PolicyWorker
+
+STEPS, LIMIT = 20, 280.0
+ALL = {**EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS}
+
+
+class Together(LocalGroup):
+    """A role of which every rank has one worker, and all are called at once."""
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        found = getattr(self.objects[0], method)(*args)
+        return groups.gather(found)
+
+
+class Scores:
+    """Scores groups at once."""
+
+    def __init__(self) -> None:
+        self._done: list[Group] = []
+
+    def submit(self, group: Group) -> None:
+        texts = ["".join(CHARACTERS[each] for each in _ids(group, place)) for place in range(group.size)]
+        for sample in with_samples(group, [text.replace("#", "") for text in texts]).samples:
+            sample.score = repeats(Answer(sample.text, row=sample.problem.row)).score
+        self._done.append(group)
+
+    def poll(self, wait: float) -> list[Group]:
+        done, self._done = self._done, []
+        return done
+
+
+def _ids(group: Group, place: int) -> list[int]:
+    return [int(each) for each in group.responses[place].response_ids]
+
+
+def curve(settings: RLSettings) -> list[float]:
+    """On every rank: rewards by step."""
+    rollout, run = settings.rollout, settings.run
+    worker = started(PolicyWorker, settings)
+    engine = BuiltinEngine.load(settings.actor_infer, max_running=128, context=64)
+    policy = ModelGroup(settings.actor_train, Together(worker))  # type: ignore[arg-type]
+    policy.ready = worker._ready()
+    turns = Turns(EngineGroup(settings.actor_infer, LocalGroup(engine)), [])  # type: ignore[arg-type]
+    stops = (CHARACTERS.index("#"),)
+    sampling = Sampling(settings.actor_infer.generating, run.seed, rollout.response_length, stop_token_ids=stops)
+    order = ProblemOrder(problems(), run.seed)
+    collector = Collector(
+        Sampler(turns._engines, sampling, 128), Scores(), order.at, {"digits": rollout.rollout_batch_size}, {},
+        rollout.num_return_sequences_in_group,
+    )  # fmt: skip
+    learner = Learner(settings, turns, policy, None, None, {})
+    rewards = []
+    for step in range(STEPS):
+        buckets = list(worker.weights(range(len(settings.actor_train.devices))))
+        engine.begin_update(step + 1, sum(map(len, buckets)))
+        for bucket in buckets:
+            engine.update(bucket)
+        engine.commit_update(step + 1)
+        while not collector.is_ready:
+            collector.pump()
+        taken = collector.take()
+        rewards.append(_mean(taken.groups))
+        learner.learn(taken.groups, step, step + 1, Phases())
+    return rewards
+
+
+def _mean(taken: Sequence[Group]) -> float:
+    return float(sum(group.scores.sum() for group in taken) / sum(group.size for group in taken))
+
+
+def settings_in(layout: Layout, model: Path) -> RLSettings:
+    found = settings(model, Path("unused"), steps=STEPS, devices=tuple(range(layout.world_size)))
+    own, engine = layout.settings(), found.actor_train.settings
+    names = ("parallel", "experts", "performance", "data")
+    optimizer = engine.optimizer.model_copy(update={"learning_rate": 1e-2})
+    batch = engine.batch.model_copy(update={"gradient_accumulation_steps": 10 // layout.dp_size})
+    changes = {name: getattr(own, name) for name in names} | {"optimizer": optimizer, "batch": batch}
+    tokens = {"packed_tokens_train": 40, "packed_tokens_forward": 40} if layout.packed else {}
+    actor = replace(found.actor_train, settings=engine.model_copy(update=changes), **tokens)
+    return replace(found, actor_train=actor)
+
+
+@pytest.fixture(scope="module")
+def expected(pool, tmp_path_factory):
+    """The model, and its curve on one rank."""
+    made: dict[bool, tuple[Path, list[float]]] = {}
+
+    def of(has_experts: bool) -> tuple[Path, list[float]]:
+        if has_experts not in made:
+            model = make_model(tmp_path_factory.mktemp("digits") / "model", num_layers=4, has_experts=has_experts)
+            made[has_experts] = model, pool.run(1, curve, settings_in(ALL["1"], model), limit=LIMIT)[0]
+        return made[has_experts]
+
+    return of
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "layout", ["tp2 sp", "pp2", "pp2 vpp2", "dp2", "cp2 p2p", "packed", "pp2, packed", "ep2", "ep2, packed"]
+)
+def test_the_reward_of_the_first_steps_is_that_of_one_rank(pool, expected, layout):
+    model, alone = expected("ep2" in layout)
+    assert alone[-1] > 2 * alone[0], "it learns"
+    for found in pool.run(ALL[layout].world_size, curve, settings_in(ALL[layout], model), limit=LIMIT):
+        assert found == pytest.approx(alone, abs=5e-4)

@@ -1,0 +1,126 @@
+"""`megatune rl` is struck in every phase, at every process: it ends in seconds, names what was struck, leaves nothing,
+and the same command comes to the same end as a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import local_roles
+import numpy as np
+import pytest
+from digits import CHARACTERS
+from kill_kit import Ended, Strike, curve, prepare, run, settings, weights, write
+
+from megatune.cli.rl import read_file
+from megatune.config.rl.settings import RLSettings
+from megatune.rl.samples import Problem
+
+SECONDS = 120.0  # from the signal to the end of the last process, on a machine that others use
+# What ends otherwise than with 76.
+CODES = {("driver", signal.SIGKILL): -signal.SIGKILL, ("driver", signal.SIGINT): 130, ("driver", signal.SIGTERM): 75}
+STOPPED = "its process is stopped"
+CHAINS: dict[str, tuple[str, list[Strike]]] = {
+    "one rank, one engine": (
+        "small",
+        [
+            *(Strike(phase, "actor_train-0") for phase in ("load", "sync", "train", "save")),
+            *(Strike(phase, "actor_infer-0") for phase in ("sync", "rollout", "train")),
+            *(Strike(phase, "driver") for phase in ("rollout", "train", "save")),
+            Strike("train", "raylet"),
+            Strike("rollout", "gcs_server"),
+            Strike("train", "actor_train-0", signal.SIGSTOP),
+            Strike("rollout", "actor_infer-0", signal.SIGSTOP),
+            Strike("rollout", "driver", signal.SIGINT),
+            Strike("train", "driver", signal.SIGTERM),
+            Strike("rollout", "reward"),  # the run goes on
+        ],
+    ),
+    "two ranks, a critic and a reference on the same devices": (
+        "ppo",
+        [
+            *(Strike(phase, "actor_train-1") for phase in ("train", "sync", "save", "old_log_probs")),
+            *(Strike(phase, "critic-0") for phase in ("values", "critic", "save")),
+            *(Strike(phase, "reference-0") for phase in ("load", "reference", "rollout")),
+            Strike("validation", "actor_infer-0"),
+            Strike("train", "reference-0", signal.SIGSTOP),
+        ],
+    ),
+    "a judge, a reference of Transformers, all apart": (
+        "apart",
+        [
+            *(Strike(phase, "reward_model-0") for phase in ("rollout", "train")),
+            Strike("reference", "reference-0"),
+            Strike("rollout", "reward_model-0", signal.SIGSTOP),
+        ],
+    ),
+}
+
+
+def check(strike: Strike, ended: Ended) -> None:
+    """Assert that a run ended as it should."""
+    assert ended.struck, ended.errors
+    goes_on = strike.victim == "reward"
+    code = 0 if goes_on else CODES.get((strike.victim, strike.number), 76)
+    assert ended.code == code, ended.printed + ended.errors
+    assert not ended.left
+    if goes_on or strike.victim == "driver":
+        return
+    assert ended.seconds < SECONDS
+    first = ended.errors.strip().splitlines()[0]
+    assert strike.victim in first
+    if not strike.is_early:
+        assert f"({strike.phase}" in first
+        assert "at step " in first
+    assert (STOPPED if strike.number == signal.SIGSTOP else "kill -9") in ended.errors
+    assert "resume from the last checkpoint" in ended.errors
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
+    kind, strikes = CHAINS[name]
+    steps = 3 * len(strikes) + 4
+    prepare(tmp_path)
+    outputs = [tmp_path / folder for folder in ("struck", "whole")]
+    struck, whole = (write(tmp_path / f"{each.name}.yaml", settings(tmp_path, each, steps, kind)) for each in outputs)
+    for strike in strikes:
+        check(strike, run(struck, outputs[0], strike))
+    for file, output in zip((struck, whole), outputs, strict=True):
+        ended = run(file, output)
+        assert ended.code == 0, ended.errors
+        assert not ended.left
+    assert curve(outputs[0]) == curve(outputs[1])
+    assert weights(outputs[0]) == weights(outputs[1])
+
+
+def _here(settings: RLSettings, rows: Path) -> int:
+    """On one rank of the pool: run to the end, without Ray."""
+    lines = map(json.loads, rows.read_text().splitlines())
+    ids = {character: number for number, character in enumerate(CHARACTERS)}
+    own = [
+        Problem(row["id"], "digits", "digits", [], np.array([ids[each] for each in row["prompt"]]), row, row["prompt"])
+        for row in lines
+    ]
+    local_roles.problems = lambda: {"digits": own}
+    return local_roles.run(settings, Path(str(settings.actor_train.settings.model.model_name_or_path)))
+
+
+def test_a_trainer_that_is_killed(pool: Any, tmp_path: Path) -> None:
+    """The same, of the commonest case; resumed and uninterrupted runs are those of one process, without Ray."""
+    prepare(tmp_path)
+    outputs = [tmp_path / folder for folder in ("struck", "whole")]
+    files = [write(tmp_path / f"{each.name}.yaml", settings(tmp_path, each, 8, "small")) for each in outputs]
+    strike = Strike("train", "actor_train-0", steps=4)
+    ended = run(files[0], outputs[0], strike)
+    check(strike, ended)
+    assert "at step 5 (train" in ended.errors
+    report = json.loads((outputs[0] / "launch" / "report.json").read_text())
+    assert (report["culprit"], report["exit_code"]) == ("actor_train-0", 76)
+    for file in files:
+        assert pool.run(1, _here, read_file(str(file), []).require_valid(), tmp_path / "rows.jsonl", limit=120) == [0]
+    assert len(curve(outputs[1])) == 8
+    assert curve(outputs[0]) == curve(outputs[1])
+    assert weights(outputs[0]) == weights(outputs[1])

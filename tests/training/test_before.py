@@ -1,0 +1,138 @@
+"""What is wrong with data, template, weights and folders is said before a process starts, all at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatune.config.load import load
+from megatune.errors import ExitCode
+from megatune.training.before import check_before
+
+ROWS = [{"instruction": f"Say {i}.", "output": f"{i}.", "system": "Be brief.", "id": i} for i in range(3)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run's settings, with a model of which only the files are there."""
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    (tmp_path / "data").mkdir()
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    added = [{"id": 0, "content": "<|im_start|>"}, {"id": 1, "content": "<|im_end|>"}]
+    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / "data" / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    return {"model_name_or_path": "model", "dataset": "rows", "output_dir": "out", "template": "qwen"}
+
+
+def found(run: dict[str, Any], **changes: Any) -> tuple[list[str], list[int], list[str]]:
+    """What is wrong, the exit codes, and the lines for the user."""
+    loaded = load(overrides=[f"{key}={value}" for key, value in (run | changes).items() if value is not None])
+    assert not loaded.findings
+    checked = check_before(loaded.settings, loaded.invalid)
+    findings = [finding for error in checked.errors for finding in error.findings]
+    return [finding.what for finding in findings], [int(error.exit_code) for error in checked.errors], checked.lines
+
+
+def test_nothing_is_wrong_and_unused_fields_are_named(run: dict[str, Any]) -> None:
+    assert found(run) == ([], [], ["data       rows: fields that are not used: system, id"])
+    entry = {"file_name": "rows.json", "columns": {"prompt": "instruction", "response": "output", "system": "system"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
+    assert found(run)[2] == ["data       rows: fields that are not used: id"]
+    assert found(run, dataset="data/rows.json")[:2] == ([], [])  # a file of a known form
+
+
+def test_everything_is_said_at_once(run: dict[str, Any]) -> None:
+    Path("model/model.safetensors").unlink()
+    Path("file").touch()
+    whats, codes, _ = found(
+        run, dataset="row", eval_dataset="none.jsonl", template="qwn", output_dir="file/out",
+        resume_from_checkpoint="nowhere",
+    )  # fmt: skip
+    assert whats == [
+        "template: 'qwn' is unknown",
+        "'row' is neither in data/dataset_info.json nor a path",
+        "no such file or folder: none.jsonl",
+        f"cannot write {Path('file/out').absolute()}",
+        "resume_from_checkpoint: no folder 'nowhere'",
+        "there is no model.safetensors",
+    ]
+    assert codes == [64, 64, 66, 73, 66, 66]
+
+
+def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
+    entry = {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
+    whats, codes, _ = found(run)
+    assert (whats, codes) == (["rows: none of its first 3 rows can be trained on"], [ExitCode.DATA])
+
+
+@pytest.mark.parametrize(
+    ("template", "stage", "what"),
+    [
+        ("llama3", "sft", "template: llama3 does not fit this model's tokenizer"),
+        ("default", "sft", None),
+        ("none.yaml", "sft", "template: there is no file none.yaml"),
+        ("llama3", "pt", None),  # which has no template
+    ],
+)
+def test_templates(run: dict[str, Any], template: str, stage: str, what: str | None) -> None:
+    assert found(run, template=template, stage=stage)[0] == ([] if what is None else [what])
+
+
+def test_a_tokenizer_without_what_a_template_needs(run: dict[str, Any]) -> None:
+    Path("model/tokenizer_config.json").write_text("{}")
+    assert found(run, template="default")[0] == ["template: default does not fit this model's tokenizer"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path("model", name).unlink()
+    assert found(run)[0] == ["the tokenizer cannot be loaded"]
+
+
+def test_files_of_weights_that_are_missing(run: dict[str, Any]) -> None:
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    Path("model", files["a"]).touch()
+    assert found(run)[0] == [f"1 of 2 weight files are missing: {files['b']}"]
+
+
+def test_checkpoints_that_cannot_be_resumed_from(run: dict[str, Any]) -> None:
+    assert found(run, resume_from_checkpoint="true")[0] == ["resume_from_checkpoint: there is no checkpoint in out"]
+    Path("old").mkdir()
+    whats, codes, _ = found(run, resume_from_checkpoint="old")
+    assert len(whats) == 1
+    assert codes == [ExitCode.INPUT]
+
+
+def test_other_machines_may_have_no_output_dir(run: dict[str, Any]) -> None:
+    Path("file").touch()
+    changes = {"output_dir": "file/out", "resume_from_checkpoint": "nowhere"}
+    settings = load(overrides=[f"{key}={value}" for key, value in (run | changes).items()]).settings
+    assert len(check_before(settings).errors) == 2
+    assert check_before(settings, first=False).errors == []
+
+
+def test_data_sets_on_a_hub_are_left_to_the_run(run: dict[str, Any]) -> None:
+    assert found(run, dataset="owner/name,hf::owner/other:part", eval_dataset="ms::a/b")[:2] == ([], [])
+    assert found(run, dataset="owner/name", dataset_dir="ONLINE")[:2] == ([], [])
+
+
+def test_a_command_says_it_without_starting_a_process_or_importing_torch(run: dict[str, Any]) -> None:
+    words = [f"{key}={value}" for key, value in (run | {"dataset": "row", "learning_rat": 1}).items()]
+    script = (
+        "import sys\n"
+        "from megatune.cli.main import main\n"
+        "code = main(['train', *sys.argv[1:]])\n"
+        "print(code, [name for name in ('torch', 'transformers', 'megatron', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[0] == "64 []"
+    assert "unknown setting 'learning_rat'" in done.stderr
+    assert "'row' is neither in data/dataset_info.json nor a path" in done.stderr

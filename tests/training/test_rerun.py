@@ -1,0 +1,49 @@
+"""What a run is told that goes on from an earlier one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import settings_of
+
+from megatune.config.load import dump
+from megatune.training.rerun import rerun_lines
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """Of a run with checkpoints, which trained to step 6."""
+    for step in (3, 6):
+        (tmp_path / f"out/checkpoint-{step}").mkdir(parents=True)
+    (tmp_path / "out/run.yaml").write_text(dump(settings_of(tmp_path, tmp_path / "out"), {}))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        ({"overwrite_output_dir": True, "learning_rate": 1.0}, []),
+        ({"resume_from_checkpoint": False, "learning_rate": 1.0}, []),
+        (
+            {"max_steps": 20, "lr_scheduler_type": "linear"},
+            ["max_steps: 12 in the run before, 20 now", "lr_scheduler_type: cosine in the run before, linear now"],
+        ),
+    ],
+)
+def test_what_is_trained_otherwise_is_told(changes: dict[str, Any], lines: list[str], output_dir: Path) -> None:
+    settings = settings_of(output_dir.parent, output_dir, **changes)
+    head, *told = rerun_lines(settings, dump(settings, {})) or [""]
+    assert sorted(told) == sorted(f"changed    {line}" for line in lines)
+    assert (f"goes on from {output_dir}/checkpoint-6" in head) == bool(lines)
+
+
+def test_the_run_of_the_checkpoint_that_is_named_is_the_one_before(output_dir: Path, tmp_path: Path) -> None:
+    named = {"resume_from_checkpoint": str(output_dir / "checkpoint-3")}
+    settings = settings_of(tmp_path, tmp_path / "other", seed=7, **named)
+    text = dump(settings, {})
+    assert any("seed: 42 in the run before, 7 now" in line for line in rerun_lines(settings, text))
+    (output_dir / "run.yaml").write_text("a: [b")  # somebody else's
+    assert rerun_lines(settings, text) == []
