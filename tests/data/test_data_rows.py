@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 
@@ -160,6 +161,53 @@ def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | N
     assert caught.value.exit_code == ExitCode.INPUT
     assert why in caught.value.findings[0].why
     assert caught.value.findings[0].fix == f"delete {folder}; it is made again"
+
+
+def _npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("train/documents.npy", _npy(np.array([[0, 3], [3, -1]])), "fewer than 0 tokens"),
+        ("train/documents.npy", _npy(np.array([[-9, 3], [3, 5]])), "fewer than 0 tokens"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [3, 2**62]])), "documents beyond them"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "not what was written"),
+        ("train/documents.npy", _npy(np.array([0.0, 5.0])), "holds float64 [2]"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2)", b"(2, 2e99)"), ""),
+        ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2), }  ", b"(2, 2**62), }"), ""),
+        ("train/rows.npy", _npy(np.array([2, 1, 2])), "does not ascend from 0"),
+        ("tokens.bin.xxh3", b"\0" * 16, "digests of 2 blocks"),
+    ],
+)
+def test_an_index_with_absurd_numbers_is_refused(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    folder = tmp_path / "made"
+    samples = [[document([(1, True)] * 3)], [document([(2, True)] * 2)]]
+    built(folder, samples, RowShape("sft", 3, False, 0), train=[0, 1])
+    (folder / name).write_bytes(content)
+    with pytest.raises(MegatuneError, match="the folder of token rows is not whole") as caught:
+        TokenRows(folder / "train")
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert why in caught.value.findings[0].why
+
+
+@pytest.mark.parametrize(("name", "byte"), [("tokens.bin", 4 * 70_000 + 1), ("trained.bin", 70_000)])
+def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> None:
+    """It is found when its row is read; other rows are as they were."""
+    samples = [[document([(7, True)] * 1000)] for _ in range(80)]
+    rows = built(tmp_path / "made", samples, RowShape("sft", 1000, False, 0), train=range(80))["train"]
+    content = bytearray((tmp_path / "made" / name).read_bytes())
+    content[byte] ^= 4
+    (tmp_path / "made" / name).write_bytes(content)
+    rows = TokenRows(rows.directory)
+    assert rows[0][0].labels.tolist() == [7] * 1000
+    with pytest.raises(MegatuneError, match=f"{name} is not what was written, from byte") as caught:
+        rows[70]
+    assert caught.value.exit_code == ExitCode.INPUT
+    assert "it is made again" in caught.value.findings[0].fix
 
 
 def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
+from megatune.data.checked import write_digests
 from megatune.data.packing import concatenate, pack
-from megatune.data.pictures import PictureWriter
+from megatune.data.pictures import SOURCES_FILE, PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
     DESIRABLE,
@@ -143,6 +144,8 @@ class RowsBuilder:
             samples: numbers that `add` returned, in the order of the rows; one may come several times.
         """
         self._flush()
+        for checked in (TOKENS_FILE, TRAINED_FILE, SOURCES_FILE):
+            write_digests(self._folder / checked)
         samples = np.asarray(samples, dtype=np.int64)
         starts = np.asarray(self._samples, dtype=np.int64)
         per_sample = starts[samples + 1] - starts[samples]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatune.data.checked import CheckedFile, map_file
 from megatune.data.media.processor import Measured
 from megatune.data.media.sources import PictureSource
 
@@ -131,6 +132,7 @@ class PictureTable:
     def __init__(self, folder: Path) -> None:
         self._records = map_file(folder / PICTURES_FILE, _RECORD)
         self._sources = map_file(folder / SOURCES_FILE, np.dtype(np.uint8))
+        self._checked = CheckedFile(folder / SOURCES_FILE)
         held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
         if held != len(self._sources):
             raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
@@ -139,7 +141,11 @@ class PictureTable:
         return len(self._records)
 
     def between(self, start: int, stop: int) -> tuple[DocumentPicture, ...]:
-        """Return the pictures of the document whose tokens begin and end there in tokens.bin."""
+        """Return the pictures of the document whose tokens begin and end there in tokens.bin.
+
+        Raises:
+            ValueError: they are not what was written.
+        """
         if not len(self._records):
             return ()
         first, last = np.searchsorted(self._tokens, (start, stop))
@@ -176,6 +182,9 @@ class PictureTable:
         return np.ascontiguousarray(self._records["token"])
 
     def _picture(self, record: np.void, start: int) -> DocumentPicture:
+        offset, size = int(record["offset"]), int(record["size"])
+        if (place := self._checked.damaged(offset, offset + size)) is not None:
+            raise ValueError(f"{SOURCES_FILE} is not what was written, from byte {place} on")
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
         return DocumentPicture(
@@ -216,8 +225,3 @@ class PictureWriter:
             self._records.write(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD).tobytes())
             self._sources.write(each.packed)
             self._offset += len(each.packed)
-
-
-def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Map a file; an empty one cannot be."""
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)

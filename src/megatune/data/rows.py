@@ -2,6 +2,7 @@
 
     FOLDER/tokens.bin                   int32, sample after sample
     FOLDER/trained.bin                  uint8, 1 where a token is trained
+    FOLDER/tokens.bin.xxh3, trained.bin.xxh3    digests of their blocks, see `data.checked`
     FOLDER/pictures.bin, sources.bin    the pictures among the tokens, see `data.pictures`
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
@@ -9,6 +10,7 @@
     FOLDER/PART/extra-NAME.token.npy    values of every token, [tokens of documents.npy, ...]
     FOLDER/PART/extra-NAME.document.npy values of every document, [documents, ...]
     FOLDER/PART/digest.txt              of all of this
+    FOLDER/PART/index.txt               of all but the tokens, which is checked when the part is opened
 
 A part (train, evaluation) may use a sample several times, in any order, or in overlapping pieces.
 """
@@ -24,7 +26,8 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 import xxhash
 
-from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable, map_file
+from megatune.data.checked import CheckedFile, map_file
+from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 DESIRABLE = "desirable"  # an extra of documents, of stage kto: whether the answer is one that is wanted, bool
@@ -36,6 +39,7 @@ _DOCUMENTS_FILE = "documents.npy"
 _ROWS_FILE = "rows.npy"
 _ARRANGEMENT_FILE = "arrangement.txt"
 _DIGEST_FILE = "digest.txt"
+_INDEX_FILE = "index.txt"
 
 # What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected; of
 # pairs, too, several can be side by side.
@@ -83,22 +87,35 @@ class TokenRows:
             self._rows = _load(self.directory / _ROWS_FILE)
             self._tokens = map_file(self.directory.parent / TOKENS_FILE, np.dtype(np.int32))
             self._trained = map_file(self.directory.parent / TRAINED_FILE, np.dtype(np.uint8))
+            self._files = {name: CheckedFile(self.directory.parent / name) for name in (TOKENS_FILE, TRAINED_FILE)}
             self._pictures = PictureTable(self.directory.parent)
             self._extras: dict[str, ExtraColumn] = {}
             for path in sorted(self.directory.glob("extra-*.npy")):
                 name, per, _ = path.name.removeprefix("extra-").rsplit(".", 2)
                 self._extras[name] = ExtraColumn("token" if per == "token" else "document", _load(path))
-        except (OSError, ValueError) as error:
+        # What numpy raises where a file says that it has more than there is, or is no array at all.
+        except (OSError, ValueError, OverflowError, MemoryError, EOFError, SyntaxError, TypeError) as error:
             raise self._not_whole(str(error)) from error
+        for name, array, width in ((_DOCUMENTS_FILE, self._documents, 2), (_ROWS_FILE, self._rows, None)):
+            if array.dtype != np.int64 or array.shape[1:] != (() if width is None else (width,)) or not array.ndim:
+                raise self._not_whole(f"{name} holds {array.dtype} {list(array.shape)}")
         if len(self._tokens) != len(self._trained):
             raise self._not_whole(f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
         if not len(self._rows) or self._rows[-1] != len(self._documents):
             raise self._not_whole(f"{len(self._documents)} documents, more or fewer in {_ROWS_FILE}")
         if self._documents.size and self._documents.max() > len(self._tokens):
             raise self._not_whole(f"{len(self._tokens)} tokens, and documents beyond them")
+        starts, stops = self._documents[:, 0], self._documents[:, 1]
+        if (starts < 0).any() or (stops < starts).any():
+            raise self._not_whole("a document has fewer than 0 tokens")
+        if self._rows[0] != 0 or (np.diff(self._rows) < 0).any():
+            raise self._not_whole(f"{_ROWS_FILE} does not ascend from 0")
         for name, column in self._extras.items():
             if why := self._misfit(name, column):
                 raise self._not_whole(why)
+        index = self.directory / _INDEX_FILE
+        if index.exists() and index.read_text(encoding="ascii", errors="replace") != self._content_digest(tokens=False):
+            raise self._not_whole("documents, rows or what lies beside them are not what was written")
         self._added = {file.name: self._added_column(file) for file in self._columns}
 
     def __len__(self) -> int:
@@ -149,8 +166,9 @@ class TokenRows:
         return path.read_text(encoding="ascii") if path.exists() else self._content_digest()
 
     def write_digest(self) -> None:
-        """Compute the digest and keep it beside the rows."""
+        """Compute the digest, and that of all but the tokens, and keep them beside the rows."""
         (self.directory / _DIGEST_FILE).write_text(self._content_digest(), encoding="ascii")
+        (self.directory / _INDEX_FILE).write_text(self._content_digest(tokens=False), encoding="ascii")
 
     def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
         """Return the extra values of the documents of these rows, row by row, by name."""
@@ -196,19 +214,28 @@ class TokenRows:
         of_rows = tokens[self._rows[1:]] - tokens[self._rows[:-1]]
         return replace(self._pictures.count(self._documents), of_row=int(of_rows.max(initial=0)))
 
-    def _content_digest(self) -> str:
+    def _content_digest(self, *, tokens: bool = True) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
         extras = (column.values for column in self._extras.values())
-        tokens = (self._tokens, self._trained, self._documents, self._rows)
-        for array in (*tokens, *self._pictures.digested(), *extras):
+        records, sources = self._pictures.digested()
+        places = (self._documents, self._rows, records)
+        whole = (self._tokens, self._trained, *places, sources) if tokens else places
+        for array in (*whole, *extras):
             state.update(f"{array.dtype.str}{array.shape}".encode())
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
 
     def _document(self, start: int, stop: int) -> Document:
+        for name, size in ((TOKENS_FILE, self._tokens.itemsize), (TRAINED_FILE, 1)):
+            if (place := self._files[name].damaged(int(start) * size, int(stop) * size)) is not None:
+                raise self._not_whole(f"{name} is not what was written, from byte {place} on: a disk or memory failed")
         input_ids = self._tokens[start:stop]
         labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
-        return Document(np.asarray(input_ids), labels, self._pictures.between(start, stop))
+        try:
+            pictures = self._pictures.between(start, stop)
+        except ValueError as error:
+            raise self._not_whole(str(error)) from error
+        return Document(np.asarray(input_ids), labels, pictures)
 
     def _added_column(self, file: ColumnFile) -> ExtraColumn:
         try:

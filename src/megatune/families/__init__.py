@@ -48,8 +48,9 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     except FileNotFoundError:
         why, fix = "it says what the model is", "give the checkpoint's own folder"
         raise MegatuneError(Finding("there is no config.json", str(folder), why, fix), ExitCode.INPUT) from None
-    except (OSError, ValueError) as error:
-        raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = "objects in objects without end" if isinstance(error, RecursionError) else str(error)
+        raise MegatuneError(Finding(f"cannot be read: {why}", str(path)), ExitCode.INPUT) from None
     if not isinstance(config, dict):
         raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
     return config

@@ -13,6 +13,7 @@ from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
 from megatune.families.scores import num_labels, score_problems
 from megatune.families.sparse import expert_problems
+from megatune.families.values import value_problems
 from megatune.families.vision import VisionDeclaration
 from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
 
@@ -85,6 +86,9 @@ class Family:
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
         published = "use the config.json that was published with the weights"
+        # What follows takes their types as given.
+        if findings := _findings(value_problems(config), where, published):
+            return findings
         findings = _findings(self.vision.problems(config), where, published) if self.vision is not None else []
         findings += _findings(score_problems(config, has_vision=self.vision is not None), where, published)
         written, config = config, self._filled(config)
