@@ -159,7 +159,7 @@ WRONG = [
         ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "num_processes=6"],
         "6 processes are not a multiple of the 4 that one copy of the model takes\n"
         "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 2 is 4\n"
-        "    fix: write num_processes: 4 or 8",
+        "    fix: write pipeline_model_parallel_size: 1, or write num_processes: 4 or 8",
     ),
     (
         ["overlap_param_gather=true"],

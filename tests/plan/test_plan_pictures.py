@@ -144,7 +144,7 @@ def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None
     said = ["Assumed", "GiB"]
     said += ["activations", "optimizer state", "tokens/s", "MFU", "likely"] if plans_own or fits else ["NO LAYOUT FITS"]
     said += ["stage 1", "The pipeline"] if plans_own else []
-    said += ["IT DOES NOT FIT", "What helps most"] if plans_own and not fits else []
+    said += ["IT DOES NOT FIT", "What would make it fit"] if plans_own and not fits else []
     assert [words for words in said if words not in text] == []
 
 
