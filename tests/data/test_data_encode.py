@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
-from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer
+from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer, load_tokenizer
 from megatune.data.templates import Thinking, load_template
 from megatune.data.truncation import share_budget
-from megatune.errors import MegatuneError
+from megatune.errors import ExitCode, MegatuneError
 
 TOKENIZER = qwen_tokenizer()
 CONVERSATION = Conversation(
@@ -346,3 +347,21 @@ def test_pretraining_needs_an_end_of_text() -> None:
     tokenizer.eos_token = None
     with pytest.raises(MegatuneError, match="no eos_token"):
         check_pretraining_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE"}}'),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '"x"'),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str) -> None:
+    qwen_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(MegatuneError, match="the tokenizer cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.exit_code == ExitCode.INPUT

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
+from megatune.families.weight_index import read_weight_index
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -123,16 +124,13 @@ class SafetensorsFolder(ModelFolder):
         raise MegatuneError(Finding(f"there is no {single.name}", str(self.folder), why, fix), ExitCode.INPUT)
 
     def _read_index(self, index: Path) -> dict[str, str]:
-        try:
-            file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise MegatuneError(Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT) from None
+        file_of = read_weight_index(index)
         files = set(file_of.values())
         missing = sorted(file for file in files if not (self.folder / file).is_file())
         if missing:
             what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
             raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
-        return dict(file_of)
+        return file_of
 
     def names(self) -> set[str]:
         return set(self._file_of)

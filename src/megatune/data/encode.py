@@ -285,7 +285,10 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Whatever the shape of a file makes the libraries stumble over, and they raise bare Exceptions, too.
+        if isinstance(error, MemoryError):
+            raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "put tokenizer.json and tokenizer_config.json beside the weights"
         finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)

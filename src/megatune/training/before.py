@@ -5,7 +5,6 @@ All of it is said at once, in less than a second, and nothing here imports torch
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.weight_index import read_weight_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 from megatune.training.storage.manifest import read_manifest
@@ -86,13 +86,10 @@ def _check_weights(folder: Path) -> None:
     """Refuse a model whose files of weights are not all there (exit code 66)."""
     index = folder / _INDEX
     if index.is_file():
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MegatuneError(Finding(f"is not an index of weights: {error}", str(index)), ExitCode.INPUT) from None
-        missing = sorted(file for file in files if not (folder / str(file)).is_file())
+        files = set(read_weight_index(index).values())
+        missing = sorted(file for file in files if not (folder / file).is_file())
         if missing:
-            what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(map(str, missing[:3]))}"
+            what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
             raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
     elif not (folder / "model.safetensors").is_file():
         fix = "give a folder that holds the weights as safetensors"
