@@ -78,6 +78,8 @@ class _Diversion:
 def _replace(name: str, number: int, on_loss: Callable[[OSError], None]) -> None:
     """Replace sys.stdout or sys.stderr by a stream of the same kind that asks `on_loss` what to do."""
     old: TextIO | None = getattr(sys, name)
+    if old is not None and not isinstance(old, io.TextIOWrapper):
+        return  # who calls this package has put a stream of its own there
     if old is None:  # it was closed before this process began: no file that is opened may take its number
         _point(number, os.devnull)
     kept = ("encoding", "errors", "line_buffering", "write_through") if old is not None else ()
