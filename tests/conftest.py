@@ -21,9 +21,10 @@ _NO_USER = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = _NO_USER.name
 os.environ.pop("MEGATUNE_DEVICES", None)
 
-# Started in a shell's background, this process ignores Ctrl-C, and what it starts would, too.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in a shell's background, or by nohup, this process ignores signals, and what it starts would, too.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # A machine that others use, too, may take a second over what takes milliseconds; pools and runs have their own limits.
 settings.register_profile("megatune", deadline=None)

@@ -50,7 +50,6 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _is_extended(item: pytest.Item) -> bool:
-    mark, callspec = item.get_closest_marker("extended"), getattr(item, "callspec", None)
-    if mark is None or not mark.args or callspec is None:
-        return mark is not None
-    return any(value in mark.args for value in callspec.params.values())
+    values = callspec.params.values() if (callspec := getattr(item, "callspec", None)) is not None else ()
+    # A case may have a mark of its own beside its function's.
+    return any(not mark.args or any(value in mark.args for value in values) for mark in item.iter_markers("extended"))

@@ -31,7 +31,7 @@ def test_joint(tied, kind):
     pass
 
 @pytest.mark.extended(3)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
 def test_sizes(size):
     pass
 
@@ -53,6 +53,6 @@ def test_a_run_leaves_out_what_it_says(tmp_path: Path) -> None:
     words = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--confcutdir", str(ROOT), "-p", "conftest"]
     command = [sys.executable, "-m", "pytest", *words, "--collect-only", "-v", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
-    for option, number in (("--covering", "6/16 tests"), ("--color=no", "16 tests")):
+    for option, number in (("--covering", "6/17 tests"), ("--color=no", "17 tests")):
         found = subprocess.run([*command, option], env=environment, capture_output=True, text=True, check=False)
         assert number in found.stdout, found.stdout + found.stderr

@@ -275,12 +275,13 @@ def test_torchrun_starts_the_same_run(run_file: Path, whole: dict[str, bytes], t
     code, output = finish(start("train", run_file, cache=tmp_path, module=torchrun))
     assert code == 0, output
     assert tensors(tmp_path / "out") == whole
-    # Before the model is loaded, and at the end; by one process of the two.
+    # Before processes start, with the lengths of rows, and at the end; by one process of the two.
     plans = [line for line in output.splitlines() if line.startswith("plan  ")]
-    assert len(plans) == 3, output
+    assert len(plans) == 4, output
     assert "tp2 on 2 × cpu" in plans[0]
     assert "GiB" in plans[1]
-    assert " a step, was " in plans[2]
+    assert "GiB" in plans[2]
+    assert " a step, was " in plans[3]
 
 
 def test_the_published_file_for_8_gpus_runs_on_8_processes(

@@ -143,7 +143,7 @@ WRONG = [
         "12 processes are not a multiple of the 8 that one copy of the experts takes\n"
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 4 times "
         "pipeline_model_parallel_size 1 is 8\n"
-        "    fix: write num_processes: 8 or 16",
+        "    fix: write expert_tensor_parallel_size: 1, or write num_processes: 8 or 16",
     ),
     (
         DENSE,

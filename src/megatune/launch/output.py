@@ -84,7 +84,9 @@ def _replace(name: str, number: int, on_loss: Callable[[OSError], None]) -> None
         _point(number, os.devnull)
     kept = ("encoding", "errors", "line_buffering", "write_through") if old is not None else ()
     same = {key: getattr(old, key) for key in kept}
-    setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Output(number, on_loss)), **same))
+    output = _Output(number, on_loss)
+    # With PYTHONUNBUFFERED there is no buffer below the text, either.
+    setattr(sys, name, io.TextIOWrapper(output if same.get("write_through") else io.BufferedWriter(output), **same))
 
 
 class _Output(io.FileIO):
