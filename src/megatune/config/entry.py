@@ -10,7 +10,7 @@ import yaml
 
 from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.values import Value, compose, parse, value_of
+from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -37,7 +37,9 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
     """
     name = str(source)
     try:
-        text = Path(source).read_text(encoding="utf-8-sig")
+        text = read_text(Path(source))
+    except TooLarge as error:
+        return [], [yaml_finding(error, name)]
     except FileNotFoundError:
         fix = "check the path; it is taken from the folder that the command runs in"
         raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None
@@ -83,6 +85,9 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
 
 def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
     """Turn a parser's complaint into a finding with its line and what to change."""
+    if isinstance(error, TooLarge):
+        where = name if error.problem_mark is None else f"{name}:{error.problem_mark.line + 1}"
+        return Finding(f"no settings file is {error.problem}", where, fix="write settings alone, a `key: value` a line")
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)
         return Finding("not readable as YAML", name, why=str(reason), fix="remove the characters that are not text")

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,6 +14,8 @@ import yaml
 from megatune.config.setting import SettingInfo
 
 _MAX_DEPTH = 8  # an alias inside its own anchor nests without end
+# No settings file has a hundredth of these; one that is made to keep a reader busy has more.
+_MOST_BYTES, _MOST_NESTED, _MOST_VALUES = 2**20, 64, 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,24 @@ class Value:
     items: tuple[Value, ...] = ()
 
 
+class TooLarge(yaml.MarkedYAMLError):
+    """Text that is no settings file, whatever it says: it is too long, nests too deeply, or repeats its aliases."""
+
+
 class Loader(yaml.SafeLoader):
     """Reads scalars as the users of this field mean them: 1e-5 is a number; dates and 1:30 are text."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, and refuse to go deeper than anybody means to."""
+        self._depth += 1
+        if self._depth > _MOST_NESTED:
+            raise TooLarge(problem=f"nested deeper than {_MOST_NESTED}", problem_mark=self.peek_event().start_mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
@@ -50,17 +69,45 @@ for _tag, _pattern, _first in (
     Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
+def read_text(path: Path) -> str:
+    """Read a file of YAML.
+
+    Raises:
+        OSError, UnicodeDecodeError: as `Path.read_text`.
+        TooLarge: it is longer than any settings file.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise TooLarge(problem=f"longer than {_MOST_BYTES >> 20} MiB")
+    return content.decode("utf-8-sig")
+
+
 def compose(text: str) -> yaml.Node | None:
     """Return the node of a YAML document, None for an empty one.
 
     Raises:
         yaml.YAMLError: the text is not one YAML document.
+        TooLarge: it nests too deeply, or has too many values once its aliases are written out.
     """
     loader = Loader(text)
     try:
-        return loader.get_single_node()
+        node: yaml.Node | None = loader.get_single_node()
     finally:
         loader.dispose()
+    if node is not None and (count := _count(node, {})) > _MOST_VALUES:
+        raise TooLarge(problem=f"{count:,} values, its aliases written out", problem_mark=node.start_mark)
+    return node
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """Count the values of a node with those of its aliases; one inside its own anchor is refused by `value_of`."""
+    if id(node) in known or isinstance(node, yaml.ScalarNode):
+        return known.get(id(node), 1)
+    known[id(node)] = 1
+    inside = (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)))
+    known[id(node)] = 1 + sum(_count(part, known) for part in inside)
+    return known[id(node)]
 
 
 def value_of(node: yaml.Node, depth: int = 0) -> Value:

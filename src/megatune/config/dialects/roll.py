@@ -21,7 +21,7 @@ from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.settings import ModelRole, RLSettings, Validation
 from megatune.config.settings import Settings
-from megatune.config.values import Value, compose
+from megatune.config.values import Value, compose, read_text
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
@@ -60,7 +60,7 @@ def is_rl_file(source: str | Path) -> bool:
     """Tell whether a YAML file describes reinforcement learning: it has roles, or names a file that
     may have them. False for what cannot be read."""
     try:
-        node = compose(Path(source).read_text(encoding="utf-8-sig"))
+        node = compose(read_text(Path(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
     keys = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()

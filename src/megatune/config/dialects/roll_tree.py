@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from megatune.config.entry import SettingEntry, yaml_finding
-from megatune.config.values import Value, compose, value_of
+from megatune.config.values import TooLarge, Value, compose, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Mappings are trees; scalars, and lists with all that is in them, are entries, whose keys are dotted.
@@ -112,7 +112,10 @@ def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> P
 
 def _file(path: Path, name: str, reading: Reading) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
+    except TooLarge as error:
+        reading.findings.append(yaml_finding(error, name))
+        return {}
     except FileNotFoundError:
         fix = "check the path; it is taken from the folder that the command runs in"
         raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None

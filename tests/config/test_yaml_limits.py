@@ -1,0 +1,44 @@
+"""Files that are made to keep a reader busy: one message, at once, whichever dialect reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatune.config.dialects.roll import is_rl_file, read_roll
+from megatune.config.load import load
+
+_TIMES = 9
+_BOMB = "\n".join(
+    [f"a0: &a0 [{', '.join(['x'] * _TIMES)}]"]
+    + [f"a{depth}: &a{depth} [{', '.join([f'*a{depth - 1}'] * _TIMES)}]" for depth in range(1, 12)]
+)
+_WIDE = f"a: &a [{', '.join(['x'] * 2000)}]\nb: [{', '.join(['*a'] * 2000)}]\n"
+_BLOCK = "\n".join(f"{' ' * depth}a:" for depth in range(1500)) + " 1"
+HOSTILE = {
+    "a bomb of aliases": (_BOMB, "values, its aliases written out"),
+    "a wide anchor": (_WIDE, "4,004,005 values, its aliases written out"),
+    "nested lists": ("a: " + "[" * 50_000, "nested deeper than 64"),
+    "nested mappings": ("{a: " * 5_000 + "1" + "}" * 5_000, "nested deeper than 64"),
+    "nested blocks": (_BLOCK, "longer than 1 MiB"),
+    "a long file": ("a: " + "x" * 2**20, "longer than 1 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_it_is_told_at_once(name: str, tmp_path: Path) -> None:
+    text, said = HOSTILE[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert any(said in finding.what for finding in load(path).findings)
+    assert any(said in finding.what for finding in read_roll(path).findings)
+    assert not is_rl_file(path)
+
+
+def test_an_anchor_inside_itself_and_common_anchors_are_no_bombs(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("dataset: &names [a, b]\neval_dataset: *names\n")
+    assert not load(path).findings
+    path.write_text("dataset: &names [*names]\n")
+    assert any("nested too deeply" in f"{finding}" for finding in load(path).findings)
