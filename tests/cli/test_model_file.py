@@ -19,6 +19,7 @@ def flags(*words: str) -> argparse.Namespace:
     subparsers = argparse.ArgumentParser().add_subparsers()
     infer.add_parser(subparsers)
     args = subparsers.choices["infer"].parse_args(words)
+    args.given = words
     read_model_file(args)
     return args
 
@@ -39,6 +40,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path.write_text("model_name_or_path: m\ntemperature: 1\nmax_new_tokens: 5\ntop_k: 3\ndefault_system: Be brief.\n")
     args = flags(str(path), "--temperature", "0.5")
     assert (args.temperature, args.max_new_tokens, args.top_k, args.system) == (0.5, 5, 3, "Be brief.")
+    # The defaults, too, where somebody asks for them.
+    args = flags(str(path), "--temperature=0", "--max-new-tokens", "512")
+    assert (args.temperature, args.max_new_tokens) == (0, 512)
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

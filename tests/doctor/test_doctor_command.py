@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatune.cli.main import main
 from megatune.launch.world import find_free_port
 
 LIMIT = 300.0  # seconds, on a busy machine
@@ -50,6 +51,14 @@ def test_two_machines_without_a_shared_folder(tmp_path, model_dir):
     (room,) = (check["found"] for check in found["checks"] if check["name"].startswith(f"room of {tmp_path / '0'}"))
     assert "3 checkpoints of" in room
     assert not list((tmp_path / "0").iterdir())
+
+
+def test_settings_without_their_run_are_refused(capsys):
+    assert main(["doctor", "num_processes=2", "output_dir=out", "tensor_model_parallel_size=2"]) == 64
+    said = capsys.readouterr().err
+    assert "output_dir=out: output_dir has no part here" in said
+    assert "tensor_model_parallel_size has no part here" in said
+    assert "num_processes has" not in said
 
 
 @pytest.mark.extended

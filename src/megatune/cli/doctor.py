@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatune.errors import ExitCode, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.launch.world import World
+
+_ALONE = ("run.num_processes", "run.ddp_timeout")  # what is heeded without a settings file
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,15 +52,23 @@ def run(args: argparse.Namespace) -> int:
 
     words = split_arguments(args.settings)
     loaded = load(words.source, words.overrides, words.flags)
+    if words.source is None and (findings := [*loaded.findings, *_without_part(loaded)]):
+        raise MegatuneError(findings, ExitCode.SETTINGS)
     here = joined(os.environ) or _world(loaded)
     loaded = loaded.for_world(here.world_size)
-    if words.source is None and loaded.findings:
-        raise MegatuneError(loaded.findings, ExitCode.SETTINGS)
     needs = needs_of(loaded, here.world_size, whole=words.source is not None)
     checks = look_started(needs, here) if isinstance(here, World) else look_joined(needs, here)
     if isinstance(here, World) or here.rank == 0:
         print(as_json(checks) if args.json else "\n".join(lines(checks)), flush=True)
     return int(ExitCode.UNAVAILABLE if has_failed(checks) else ExitCode.DONE)
+
+
+def _without_part(loaded: Loaded) -> Iterator[Finding]:
+    """Settings that say nothing unless the others of their run are there."""
+    for path, entry in loaded.written.items():
+        if path not in _ALONE:
+            why = "without a settings file there is no run to look at"
+            yield Finding(f"{entry.key} has no part here", entry.where, why, "name the file of the run first")
 
 
 def _world(loaded: Loaded) -> World:

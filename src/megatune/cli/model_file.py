@@ -20,10 +20,6 @@ _SAME = (
 )  # fmt: skip
 _TEXTS = ("model_revision", "cache_dir", "infer_backend")
 _BACKENDS = {"huggingface": "transformers"}
-# What a flag is where nobody gives it.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "model_revision": ("main",), "infer_backend": ("transformers",), "max_new_tokens": (512,), "temperature": (0.0,),
-}  # fmt: skip
 # Keys that change no answer, and why.
 _PASSED = {
     "template": "a checkpoint's tokenizer has its chat template",
@@ -35,6 +31,9 @@ _PASSED = {
 
 def read_model_file(args: argparse.Namespace) -> None:
     """Put the keys of a file that is named in place of MODEL into the flags; flags that are given win.
+
+    Args:
+        args: with `given`, the words of the command line.
 
     Raises:
         MegatuneError: SETTINGS, with every key that says nothing here; INPUT, where there is no such file.
@@ -74,9 +73,9 @@ def _read(args: argparse.Namespace, entry: SettingEntry) -> list[Finding]:
     given: Any = _BACKENDS.get(text or "", text) if is_text else value
     if name == "adapters":
         given = [each.strip() for each in (text or "").split(",") if each.strip()]
-    current = getattr(args, name)
-    if type(given) is int and isinstance(current, float):
+    if type(given) is int and isinstance(getattr(args, name), float):
         given = float(given)
-    if current in (None, [], *_DEFAULTS.get(name, ())):
+    flags = {word[2:].partition("=")[0].replace("-", "_") for word in args.given if word.startswith("--")}
+    if not flags & {key, name, f"no_{name}"}:
         setattr(args, name, given)
     return []

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.doctor.check import Check, Verdict
+from megatune.training.storage.files import amount, nearest_folder
 
 _PROBE_BYTES = 64 * 2**20
 _SLOW = 50 * 10**6  # bytes/s: a checkpoint of 100 GB takes more than half an hour
@@ -25,7 +26,7 @@ def folders(output_dir: Path, checkpoint: int, copies: int) -> Iterator[Check]:
         checkpoint: bytes of one checkpoint with its training state; 0 where that is not known.
         copies: checkpoints that are there at the same time.
     """
-    folder = next(place for place in (output_dir.absolute(), *output_dir.absolute().parents) if place.is_dir())
+    folder = nearest_folder(output_dir)
     try:
         # In the nearest folder that is there: a check leaves nothing behind.
         with tempfile.TemporaryDirectory(prefix=".megatune-doctor-", dir=folder) as name:
@@ -48,14 +49,14 @@ def folders(output_dir: Path, checkpoint: int, copies: int) -> Iterator[Check]:
 
 def _room(folder: Path, checkpoint: int, copies: int) -> Check:
     free = shutil.disk_usage(folder).free
-    found, name = f"{_amount(free)} free", f"room of {folder}"
+    found, name = f"{amount(free)} free", f"room of {folder}"
     if not checkpoint:
         return Check("disk", name, Verdict.PASS, f"{found}; what a run writes is known with a settings file")
     needed = checkpoint * copies
-    found += f", {copies} checkpoints of {_amount(checkpoint)} with their training state"
+    found += f", {copies} checkpoints of {amount(checkpoint)} with their training state"
     if free >= needed:
         return Check("disk", name, Verdict.PASS, found)
-    why = f"{_amount(needed)} are needed" + (": one is written beside those that stay" if copies > 1 else "")
+    why = f"{amount(needed)} are needed" + (": one is written beside those that stay" if copies > 1 else "")
     fix = "free some room, lower save_total_limit, or save_only_model: true"
     return Check("disk", name, Verdict.FAIL, found, why, fix)
 
@@ -117,16 +118,8 @@ def _temporary() -> Check:
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(folder).free
     if free >= _LEAST_TEMPORARY:
-        return Check("disk", f"temporary files ({folder})", Verdict.PASS, f"{_amount(free)} free")
+        return Check("disk", f"temporary files ({folder})", Verdict.PASS, f"{amount(free)} free")
     why = "processes meet in files there, and data is prepared there"
     return Check(
-        "disk", f"temporary files ({folder})", Verdict.WARN, f"{_amount(free)} free", why, "TMPDIR on another disk"
+        "disk", f"temporary files ({folder})", Verdict.WARN, f"{amount(free)} free", why, "TMPDIR on another disk"
     )
-
-
-def _amount(num_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

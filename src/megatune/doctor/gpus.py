@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatune.doctor.check import Check, Verdict
+from megatune.launch.devices import nvidia_smi
 
-_SECONDS = 60.0
 _FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap", "temperature.gpu",
     "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active", "mig.mode.current",
@@ -41,7 +40,7 @@ def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
         wanted: processes of this machine, each of which needs one; 0 to compute on the CPU.
         bf16: whether the run computes in bfloat16.
     """
-    table = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    table = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     if table is None:
         yield Check("gpu", "GPUs", Verdict.SKIP, "nvidia-smi is not here, or fails: ranks compute on the CPU")
         return
@@ -124,7 +123,7 @@ def _bits(text: str) -> int:
 
 def _links() -> Iterator[Check]:
     """How GPUs reach each other: NVLink (NV18), a switch of PCIe (PIX, PXB), or the processors (PHB, NODE, SYS)."""
-    table = _nvidia_smi("topo", "-m")
+    table = nvidia_smi("topo", "-m")
     kinds = re.findall(
         r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(re.findall(r"^GPU\d+.*$", table or "", re.MULTILINE))
     )
@@ -137,11 +136,3 @@ def _links() -> Iterator[Check]:
         yield Check("gpu", "links", Verdict.WARN, found, why, fix)
     else:
         yield Check("gpu", "links", Verdict.PASS, found)
-
-
-def _nvidia_smi(*arguments: str) -> str | None:
-    try:
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None

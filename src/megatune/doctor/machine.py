@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import sys
@@ -13,6 +12,7 @@ import psutil
 
 from megatune.doctor.check import Check, Verdict
 from megatune.launch.devices import count_cpus, free_memory
+from megatune.plan.pages.words import size
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 64 * 2**20  # a rank: gloo's and NCCL's buffers, batches of its data loader
@@ -42,18 +42,18 @@ def _cores(ranks: int, workers: int) -> Check:
 
 def _memory(ranks: int) -> Check:
     free = free_memory()
-    found = f"{_gib(free)} free, limits of containers included"
+    found = f"{size(free)} free, limits of containers included"
     if free >= ranks * _LEAST_FREE:
         return Check("machine", "main memory", Verdict.PASS, found)
     why = (
-        f"{ranks} ranks need about {_gib(ranks * _LEAST_FREE)} to start; the kernel ends what takes more than there is"
+        f"{ranks} ranks need about {size(ranks * _LEAST_FREE)} to start; the kernel ends what takes more than there is"
     )
     return Check("machine", "main memory", Verdict.FAIL, found, why, "end what else uses it, or fewer processes")
 
 
 def _swap() -> Check:
     swap = psutil.swap_memory()
-    found = f"{_gib(swap.used)} of {_gib(swap.total)} in use"
+    found = f"{size(swap.used)} of {size(swap.total)} in use"
     if swap.used < 2**30:
         return Check("machine", "swap", Verdict.PASS, found)
     why = "pages that a step needs may have to come from a disk"
@@ -69,10 +69,10 @@ def _shared_memory(ranks: int) -> Check:
         )
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free >= ranks * _LEAST_SHARED:
-        return Check("machine", "/dev/shm", Verdict.PASS, f"{_gib(free)} free")
-    why = f"{ranks} ranks with their data workers need {_gib(ranks * _LEAST_SHARED)}; containers get 64 MiB by default"
+        return Check("machine", "/dev/shm", Verdict.PASS, f"{size(free)} free")
+    why = f"{ranks} ranks with their data workers need {size(ranks * _LEAST_SHARED)}; containers get 64 MiB by default"
     return Check(
-        "machine", "/dev/shm", Verdict.FAIL, f"{_gib(free)} free", why, "docker run --shm-size=16g, or --ipc=host"
+        "machine", "/dev/shm", Verdict.FAIL, f"{size(free)} free", why, "docker run --shm-size=16g, or --ipc=host"
     )
 
 
@@ -89,19 +89,10 @@ def _files() -> Check:
 def _locked() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = any(Path("/sys/class/infiniband").glob("*"))
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{_gib(soft)} at most"
+    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{size(soft)} at most"
     if soft == resource.RLIM_INFINITY or not infiniband:
         return Check("machine", "locked memory", Verdict.PASS, found)
     why = "InfiniBand registers the memory that it sends from"
     return Check(
         "machine", "locked memory", Verdict.FAIL, found, why, "ulimit -l unlimited (docker: --ulimit memlock=-1)"
     )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def host_name() -> str:
-    """Return this machine's name, as its kernel says it."""
-    return os.uname().nodename

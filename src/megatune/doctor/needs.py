@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megatune.architecture import Architecture
     from megatune.config.load import Loaded
     from megatune.config.settings import Settings
+    from megatune.hub.repository import Hub
 
 MEETING_SECONDS = 60.0
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Needs:
     tensor_parallel: bool = False
     checkpoint: int = 0
     copies: int = 1
-    hubs: tuple[tuple[str, str], ...] = ()
+    hubs: tuple[tuple[Hub, str], ...] = ()
     checks: tuple[Check, ...] = ()
 
 
@@ -100,7 +100,7 @@ def checkpoint_bytes(settings: Settings, architecture: Architecture) -> int:
     from megatune.plan.memory.parameters import optimizer_rules
     from megatune.plan.memory.tensors import num_trained_parameters
 
-    size, adapters = _BYTES[settings.precision.params_dtype], settings.finetuning.finetuning_type == "lora"
+    size, adapters = settings.precision.params_itemsize, settings.finetuning.finetuning_type == "lora"
     trained = num_trained_parameters(architecture, settings.finetuning)
     model = (trained if adapters else num_parameters(architecture)) * size
     if settings.checkpoint.save_only_model:
@@ -119,7 +119,7 @@ def _architecture(settings: Settings) -> Architecture:
     return load_architecture(found.config_dir(), settings.run.stage)
 
 
-def _hubs(settings: Settings) -> Iterator[tuple[str, str]]:
+def _hubs(settings: Settings) -> Iterator[tuple[Hub, str]]:
     from megatune.hub.models import is_hub_id
     from megatune.hub.repository import use_modelscope
 

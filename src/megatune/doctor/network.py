@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from megatune.doctor.check import Check, Verdict
+from megatune.hub.repository import Hub
+from megatune.hub.upload import endpoint
 
 _CONNECT_SECONDS = 5.0
-_HUBS = {"hf": ("HF_ENDPOINT", "huggingface.co"), "ms": ("MODELSCOPE_ENDPOINT", "modelscope.cn")}
 
 
 def network(address: str, port: int, *, first: bool, several: bool) -> Iterator[Check]:
@@ -100,15 +101,9 @@ def _infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
             )
 
 
-def hub(kind: str, what: str) -> Check:
-    """Check that a hub answers, for `what` lies there and not in a local folder.
-
-    Args:
-        kind: "hf" or "ms".
-    """
-    variable, default = _HUBS[kind]
-    host = os.environ.get(variable, "").partition("://")[2].strip("/") or default
-    host, _, port = host.partition(":")
+def hub(kind: Hub, what: str) -> Check:
+    """Check that a hub answers, for `what` lies there and not in a local folder."""
+    host, _, port = endpoint(kind).partition(":")
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         return Check("network", host, Verdict.SKIP, f"HF_HUB_OFFLINE is set: {what} comes from the cache")
     if proxy := os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):

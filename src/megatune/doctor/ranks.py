@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -15,11 +16,11 @@ import torch
 
 from megatune.doctor.check import Check
 from megatune.doctor.judge import judge
-from megatune.doctor.machine import host_name
 from megatune.doctor.report import as_json
 from megatune.doctor.software import versions
 from megatune.engine import device, groups
 from megatune.launch.context import RankContext
+from megatune.training.storage.files import nearest_folder
 
 _REPEATS = 10
 _SHARED_SECONDS = 10.0  # NFS keeps what it knows of a folder for a few seconds
@@ -88,7 +89,7 @@ def measure(node: int, output_dir: Path | None) -> Measured:
     clock = time.time()
     shared = None if output_dir is None else _shared(output_dir)
     return Measured(
-        host=host_name(),
+        host=socket.gethostname(),
         node=node,
         rank=groups.rank(),
         versions=versions(),
@@ -103,8 +104,7 @@ def measure(node: int, output_dir: Path | None) -> Measured:
 def _shared(output_dir: Path) -> float:
     """Return seconds until a file is seen here that rank 0 makes in the folder, infinity where it is not."""
     # Where the folder is not there yet, the nearest above it: a check leaves nothing behind.
-    folder = next(place for place in (output_dir, *output_dir.parents) if place.is_dir())
-    path = folder / groups.broadcast(f".megatune-doctor-{secrets.token_hex(8)}")
+    path = nearest_folder(output_dir) / groups.broadcast(f".megatune-doctor-{secrets.token_hex(8)}")
     try:
         if groups.rank() == 0:
             path.write_text("rank 0")

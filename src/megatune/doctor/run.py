@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from megatune.doctor.check import Check, Verdict
 from megatune.doctor.folders import folders
 from megatune.doctor.gpus import gpus
-from megatune.doctor.machine import host_name, machine
+from megatune.doctor.machine import machine
 from megatune.doctor.needs import Needs
 from megatune.doctor.network import hub, network
 from megatune.doctor.report import from_json
@@ -41,7 +42,7 @@ def machine_checks(needs: Needs, place: World | RankEnv) -> list[Check]:
     checks += network(place.master_addr, place.master_port, first=first, several=several)
     checks += (hub(kind, what) for kind, what in needs.hubs)
     checks += variables(os.environ, tensor_parallel=needs.tensor_parallel, gpus=num_gpus > 0)
-    host = f"{host_name()} (NODE_RANK {place.node_rank})" if several else host_name()
+    host = f"{socket.gethostname()} (NODE_RANK {place.node_rank})" if several else socket.gethostname()
     return [replace(check, host=host) for check in checks]
 
 

@@ -17,7 +17,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Count the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; 0 on a CPU machine."""
-    listing = _nvidia_smi("-L")
+    listing = nvidia_smi("-L")
     if listing is None:
         installed = sum(1 for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
     else:
@@ -34,7 +34,7 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     return min(count, installed)
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
     """Return what nvidia-smi prints, None where there is none or it fails."""
     command = ["nvidia-smi", *arguments]
     try:
@@ -53,7 +53,7 @@ class Gpu:
 
 def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     """List the GPUs that a process here can use, CUDA_VISIBLE_DEVICES applied; () where nvidia-smi does not tell."""
-    table = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+    table = nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     found = {}
     for line in (table or "").splitlines():
         match [cell.strip() for cell in line.split(",")]:

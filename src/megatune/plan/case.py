@@ -12,7 +12,6 @@ from megatune.config.settings import Settings
 from megatune.plan.machine import Machine
 from megatune.plan.rows import RowLengths, longest_of
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STANDARD = NormalDist()
 
 
@@ -97,7 +96,7 @@ class Case:
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the dtype that the model computes in."""
-        return _BYTES[self.settings.precision.params_dtype]
+        return self.settings.precision.params_itemsize
 
     @property
     def gradient_itemsize(self) -> int:

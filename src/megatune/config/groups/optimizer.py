@@ -174,3 +174,8 @@ class PrecisionSettings(Group):
     def params_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """The dtype that the model computes in, by its torch name."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def params_itemsize(self) -> int:
+        """Bytes of a number of that dtype."""
+        return 2 if self.bf16 or self.fp16 else 4

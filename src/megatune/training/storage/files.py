@@ -48,7 +48,7 @@ def ensure_room(path: Path, bytes_needed: int) -> None:
         MegatuneError: CANNOT_WRITE.
     """
     with writing(path, bytes_needed):
-        free = shutil.disk_usage(_existing(path)).free
+        free = shutil.disk_usage(nearest_folder(path)).free
         if bytes_needed > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -88,16 +88,16 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
         return Finding(f"cannot write {path}", why=why, fix="make it writable, or choose another output_dir")
     need = f"needs {amount(bytes_needed)}, " if bytes_needed is not None else ""
     try:
-        room = f"{amount(shutil.disk_usage(_existing(path)).free)} free there"
+        room = f"{amount(shutil.disk_usage(nearest_folder(path)).free)} free there"
     except OSError:
         room = "and it is not reachable"
     fix = "free some room, lower save_total_limit, or choose an output_dir on another disk"
     return Finding(f"no room to write {path}: {need}{room}", "", why, fix)
 
 
-def _existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+def nearest_folder(path: Path) -> Path:
+    """Return `path`, or the nearest above it that is a folder."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
 
 
 def amount(num_bytes: int) -> str:
