@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from llamafactory_kit import Example, examples
 
-from megatune.cli import infer
+from megatune.cli import infer, serve
+from megatune.cli.main import main
 from megatune.cli.model_file import read_model_file
 from megatune.errors import ExitCode, MegatuneError
 
@@ -59,3 +61,18 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     path.write_text("top_p: 0.5\n")
     with pytest.raises(MegatuneError, match="model_name_or_path is missing"):
         flags(str(path))
+
+
+@pytest.mark.parametrize("verb", [infer, serve])
+def test_a_verb_is_handed_its_words(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a file would win over flags that repeat a default."""
+    seen = []
+
+    def read(args: argparse.Namespace) -> None:
+        seen.append(args.given)
+        raise MegatuneError("enough", ExitCode.SETTINGS)
+
+    monkeypatch.setattr(verb, "read_model_file", read)
+    words = [verb.__name__.rpartition(".")[2], "chat.yaml", "--temperature", "0"]
+    assert main(words) == ExitCode.SETTINGS
+    assert seen == [words]

@@ -87,7 +87,8 @@ def _run(words: list[str]) -> int:
     if inner and len(words) > 1 and not words[1].startswith("-") and words[1] not in inner:
         raise _unknown_verb(words[1], inner, parent=words[0])
     arguments, unknown = parser.parse_known_args(words)
-    arguments.given = words
+    if hasattr(arguments, "given"):  # a file's keys must not win over flags that repeat a default
+        arguments.given = words
     if hasattr(arguments, "words"):
         # Settings, which the verb reads itself: argparse would take flags out of their order.
         arguments.words = words[words.index(arguments.verb) + 1 :]

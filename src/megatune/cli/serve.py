@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model_flags.add_picture_sizes(pictures)
     model_flags.add_sampling(parser)
     model_flags.add_backend(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, given=())
 
 
 def run(args: argparse.Namespace) -> int:
