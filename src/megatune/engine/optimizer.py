@@ -30,6 +30,7 @@ from torch import Tensor
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
+from megatune.engine.waiting import counted
 from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
@@ -318,7 +319,8 @@ def step(
             scale.finish_step()
         if overflowed and not is_smallest:
             return False, math.inf
-        grad_norm = math.nan if overflowed else float(optimizer.get_grad_norm())
+        with counted():  # on a GPU the host waits here, for its own device and for the others
+            grad_norm = math.nan if overflowed else float(optimizer.get_grad_norm())
         if not accepts(grad_norm):
             return False, grad_norm
         for part in optimizer.chained_optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from megatune.data.batches import Batch
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import StepTotals
+from megatune.engine.waiting import BusyTime
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.kto import KTO, with_margins
@@ -35,6 +37,7 @@ from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
 from megatune.training.mismatched import with_kl
 from megatune.training.objective import Loss
+from megatune.training.pace import Pace, Place
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
@@ -81,6 +84,8 @@ class Trainer:
     running_reward: RunningReward = field(init=False)
     _saver: CheckpointSaver = field(init=False)
     _saved_step: int = field(default=-1, init=False)
+    _busy: BusyTime = field(init=False)
+    _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source)
@@ -134,6 +139,9 @@ class Trainer:
         steps = range(self.state.step, self.schedule.total_steps)
         batches = iter(self.loaders.training(self.feed.rows, steps))
         mismatched = None if self.feed.mismatched is None else iter(self.loaders.training(self.feed.mismatched, steps))
+        place = self.assembly.place
+        self._pace = Pace(groups.gather(Place(socket.gethostname(), place.pp_rank)))
+        self._busy = BusyTime()
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -159,6 +167,7 @@ class Trainer:
                 if performance.manual_gc and self.state.step % performance.manual_gc_interval == 0:
                     gc.collect()
                 paused = time.monotonic()
+                self._busy.pause()
                 profiler.end(self.state.step)
                 if totals is not None and totals.save_ended:
                     self._settle()
@@ -170,6 +179,7 @@ class Trainer:
                     self._save(background=self.settings.checkpoint.async_save and not ends)
                 profiler.begin(self.state.step)
                 began += time.monotonic() - paused
+                self._busy.resume()
                 if stops and self.state.step < self.schedule.total_steps:
                     return "stopped"
         return "finished"
@@ -203,6 +213,7 @@ class Trainer:
             save_ended=self._saver.has_ended(),
             checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
             timed=self.settings.logging.log_timers,
+            busy=self._busy,
         )
         ended = time.monotonic()
         measured = self._measured(result, waited, is_logged=self._is_logged(step, first))
@@ -217,6 +228,8 @@ class Trainer:
             self.callbacks.on_notice(notice)
         elif result.updated:
             self.bad_steps.note_good(result)
+        for slow in self._pace.notices(step + 1, self._busy.wall, result.totals.busy_seconds):
+            self.callbacks.on_notice(slow)
         self._report(step, micro_batches, result, ended - began, waited, unreadable, measured)
         return result.totals, ended + counted
 

@@ -18,6 +18,7 @@ from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.step import Objective, StepTotals, forward_backward
+from megatune.engine.waiting import BusyTime
 from megatune.objectives.language_model import CrossEntropy
 
 _CROSS_ENTROPY = CrossEntropy()
@@ -60,6 +61,7 @@ def train_step(
     save_ended: bool = False,
     checked_step: int | None = None,
     timed: bool = False,
+    busy: BusyTime | None = None,
 ) -> StepResult:
     """Run forward, backward and update over one step's micro-batches; collective.
 
@@ -71,6 +73,7 @@ def train_step(
             `save_ended`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
+        busy: of this rank, for `StepTotals`.
         timed: wait for the device between the parts of the step, to say how long each takes.
 
     Raises:
@@ -81,7 +84,7 @@ def train_step(
     biases = expert_biases(assembly.model)
     before = [bias.clone() for bias in biases]
     flags = {"stop_requested": stop_requested, "save_ended": save_ended}
-    totals = forward_backward(assembly.model, batches, objective, **flags)
+    totals = forward_backward(assembly.model, batches, objective, busy=busy, **flags)
     if timed:
         device.synchronize()
         seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()

@@ -101,7 +101,7 @@ class Notice:
 
     Attributes:
         text: for the terminal.
-        values: for metrics.jsonl, with `step`.
+        values: for metrics.jsonl, with `step` and the text.
     """
 
     step: int

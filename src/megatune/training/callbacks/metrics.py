@@ -62,7 +62,7 @@ class _JsonLines(Callback):
 
 class Metrics(_JsonLines):
     """metrics.jsonl: the fields of LogReport; those of EvalReport with the prefix eval_ (step and epoch without); the
-    values of notices."""
+    text and the values of notices."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / METRICS_NAME, "step", resume_step)
@@ -77,7 +77,7 @@ class Metrics(_JsonLines):
         self.append({key if key in ("step", "epoch") else f"eval_{key}": value for key, value in fields.items()})
 
     def on_notice(self, notice: Notice) -> None:
-        self.append({"step": notice.step, **notice.values})
+        self.append({"step": notice.step, "notice": notice.text, **notice.values})
 
 
 class TrainerLog(_JsonLines):
@@ -152,7 +152,7 @@ class Results(Callback):
             "max_steps": schedule.total_steps,
             "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [_history(record) for record in records if "bad_step" not in record],
+            "log_history": [_history(record) for record in records if "notice" not in record],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:

@@ -60,6 +60,8 @@ class LossPlot(Callback):
 def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> bool:
     """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
     records = read_json_lines(metrics)
+    bad = [record["step"] for record in records if "bad_step" in record]
+    records = [record for record in records if "notice" not in record]
     loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
     if not loss[0] and not evaluation[0]:
         return False
@@ -74,7 +76,6 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
     mosaic = [*top, *([*row, row[-1]][:2] for row in rows)]
     heights = [*[2.6 / len(top)] * len(top), *[1] * len(rows)]
     axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
-    bad = [record["step"] for record in records if "bad_step" in record]
     for number, step in enumerate(bad):
         label = "bad steps, not trained" if not number else ""
         axes["loss"].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8, label=label)
