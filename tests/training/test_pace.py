@@ -55,6 +55,9 @@ def test_a_step_that_is_far_slower_is_named_with_its_rank() -> None:
 
 def test_what_begins_is_not_called_slow() -> None:
     judge = Pace(PLACES, Clock())
+    assert not told(judge, range(101, 131), 0.01, [0.01, 0.02, 0.01, 0.01])  # nor milliseconds
+    assert not judge.notices(131, 0.9, [0.8, 0.01, 0.01, 0.01])
+    judge = Pace(PLACES, Clock())
     assert not told(judge, range(1, 3), 30.0, [30.0] * 4)  # the first steps warm up
     assert not told(judge, range(3, 10), 1.0, EVEN)  # and too few tell nothing
     assert not judge.notices(10, 9.0, [8.6, 0.5, 0.7, 0.7])

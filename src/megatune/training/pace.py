@@ -14,8 +14,9 @@ _WARM_UP = 2  # steps of a process that say nothing
 _WINDOW = 32  # steps that tell what is usual
 _JUDGED_FROM = 8  # of them, for a step; a rank is judged from twice as many on
 # A step is slow that takes so many times the usual; a rank, that is busy for so many times as long as its peers while
-# they wait for so large a part of a step.
+# they wait for so large a part of a step; less than these seconds are worth no line.
 _SLOW_STEP, _SLOW_RANK, _NOTABLE = 2.0, 1.3, 0.1
+_LEAST_OF_STEP, _LEAST_OF_RANK = 1.0, 0.05
 _SHARE = 0.5  # of what a slow step took longer, that the rank has to explain
 _PAUSE_SECONDS = 60.0  # between two lines on slow steps
 
@@ -65,7 +66,7 @@ class Pace:
 
     def _slow_step(self, step: int, wall: float, busy: Sequence[float]) -> Notice | None:
         usual = statistics.median(self._walls)
-        if wall < _SLOW_STEP * usual:
+        if wall < max(_SLOW_STEP * usual, usual + _LEAST_OF_STEP):
             return None
         if self._now() < self._next_line:
             self._left_out += 1
@@ -91,7 +92,7 @@ class Pace:
         if rank in self._named or not peers:
             return None
         theirs, wall = statistics.median(peers), statistics.median(self._walls)
-        if usual[rank] < _SLOW_RANK * theirs or usual[rank] - theirs < _NOTABLE * wall:
+        if usual[rank] < _SLOW_RANK * theirs or usual[rank] - theirs < max(_NOTABLE * wall, _LEAST_OF_RANK):
             return None
         self._named.add(rank)
         text = f"{self._name(rank)} makes the others wait: it is busy for {usual[rank]:.2f} s of a step of {wall:.2f} s"
