@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -113,6 +114,11 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         limits = [(state.beat.limit if state.beat else None, state) for state in self.alive()]
         now = time.monotonic()
         return any(now - state.progressed > (hang_timeout if limit is None else limit) for limit, state in limits)
+
+    def all_without_limit(self) -> bool:
+        """Return whether ranks live, and none of them is in a phase with a limit of its own, such as saving."""
+        limits = [state.beat.limit if state.beat else None for state in self.alive()]
+        return bool(limits) and all(limit is None or math.isinf(limit) for limit in limits)
 
     def send(self, signum: int) -> None:
         """Signal each living rank; SIGKILL goes to its whole process group."""

@@ -69,7 +69,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
+    local, announce = context.local_world_size, context.announce
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
