@@ -17,6 +17,7 @@ from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
+from megatune.engine.operations import recent_operations, remember_groups
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -71,11 +72,13 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     local, announce = context.local_world_size, context.announce
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
+    context.operations = recent_operations
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
         return _train(context, settings, payload["run_yaml"], payload["case"], asked, payload.get("model_dir"))
     finally:
+        remember_groups()
         groups.leave()
 
 
