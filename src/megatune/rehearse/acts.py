@@ -31,7 +31,7 @@ TRAIN, RESUME, OTHER = "2 train, evaluate, save", "3 kill, resume", "4 resume in
 FINAL, PROOF = "5 final model in Transformers", "6 against Transformers"
 LIMIT = 600.0  # seconds of one start of ranks
 _TARGET = "megatune.training.run:train"
-_WHOLE, _KILLED, _OTHER = "whole", "killed", "other"
+WHOLE, _KILLED, _OTHER = "whole", "killed", "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Scene:
     @property
     def saved(self) -> Path:
         """The checkpoint that runs are resumed from."""
-        return self.output(_WHOLE) / f"checkpoint-{SAVED}"
+        return self.output(WHOLE) / f"checkpoint-{SAVED}"
 
 
 def train(scene: Scene) -> Outcome:
     """Train all steps in one go: every number is finite, and everything is written."""
-    output = scene.output(_WHOLE)
-    if wrong := _not_done(_start(scene, scene.settings, _WHOLE)):
+    output = scene.output(WHOLE)
+    if wrong := _not_done(_start(scene, scene.settings, WHOLE)):
         return failed(TRAIN, *wrong)
     if numbers := not_finite(output):
         what, why = f"not finite: {', '.join(numbers)}", "weights are random, so the settings or the data make it so"
@@ -86,14 +86,13 @@ def resume(scene: Scene) -> Outcome:
     """Kill a rank after a save, resume, and compare the end with that of the run that nobody killed."""
     if (why := _cannot_resume(scene)) is not None:
         return left(RESUME, why)
-    output, whole = scene.output(_KILLED), scene.output(_WHOLE)
+    output, whole = scene.output(_KILLED), scene.output(WHOLE)
     settings = with_settings(scene.settings, {"run.output_dir": str(output)})
     newest = output / f"checkpoint-{SAVED}"
     ended = _start(scene, settings, _KILLED, strike=newest.is_dir)
     if not ended.struck:
-        return failed(
-            RESUME, _not_done(ended)[0] or [Finding("the run ended before a rank could be killed")], ended.code
-        )
+        early = [Finding("the run ended before a rank could be killed")], ExitCode.INTERNAL
+        return failed(RESUME, *(_not_done(ended) or early))
     if ended.code != ExitCode.PROCESS_DIED:
         what = f"a rank was killed, and the run ended with exit code {int(ended.code)}"
         return failed(RESUME, [Finding(what), *ended.findings], ended.code or ExitCode.INTERNAL)
@@ -123,7 +122,7 @@ def resume_elsewhere(scene: Scene) -> Outcome:
     if (other := other_layout(scene.settings, scene.world_size, scene.architecture)) is None:
         return left(OTHER, "no other layout of a few processes trains the same rows a step")
     settings, world = other
-    output, whole = scene.output(_OTHER), scene.output(_WHOLE)
+    output, whole = scene.output(_OTHER), scene.output(WHOLE)
     shutil.rmtree(output, ignore_errors=True)
     own = {"run.output_dir": str(output), "run.resume_from_checkpoint": str(scene.saved)}
     words = layout_words(settings.parallel, world)
@@ -143,7 +142,7 @@ def resume_elsewhere(scene: Scene) -> Outcome:
 
 def load_final(scene: Scene) -> Outcome:
     """Load what the run leaves behind as its users will."""
-    output = scene.output(_WHOLE)
+    output = scene.output(WHOLE)
     if not output.is_dir() or not any(output.glob("*.safetensors")):
         return left(FINAL, "act 2 left no final model")
     from megatune.rehearse.final import load_in_transformers, merged_lines

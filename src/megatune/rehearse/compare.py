@@ -48,10 +48,10 @@ def largest_difference(one: Path, other: Path) -> float:
     first, second = steps_of(one), steps_of(other)
     apart = [0.0]
     for step in first.keys() & second.keys():
-        losses = first[step].get("loss"), second[step].get("loss")
-        if not all(isinstance(each, float) and math.isfinite(each) for each in losses):
+        before, now = (side[step].get("loss") for side in (first, second))
+        if before is None or now is None:  # logged so where it is not a number
             return math.inf
-        apart.append(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-6))
+        apart.append(abs(before - now) / max(abs(before), 1e-6))
     return max(apart)
 
 

@@ -40,9 +40,8 @@ class RealModel:
 
     Attributes:
         config: its config.json.
-        where: it was found.
+        where: that was found.
         folder: with its tokenizer; None where that is not on this machine, and `note` says so.
-        weights: whether `folder` is where the file says, weights and all.
     """
 
     name: str
@@ -157,8 +156,12 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
     rest = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     found: PreTrainedConfig = AutoConfig.for_model(config["model_type"], **rest)
-    # What is left out of these is of no model: names of classes, labels.
-    return {**found.to_dict(), "architectures": None}
+    # Transformers fills in what has a word for each layer.
+    return {key: _without_layers(value) for key, value in _without_layers(found.to_dict()).items()}
+
+
+def _without_layers(value: Any) -> Any:
+    return {key: each for key, each in value.items() if key != "layer_types"} if isinstance(value, dict) else value
 
 
 def _smaller(

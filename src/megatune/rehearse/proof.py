@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import BatchSettings, ExpertSettings, FinetuningSettings, PrecisionSettings, Settings
@@ -68,7 +68,7 @@ def _samples(scene: Scene, model_dir: Path) -> list:
     from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
 
     config, vision = read_config(model_dir), scene.architecture.vision
-    text = config.get("text_config") or config
+    text: Any = config.get("text_config") or config
     return random_samples(
         scene.architecture.vocab_size,
         uneven_lengths(_ROWS, _LENGTH),
@@ -87,8 +87,8 @@ def _settings(scene: Scene) -> Settings:
         steps = -(-steps // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     finetuning = settings.finetuning
     if finetuning.finetuning_type != "lora":
-        whole = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-        finetuning = FinetuningSettings(**(whole if scene.architecture.vision is not None else {}))
+        frozen = scene.architecture.vision is None  # what there is not may not be said to be trained
+        finetuning = FinetuningSettings(freeze_vision_tower=frozen, freeze_multi_modal_projector=frozen)
     plain = ExpertSettings()
     routing = {
         name: getattr(plain, name)

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, check
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
 from megatune.launch.devices import free_memory
 from megatune.plan import trainable
 from megatune.plan.machine import Machine
@@ -36,6 +38,7 @@ from megatune.rehearse.smaller import smaller
 PROCESS_BYTES = 450 * 2**20  # of one rank, without its part of the model
 _BYTES_A_PARAMETER = 24  # weights, gradients, optimizer, and what a save and a comparison hold of them
 _SHARE = 0.8  # of free memory
+_NO_ROWS = Rows(left(DATA, "nothing was read"))
 
 
 @dataclass
@@ -48,6 +51,10 @@ class Rehearsal:
         machine: the kind of them, None where it is not known.
         folder: that everything is written into.
         show: is told each line as it comes.
+
+    Attributes:
+        outcomes: a row an act.
+        changes: what is other than in the file.
     """
 
     loaded: Loaded
@@ -57,121 +64,132 @@ class Rehearsal:
     show: Callable[[str], None]
     outcomes: list[Outcome] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    _real: RealModel | None = None
+    _settings: Settings | None = None  # of the file, valid
+    _small: SmallModel | None = None
+    _rows: Rows = _NO_ROWS
 
-    def run(self) -> None:
-        """Play all acts; what cannot be played after a failure is named with it."""
+    @property
+    def _model_dir(self) -> Path:
+        return self.folder / "model"
+
+    def run(self, *, only_first: bool = False) -> None:
+        """Play all acts; what cannot be played after a failure is named with it.
+
+        Args:
+            only_first: look at the file, and start nothing.
+        """
         with _surroundings(self.folder):
-            played = self._first_act()
+            self._play(SETTINGS, self._look_at_settings)
+            self._play(TEMPLATE, self._look_at_template)
+            self._play(DATA, self._look_at_data)
+            self._play(DISK, self._look_at_disk)
+            if only_first:
+                return
+            try:
+                scene = self._scene()
+            except MegatuneError as error:
+                self._add(refused(next(iter(acts.ACTS)), error))
+                return
             for name, act in acts.ACTS.items():
-                if isinstance(played, str):
-                    self._add(left(name, played))
+                if isinstance(scene, str):
+                    self._add(left(name, scene))
                 else:
-                    self._timed(name, lambda act=act, scene=played: act(scene))  # type: ignore[misc]
+                    self._play(name, partial(act, scene))
 
-    def _first_act(self) -> acts.Scene | str:
-        """Look at the file; return what the other acts play with, or why they cannot be played."""
-        real: RealModel | None = None
+    def _look_at_settings(self) -> Outcome:
+        self._real = find_real_model(self.loaded.settings)
+        folder = self.folder / "real"
+        outcome, checked = look_at_settings(self.loaded, self._real, self.world_size, self.machine, folder)
+        self._settings = None if checked is None else checked.settings
+        return outcome
 
-        def settings_and_plan() -> Outcome:
-            nonlocal real, checked
-            real = find_real_model(self.loaded.settings)
-            outcome, checked = look_at_settings(self.loaded, real, self.world_size, self.machine, self.folder / "real")
+    def _look_at_template(self) -> Outcome:
+        """Hold the template against the real tokenizer or a demo one, and make the small model, which has it."""
+        settings, real = self._settings or self.loaded.settings, self._real
+        if real is None or "data.template" in self.loaded.invalid:
+            return left(TEMPLATE, f"act {SETTINGS} has to pass first")
+        outcome = look_at_template(settings, real)
+        if self._settings is None or outcome.verdict is Verdict.FAIL:
             return outcome
+        small = shrink(real, settings.parallel)
+        own = real.folder is not None and self._fits_memory(small, settings)
+        if not own:
+            why = real.note or f"{small.architecture.vocab_size:,} tokens do not fit this machine's memory"
+            self.changes.append(Change("tokenizer", "the model's own", "a demo tokenizer", why))
+        write_model(small, self._model_dir, settings.data.template, settings.run.seed, real_tokenizer=own)
+        self._small = small
+        return outcome
 
-        checked = None
-        if self._timed(SETTINGS, settings_and_plan).verdict is Verdict.FAIL or real is None or checked is None:
-            for name in (TEMPLATE, DATA, DISK):
-                self._without_settings(name, real)
-            return "its settings have to be valid first"
-        settings = checked.settings
-        template = self._timed(TEMPLATE, lambda: look_at_template(settings, real))
-        if template.verdict is Verdict.FAIL:
-            self._add(left(DATA, "rows are written by the template, which has to fit first"))
-            self._timed(DISK, lambda: look_at_disk(settings, real, self.world_size, Rows(template)))
-            return "the template has to fit the tokenizer first"
-        return self._scene(settings, real)
+    def _look_at_data(self) -> Outcome:
+        if self._settings is None or self._real is None or self._small is None:
+            return left(DATA, self._reason())
+        folder = self._real.folder
+        self._rows = look_at_data(
+            self.loaded, self._settings, folder or self._model_dir, real_tokenizer=folder is not None
+        )
+        return self._rows.outcome
 
-    def _without_settings(self, name: str, real: RealModel | None) -> None:
-        """Look at what can be looked at although settings were refused."""
-        settings = self.loaded.settings
-        if name == TEMPLATE and real is not None and "data.template" not in self.loaded.invalid:
-            self._timed(name, lambda: look_at_template(settings, real))
-        elif name == DISK and real is not None and settings.run.output_dir:
-            rows = Rows(self.outcomes[0])
-            self._timed(name, lambda: look_at_disk(settings, real, self.world_size, rows))
-        else:
-            self._add(left(name, "the settings have to be valid first"))
+    def _look_at_disk(self) -> Outcome:
+        settings = self._settings or self.loaded.settings
+        if self._real is None or not settings.run.output_dir or "run.output_dir" in self.loaded.invalid:
+            return left(DISK, self._reason())
+        return look_at_disk(settings, self._real, self.world_size, self._rows)
 
-    def _scene(self, settings: Settings, real: RealModel) -> acts.Scene | str:
-        """Make the small model, read the data with its tokenizer or the real one, and look at the disk."""
-        rows: Rows | None = None
-        scene: acts.Scene | str = ""
+    def _scene(self) -> acts.Scene | str:
+        """Return what the other acts play with, or why they cannot be played.
 
-        def data() -> Outcome:
-            nonlocal rows, scene
-            small = shrink(real, settings.parallel)
-            own = real.folder is not None and self._fits_memory(small, settings)
-            if real.folder is not None and not own:
-                why = f"its vocabulary of {real.architecture.vocab_size:,} does not fit this machine's memory"
-                self.changes.append(Change("tokenizer", "the model's own", "a demo tokenizer", why))
-            if real.folder is None:
-                self.changes.append(Change("tokenizer", "the model's own", "a demo tokenizer", real.note))
-            model_dir = write_model(
-                small, self.folder / "model", settings.data.template, settings.run.seed, real_tokenizer=own
-            )
-            rows = look_at_data(self.loaded, settings, real.folder or model_dir, real_tokenizer=real.folder is not None)
-            scene = self._small_scene(settings, small, model_dir) if rows.report is not None else "there are no rows"
-            return rows.outcome
-
-        self._timed(DATA, data)
-        self._timed(DISK, lambda: look_at_disk(settings, real, self.world_size, rows or Rows(self.outcomes[-1])))
-        return scene or "act 1 failed"
-
-    def _small_scene(self, settings: Settings, small: SmallModel, model_dir: Path) -> acts.Scene | str:
-        """Return what the other acts play with, or why this machine cannot play them."""
-        from megatune.families import load_architecture
-
+        Raises:
+            MegatuneError: INTERNAL, where the rules refuse the settings of the rehearsal.
+        """
+        settings, small = self._settings, self._small
+        if settings is None or small is None or self._rows.report is None:
+            return self._reason()
         self.changes += small.changes()
         world = rehearsed_world(settings.parallel, self.world_size)
-        words = layout_words(settings.parallel, world)
-        architecture = load_architecture(model_dir, settings.run.stage)
-        if world < self.world_size:
-            before = layout_words(settings.parallel, self.world_size)
-            copies = "two data-parallel copies show what more do"
-            self.changes.append(Change("layout", before, words, copies))
         if world > MOST_PROCESSES:
             return f"one copy takes {world} processes, and a rehearsal starts {MOST_PROCESSES} at most"
         if (needed := world * PROCESS_BYTES) > (free := int(_SHARE * free_memory())):
-            return (
-                f"{world} processes need about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free for them"
-            )
-        small_settings, said = smaller(settings, architecture, small.layout, str(model_dir), str(self.folder / "whole"))
+            return f"{world} processes need about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        words = layout_words(settings.parallel, world)
+        if world < self.world_size:
+            why = "two data-parallel copies show what more do"
+            if world == settings.parallel.model_parallel_size:
+                why = f"{MOST_PROCESSES} processes at most: data-parallel copies are not rehearsed"
+            before = layout_words(settings.parallel, self.world_size)
+            self.changes.append(Change("layout", before, words, why))
+        architecture = load_architecture(self._model_dir, settings.run.stage)
+        own = str(self._model_dir), str(self.folder / acts.WHOLE)
+        small_settings, said = smaller(settings, architecture, small.layout, *own)
         self.changes += said
         if problems := check(small_settings, architecture, world, rules=(*RULES, *trainable.RULES)):
             raise MegatuneError(problems, ExitCode.INTERNAL)
-        self.show(f"\nrehearsed as {words} on {world} CPU processes, with {model_dir}")
-        return acts.Scene(small_settings, world, architecture, model_dir, self.folder)
+        self.show(f"rehearsed as {words} on {world} CPU process{'es' * (world > 1)}")
+        return acts.Scene(small_settings, world, architecture, self._model_dir, self.folder)
+
+    def _reason(self) -> str:
+        """Name the first act that failed."""
+        wrong = next((one for one in self.outcomes if one.verdict is Verdict.FAIL), None)
+        return f"act {wrong.act} has to pass first" if wrong else "nothing was read"
 
     def _fits_memory(self, small: SmallModel, settings: Settings) -> bool:
-        """Tell whether the real vocabulary can be held: its rows are in the embedding, in the output layer, and in both
-        once more in each copy."""
-        wide = small.architecture.hidden_size
-        copies = 2 * rehearsed_world(settings.parallel, self.world_size) // settings.parallel.model_parallel_size
-        needed = 2 * copies * small.architecture.vocab_size * wide * _BYTES_A_PARAMETER
+        """Tell whether the real vocabulary can be held: in the embedding and in the output layer of each copy."""
+        parallel, architecture = settings.parallel, small.architecture
+        copies = max(1, rehearsed_world(parallel, self.world_size) // parallel.model_parallel_size)
+        needed = 2 * copies * architecture.vocab_size * architecture.hidden_size * _BYTES_A_PARAMETER
         return needed < _SHARE * free_memory() / 2
 
-    def _timed(self, name: str, act: Callable[[], Outcome]) -> Outcome:
+    def _play(self, name: str, act: Callable[[], Outcome]) -> None:
         began = time.monotonic()
         try:
             outcome = act()
         except MegatuneError as error:
             outcome = refused(name, error)
-        return self._add(outcome.took(time.monotonic() - began))
+        self._add(outcome.took(time.monotonic() - began))
 
-    def _add(self, outcome: Outcome) -> Outcome:
+    def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.show(f"{outcome.act}: {outcome.verdict} ({outcome.seconds:.1f} s)")
-        return outcome
 
 
 @contextlib.contextmanager

@@ -73,8 +73,7 @@ def text_config(
     small["head_dim"] = head_dim
     small |= _experts(config, architecture, parallel, hidden, num_layers)
     small |= {"rope_parameters": _rope(config, head_dim), "max_window_layers": num_layers}
-    # `layer_types` goes, since it has a word for each layer; Transformers fills it in.
-    return {name: value for name, value in small.items() if name in config} | {"layer_types": None}
+    return {name: value for name, value in small.items() if name in config}
 
 
 def _rope(config: Config, head_dim: int) -> dict[str, Any]:
