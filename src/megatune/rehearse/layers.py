@@ -14,8 +14,8 @@ _MOST_SHARE = 16  # layers of a stage
 
 
 def fewer_layers(parallel: ParallelSettings, num_layers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield numbers of layers, the smallest first, that are cut as the model's are: stages with layers keep some, and
-    unequal ones stay unequal.
+    """Yield numbers of layers, the smallest first, that are cut as the model's are: stages with layers keep some,
+    equal ones stay equal, and unequal ones unequal.
 
     Args:
         num_layers: that the file's own layout can cut.
@@ -34,7 +34,7 @@ def fewer_layers(parallel: ParallelSettings, num_layers: int) -> Iterator[tuple[
                 continue
             counts = [chunk.num_layers for chunk in chunks]
             kept = all(now or not was for now, was in zip(counts, real, strict=True))
-            if kept and (len(set(real)) == 1 or len(set(counts)) > 1 or count == num_layers):
+            if kept and (len(set(real)) == 1) == (len(set(counts)) == 1):
                 yield count, changes
     yield num_layers, {}
 
