@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +18,17 @@ if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.plan.machine import Machine
 
+_SWIFT = "megatron"
 _EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
     megatune rehearse run.yaml --gpus 8
     megatune rehearse run.yaml --gpus 32 --gpu h100-80g --json rehearsal.json
     megatune rehearse run.yaml dataset_dir=here --keep out/rehearsal
+    megatune rehearse --gpus 8 megatron sft --model Qwen3-0.6B --dataset my.jsonl --tensor_model_parallel_size 2
 
-The file's own data, template, stage and layout are run on CPU processes, with a random model of the same family and
-pattern of layers whose widths the layout splits as it splits the real ones. What is other than in the file is listed.
+The last one is a command line of Megatron-SWIFT. A file's own data, template, stage and layout are run on CPU
+processes, with a random model of the same family and pattern of layers, whose widths the layout splits as it splits
+the real ones. What is other than in the file is listed.
 Ends with 0 where everything passed, else with the exit code of the first failure."""
 
 
@@ -55,21 +60,46 @@ def run(args: argparse.Namespace) -> int:
     from megatune.config.dialects.roll import is_rl_file
     from megatune.config.load import load
 
-    options, words, wrong = split_words(args.words, _add_options, LLAMAFACTORY)
+    swift = _swift_words(args.words)
+    options, words, wrong = split_words(args.words if swift is None else swift[0], _add_options, LLAMAFACTORY)
     if options.gpus is not None and options.gpus < 1:
         wrong.append(Finding(f"--gpus {options.gpus} is no number of GPUs", fix="--gpus 8"))
-    if words.source is None:
+    if swift is None and words.source is None and not words.flags + words.overrides:
         wrong.append(Finding("what is to be rehearsed?", fix="megatune rehearse FILE.yaml"))
-    elif is_rl_file(words.source):
+    elif words.source is not None and is_rl_file(words.source):
         why = "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model"
         fix = f"megatune plan {words.source}, then a few steps of megatune rl on a small model (docs/rl.md)"
         wrong.append(Finding(f"{words.source} describes reinforcement learning: it is not rehearsed", "", why, fix))
     if wrong:
         raise MegatuneError(wrong, ExitCode.SETTINGS)
-    loaded = load(words.source, words.overrides, words.flags)
-    gpus = options.gpus or loaded.settings.run.num_processes or loaded.settings.parallel.smallest_world
-    machine = _machine(options.gpu)
-    return rehearse(loaded, gpus, machine, keep=options.keep, report=options.json)
+    if swift is None:
+        return _started(load(words.source, words.overrides, words.flags), options)
+    from megatune.cli.swift import read_command
+
+    with read_command(swift[1], swift[2], on_cpu=False) as found:
+        return _started(found.loaded, options)
+
+
+def _swift_words(words: list[str]) -> tuple[list[str], str, list[str]] | None:
+    """Split a command line of Megatron-SWIFT into what is before `megatron`, its verb and its flags; None where there
+    is none."""
+    if _SWIFT not in words:
+        return None
+    at = words.index(_SWIFT)
+    verb, *rest = words[at + 1 :] or [""]
+    return words[:at], verb.replace("_", "-"), rest
+
+
+def _started(loaded: Loaded, options: argparse.Namespace) -> int:
+    smallest = loaded.settings.parallel.smallest_world
+    gpus = options.gpus or loaded.settings.run.num_processes or _processes(os.environ) or smallest
+    return rehearse(loaded, gpus, _machine(options.gpu), keep=options.keep, report=options.json)
+
+
+def _processes(env: Mapping[str, str]) -> int | None:
+    """Return the processes that torchrun's variables ask for; None where they do not."""
+    sizes = [env.get(name, "") for name in ("NPROC_PER_NODE", "NNODES")]
+    return int(sizes[0]) * int(sizes[1] or 1) if sizes[0].isdigit() and (sizes[1] or "1").isdigit() else None
 
 
 def _machine(kind: str | None) -> Machine | None:

@@ -162,7 +162,8 @@ def prove(scene: Scene) -> Outcome:
     return compare_with_transformers(scene, PROOF, LIMIT)
 
 
-ACTS: dict[str, Callable[[Scene], Outcome]] = {
+Act = Callable[[Scene], Outcome]
+ACTS: dict[str, Act] = {
     TRAIN: train,
     RESUME: resume,
     OTHER: resume_elsewhere,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,25 +73,23 @@ class Rehearsal:
     def _model_dir(self) -> Path:
         return self.folder / "model"
 
-    def run(self, *, only_first: bool = False) -> None:
-        """Play all acts; what cannot be played after a failure is named with it.
+    def run(self, played: Mapping[str, acts.Act] = acts.ACTS) -> None:
+        """Play act 1, and the others; what cannot be played after a failure is named with it.
 
         Args:
-            only_first: look at the file, and start nothing.
+            played: the acts after the first one, by name.
         """
         with _surroundings(self.folder):
             self._play(SETTINGS, self._look_at_settings)
             self._play(TEMPLATE, self._look_at_template)
             self._play(DATA, self._look_at_data)
             self._play(DISK, self._look_at_disk)
-            if only_first:
-                return
             try:
                 scene = self._scene()
             except MegatuneError as error:
-                self._add(refused(next(iter(acts.ACTS)), error))
+                self._add(refused(acts.TRAIN, error))
                 return
-            for name, act in acts.ACTS.items():
+            for name, act in played.items():
                 if isinstance(scene, str):
                     self._add(left(name, scene))
                 else:
