@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "megatune"
 FLOORS = {
     6: {"__main__"},
     5: {"cli"},
-    4: {"rl", "doctor"},
+    4: {"rl", "doctor", "rehearse"},
     3: {"training", "generation", "verify"},
     2: {"bridge", "objectives", "demo"},
     1: {"engine", "data", "plan", "launch"},
