@@ -37,7 +37,7 @@ class Strike:
 
     Attributes:
         phase: of the driver, by the name that failures have; "join" and "load" are those of actor_train-0.
-        victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server".
+        victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server"; "terminal" for all that one reaches.
         steps: that the run has taken since its start.
     """
 
@@ -67,6 +67,8 @@ def prepare(folder: Path) -> None:
     """Write the policy, a judge that says "YES" or "NO" whatever it is asked, and ten problems."""
     make_model(folder / "model")
     judge = make_model(folder / "judge", seed=1)
+    config = json.loads((judge / "config.json").read_text())
+    (judge / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))  # with its instructions
     words = ["YES ", "NO ", *(f"{number}" for number in range(10)), "?"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -152,7 +154,9 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     with (
         open(file.with_suffix(".out"), "w+") as out,
         open(file.with_suffix(".err"), "w+") as err,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=out, stderr=err) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=pipe, stdout=out, stderr=err, start_new_session=True
+        ) as process,
     ):
         phase = _Phase(output / "launch", strike, process.pid)
         looked = 0.0
@@ -212,6 +216,8 @@ def _beat(path: Path) -> Beat | None:
 def _pids(victim: str, process: subprocess.Popen[bytes], output: Path) -> list[int]:
     if victim == "driver":
         return [process.pid]
+    if victim == "terminal":
+        return [-process.pid, -process.pid]  # its group: the kernel tells it of a closed one, and so does the shell
     if victim in ("raylet", "gcs_server"):
         return [each.pid for each in psutil.Process(process.pid).children() if each.name() == victim]
     if victim == "reward":

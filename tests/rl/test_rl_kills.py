@@ -22,7 +22,12 @@ from megatune.rl.samples import Problem
 
 SECONDS = 120.0  # from the signal to the end of the last process, on a machine that others use
 # What ends otherwise than with 76.
-CODES = {("driver", signal.SIGKILL): -signal.SIGKILL, ("driver", signal.SIGINT): 130, ("driver", signal.SIGTERM): 75}
+CODES = {
+    ("driver", signal.SIGKILL): -signal.SIGKILL,
+    ("driver", signal.SIGINT): 130,
+    ("driver", signal.SIGTERM): 75,
+    ("terminal", signal.SIGHUP): 75,
+}
 STOPPED = "its process is stopped"
 CHAINS: dict[str, tuple[str, list[Strike]]] = {
     "one rank, one engine": (
@@ -37,6 +42,7 @@ CHAINS: dict[str, tuple[str, list[Strike]]] = {
             Strike("rollout", "actor_infer-0", signal.SIGSTOP),
             Strike("rollout", "driver", signal.SIGINT),
             Strike("train", "driver", signal.SIGTERM),
+            Strike("rollout", "terminal", signal.SIGHUP),
             Strike("rollout", "reward"),  # the run goes on
         ],
     ),
@@ -68,7 +74,7 @@ def check(strike: Strike, ended: Ended) -> None:
     code = 0 if goes_on else CODES.get((strike.victim, strike.number), 76)
     assert ended.code == code, ended.printed + ended.errors
     assert not ended.left
-    if goes_on or strike.victim == "driver":
+    if goes_on or strike.victim in ("driver", "terminal"):
         return
     assert ended.seconds < SECONDS
     first = ended.errors.strip().splitlines()[0]
@@ -98,11 +104,13 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
     assert weights(outputs[0]) == weights(outputs[1])
 
 
-def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path, number: int) -> None:
     with asked_to_stop(tmp_path / "STOP") as stop:
         assert not stop()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop()
+        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed sends two
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     with asked_to_stop(tmp_path / "STOP") as stop:
