@@ -39,12 +39,14 @@ class Strike:
         phase: of the driver, by the name that failures have; "join" and "load" are those of actor_train-0.
         victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server"; "terminal" for all that one reaches.
         steps: that the run has taken since its start.
+        is_idle: the victim has nothing to do in that phase, which may have ended when its end is noticed.
     """
 
     phase: str
     victim: str
     number: int = signal.SIGKILL
     steps: int = 2
+    is_idle: bool = False
 
     @property
     def is_early(self) -> bool:
@@ -167,7 +169,6 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
                 known |= _below(process.pid)
                 looked = time.monotonic()
             if struck is None and strike is not None and phase.has_come():
-                known |= _below(process.pid)
                 victims = _pids(strike.victim, process, output)
                 if victims:
                     for victim in victims:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -44,7 +43,8 @@ def run_ranks(
     """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
 
     SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once. Kill
-    this process in any way and the ranks die with it. Rank 0 writes to this process's stdout and stderr, the others to
+    this process in any way and the ranks die with it. Stop it (Ctrl-Z, SIGSTOP) and they go on: those that were stopped
+    in a collective operation would not go on well. Rank 0 writes to this process's stdout and stderr, the others to
     their logs.
 
     Args:
@@ -90,8 +90,7 @@ def run_ranks(
 def counted_signals() -> Iterator[Counter[int]]:
     """Count Ctrl-C and SIGTERM, by number, instead of obeying them.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
-    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
     """
     counts: Counter[int] = Counter()
 
@@ -101,16 +100,10 @@ def counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
-    def pause(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
-    handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGHUP: count, signal.SIGTSTP: pause}
     previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
+        number: signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
