@@ -117,7 +117,12 @@ def soak(folder: Path, whole: Path, layouts: Sequence[str], steps: int, every: t
 def _table(chain: Chain, costs: Sequence[Cost]) -> str:
     lines = []
     for struck, cost in zip(chain.struck, costs, strict=True):
-        said = struck.line.replace(f"{chain.folder}/", "").replace(socket.gethostname(), "HOST").replace("|", "\\|")
+        said = (
+            struck.line.replace("megatune: ", "")
+            .replace(f"{chain.folder}/", "")
+            .replace(socket.gethostname(), "HOST")
+            .replace("|", "\\|")
+        )
         code = "goes on" if struck.code is None else str(struck.code)
         noticed = f"{struck.noticed:.1f}" if struck.code is not None or struck.line else "-"
         place = f"{struck.step} ({struck.phase})", struck.layout, struck.fault.name

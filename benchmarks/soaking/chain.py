@@ -135,7 +135,7 @@ class Chain:
         assert fault.said in errors + command.printed, said
         lines = [line for line in errors.splitlines() if line.startswith("megatune: ")]
         lines += [line for line in command.printed.splitlines() if line.startswith("stopped on request")]
-        struck.line = lines[0] if lines else ""
+        struck.line = "; ".join(lines)
         print(f"{self.folder.name} step {step}: {fault.name} -> {struck.code}, {struck.noticed:.1f} s", flush=True)
         if fault.code is not None:
             self._check(command)
