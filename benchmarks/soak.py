@@ -23,7 +23,7 @@ from pathlib import Path
 from reporting import add_output_flag, finish_text, markdown_table
 from soaking.chain import Chain, Cost, cost_of
 from soaking.command import OUTPUT, Command
-from soaking.faults import FAULTS
+from soaking.faults import FAULTS, Fault
 from soaking.history import differing, distance, read_trained, rows_by_step, tensors
 
 from megatune.demo.checkpoint import make_checkpoint
@@ -84,14 +84,22 @@ def train_whole(folder: Path, steps: int) -> float:
     return time.monotonic() - began
 
 
-def soak(folder: Path, whole: Path, layouts: Sequence[str], steps: int, every: tuple[int, int], seed: int) -> Soaked:
+def soak(
+    folder: Path,
+    whole: Path,
+    layouts: Sequence[str],
+    steps: int,
+    every: tuple[int, int],
+    seed: int,
+    faults: Sequence[Fault] = FAULTS,
+) -> Soaked:
     """Run a chain, and hold it against the run without faults.
 
     Raises:
         AssertionError: whatever a run owes its user, and does not give.
     """
     write_run(folder, steps, async_save=len(layouts) == 1)
-    chain = Chain(folder, {name: LAYOUTS[name] for name in layouts}, steps, every, seed)
+    chain = Chain(folder, {name: LAYOUTS[name] for name in layouts}, steps, every, seed, faults)
     chain.run()
     trained = read_trained(folder)
     rows, expected = (rows_by_step(each, whole.parent / "model") for each in (trained, read_trained(whole)))

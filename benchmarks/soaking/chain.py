@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from soaking.command import OUTPUT, Command
 from soaking.faults import FAULTS, Fault, damage_newest
 from soaking.history import Trained, broken
 
-_JITTER_SECONDS = 0.1  # of a moment within a step
+_JITTER_SECONDS = 0.1  # of a moment within a step, or a save
+_START_SECONDS = 2.0  # of one before the first step
 
 
 @dataclass
@@ -50,12 +51,20 @@ class Chain:
         layouts: words of each by its name; where there are several, each command takes another one.
         steps: of the run.
         every: steps from one fault to the next, at least and at most.
+        seed: of the faults, and of what chooses layouts.
+        faults: all of them come before one comes again.
     """
 
     def __init__(
-        self, folder: Path, layouts: dict[str, Sequence[str]], steps: int, every: tuple[int, int], seed: int
+        self,
+        folder: Path,
+        layouts: Mapping[str, Sequence[str]],
+        steps: int,
+        every: tuple[int, int],
+        seed: int,
+        faults: Sequence[Fault] = FAULTS,
     ) -> None:
-        self.folder, self._layouts, self.steps, self._every = folder, layouts, steps, every
+        self.folder, self._layouts, self.steps, self._every, self._faults = folder, layouts, steps, every, faults
         self._chance = random.Random(seed)
         self._deck: list[Fault] = []
         self._layout = ""
@@ -94,7 +103,7 @@ class Chain:
     def _draw(self, command: Command | None) -> Fault:
         """Draw the next kind, all of them before one comes again; for a command that runs, one that can strike it."""
         if not self._deck:
-            self._deck = self._chance.sample(FAULTS, len(FAULTS))
+            self._deck = self._chance.sample(self._faults, len(self._faults))
         found = next((fault for fault in self._deck if command is None or fault.is_for_any), None)
         if found is None:
             self._deck = []
@@ -112,11 +121,11 @@ class Chain:
             beat = command.beat
             if beat is None or fault.moment == "start":
                 return beat is not None
-            return beat.step >= target and (fault.moment == "step" or beat.phase == "save")
+            saves = any((self.folder / OUTPUT).glob(".checkpoint-*.partial"))
+            return beat.step >= target and (fault.moment == "step" or saves)
 
         assert command.wait_for(has_come), f"it ended before {fault.name}: {command.errors}"
-        spread = _JITTER_SECONDS * (20 if fault.moment == "start" else 1)
-        time.sleep(self._chance.uniform(0, spread if fault.moment != "save" else 0.02))
+        time.sleep(self._chance.uniform(0, _START_SECONDS if fault.moment == "start" else _JITTER_SECONDS))
         beat = command.beat
         assert beat is not None
         step = beat.step or self._newest
