@@ -41,6 +41,7 @@ class Command:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatune", "train", "run.yaml", *words],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                preexec_fn=_heed_signals,
             )  # fmt: skip
 
     @property
@@ -102,3 +103,9 @@ def _is_of_session(process: psutil.Process, session: int) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and os.getsid(process.pid) == session
     except (psutil.Error, ProcessLookupError):
         return False
+
+
+def _heed_signals() -> None:
+    """Who types a command hears it; `nohup`, and a shell's background, would have it ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -157,8 +157,15 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
         open(file.with_suffix(".out"), "w+") as out,
         open(file.with_suffix(".err"), "w+") as err,
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=pipe, stdout=out, stderr=err, start_new_session=True
-        ) as process,
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=pipe,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_heed_signals,
+        ) as process,  # fmt: skip
     ):
         phase = _Phase(output / "launch", strike, process.pid)
         looked = 0.0
@@ -185,6 +192,12 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     after = {path.name for path in Path(tempfile.gettempdir()).glob("mt-*")} - before
     found.left += sorted(name for name in after if name.startswith(f"mt-{process.pid}-"))
     return found
+
+
+def _heed_signals() -> None:
+    """`nohup`, and a shell's background, have what they start ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Phase:
