@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -46,7 +45,8 @@ def run_ranks(
 
     SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once.
     SIGUSR1 has them write their stacks into their logs and go on. Kill this process in any way and the ranks die with
-    it. Rank 0 writes to this process's stdout and stderr, the others to their logs.
+    it. Stop it (Ctrl-Z, SIGSTOP) and they go on: those that were stopped in a collective operation would not go on
+    well. Rank 0 writes to this process's stdout and stderr, the others to their logs.
 
     Args:
         target: "package.module:function", called as function(context: RankContext, payload); returns None or an exit
@@ -92,8 +92,7 @@ def run_ranks(
 def counted_signals() -> Iterator[Counter[int]]:
     """Count Ctrl-C, SIGTERM and SIGUSR1, by number, instead of obeying them.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
-    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
     """
     counts: Counter[int] = Counter()
 
@@ -103,17 +102,10 @@ def counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
-    def pause(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
-    counted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), count)
-    handlers = {**counted, signal.SIGTSTP: pause}
     previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
+        number: signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
