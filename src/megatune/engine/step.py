@@ -70,8 +70,8 @@ class StepTotals:
     """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
 
     Args:
-        totals: fp64 [5 + 2 · metrics]: loss, normalizer, trained tokens, ranks that request a stop, ranks that know of
-            the end of a save, then sum and count of each metric.
+        totals: fp64 [6 + 2 · metrics]: loss, normalizer, trained tokens, ranks that request a stop, ranks that know of
+            the end of a save, ranks that request a save, then sum and count of each metric.
         names: of the metrics.
     """
 
@@ -118,9 +118,14 @@ class StepTotals:
         return self._values[4] > 0
 
     @property
+    def save_requested(self) -> bool:
+        """Whether any rank asked to save."""
+        return self._values[5] > 0
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Means of the objective's metrics and of the routers' auxiliary losses; without those of which none came."""
-        pairs = zip(self._names, self._values[5::2], self._values[6::2], strict=True)
+        pairs = zip(self._names, self._values[6::2], self._values[7::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
 
@@ -132,6 +137,7 @@ def forward_backward(
     forward_only: bool = False,
     stop_requested: bool = False,
     save_ended: bool = False,
+    save_requested: bool = False,
 ) -> StepTotals:
     """Run all micro-batches and leave the gradient of the objective, divided by its global normalizer, in main_grad.
 
@@ -140,6 +146,7 @@ def forward_backward(
         forward_only: evaluate, without gradients.
         stop_requested: whether this rank asks all ranks to stop after the step.
         save_ended: whether this rank knows that a checkpoint in the background is whole or has failed.
+        save_requested: whether this rank asks all ranks to save after the step.
     """
     if not forward_only:
         for chunk in model:
@@ -147,14 +154,14 @@ def forward_backward(
     reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
     own, routers = objective.metric_names, {} if forward_only else auxiliary_metrics(model)
     device = torch.cuda.current_device()
-    totals = torch.zeros(5 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
+    totals = torch.zeros(6 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
     # Tensor-parallel ranks of the last stage all hold the loss; one of them reports it.
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         report = torch.stack(reports).sum(0)
-        totals[:3], totals[5 : 5 + 2 * len(own)] = report[:3], report[3:]
-    totals[3], totals[4] = float(stop_requested), float(save_ended)
+        totals[:3], totals[6 : 6 + 2 * len(own)] = report[:3], report[3:]
+    totals[3], totals[4], totals[5] = float(stop_requested), float(save_ended), float(save_requested)
     for place, sums in enumerate(routers.values(), len(own)):
-        totals[5 + 2 * place : 7 + 2 * place] = sums
+        totals[6 + 2 * place : 8 + 2 * place] = sums
     torch.distributed.all_reduce(totals)
     return StepTotals(totals, (*own, *routers))
 

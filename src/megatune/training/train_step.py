@@ -46,6 +46,7 @@ def train_step(
     learning_rate: float,
     stop_requested: bool = False,
     save_ended: bool = False,
+    save_requested: bool = False,
     checked_step: int | None = None,
     timed: bool = False,
 ) -> StepResult:
@@ -53,8 +54,8 @@ def train_step(
 
     Args:
         batches: this data-parallel rank's micro-batches.
-        stop_requested: whether this rank was asked to stop; sent along with the loss, as is
-            `save_ended`, for `StepTotals`.
+        stop_requested: whether this rank was asked to stop; sent along with the loss, as are `save_ended` and
+            `save_requested`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
         timed: wait for the device between the parts of the step, to say how long each takes.
@@ -64,7 +65,7 @@ def train_step(
     """
     seconds: dict[str, float] = {}
     began = time.monotonic()
-    flags = {"stop_requested": stop_requested, "save_ended": save_ended}
+    flags = {"stop_requested": stop_requested, "save_ended": save_ended, "save_requested": save_requested}
     totals = forward_backward(assembly.model, batches, objective, **flags)
     if timed:
         device.synchronize()
