@@ -47,6 +47,7 @@ from megatune.training.run_schedule import RunSchedule
 from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
+from megatune.training.time_budget import TimeBudget
 
 _JOIN_GRACE = 60.0  # seconds
 
@@ -57,7 +58,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
             "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
-            hub.
+            hub; "began", when the user started it, of `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -76,7 +77,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
-        return _train(context, settings, payload["run_yaml"], payload["case"], asked, payload.get("model_dir"))
+        budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
+        given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
+        return _train(context, settings, *given, budget=budget)
     finally:
         remember_groups()
         groups.leave()
@@ -89,6 +92,7 @@ def _train(
     case: Case | None = None,
     asked: Loaded | None = None,
     model_dir: str | None = None,
+    budget: TimeBudget | None = None,
 ) -> int:
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -103,6 +107,7 @@ def _train(
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             on_rank_0(lambda: _plan_rows(output_dir, case, data, asked, resumed))
             trainer = _build_trainer(context, settings, source, data, resumed, memory)
+            trainer.budget = budget or trainer.budget
             return _run(trainer, resumed, notes)
     finally:
         memory.note()
@@ -212,7 +217,9 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         print("\n".join(trainer.feed.follower.summary()), flush=True)
     if outcome == "stopped":
         if trainer.context.rank == 0:
-            print(f"stopped on request after step {state.step}; the same command resumes from there", flush=True)
+            minutes = settings.run.exit_duration_in_mins
+            why = f"before exit_duration_in_mins ({minutes:g}) is over" if trainer.budget.spent else "on request"
+            print(f"stopped {why} after step {state.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     chosen = on_rank_0(lambda: _finish(trainer, output_dir))
     if trainer.context.rank == 0:
