@@ -162,6 +162,7 @@ def _build_trainer(
     assembly = attach_optimizer(loaded, settings)
     digest = "" if reference is None else reference.digest
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
+    state.rows_parts = data.key_parts
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
     store = CheckpointStore(output_dir)
