@@ -153,12 +153,13 @@ def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Row
     from megatune.training.before import check_checkpoint, check_output, check_weights
     from megatune.training.storage.files import amount
 
-    name = settings.model.model_name_or_path or ""
     checked = Checked()
     checked.run(partial(check_output, settings))
     checked.run(partial(check_checkpoint, settings))
-    if Path(name).is_dir() and settings.model.mcore_model is None and (Path(name) / "config.json").is_file():
-        checked.run(partial(check_weights, Path(name)))
+    named = None if settings.model.mcore_model else settings.model.model_name_or_path
+    for folder in (Path(name) for name in (named, settings.preference.ref_model) if name):
+        if (folder / "config.json").is_file():
+            checked.run(partial(check_weights, folder))
     findings = [finding for error in checked.errors for finding in error.findings]
     code = min((error.exit_code for error in checked.errors), default=ExitCode.CANNOT_WRITE)
     assert settings.run.output_dir is not None
