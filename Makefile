@@ -12,13 +12,14 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo demo-rl lint format test test-all clean
+.PHONY: help install demo demo-rl lint format test test-all test-faults clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
 	@echo "make demo-rl  teach a small model two-digit addition by rewards, on the CPU"
 	@echo "make test     lint and the tests, of products of cases as many as hold every value"
 	@echo "make test-all the same with every case"
+	@echo "make test-faults every fault of docs/faults.md; MEGATUNE_WRITE_FAULTS=1 writes that page anew"
 	@echo "make install  install into $(VENV)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff write the format that lint checks"
@@ -59,6 +60,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-faults: install
+	$(BIN)/pytest -n 2 --dist loadfile tests/faults
 
 clean:
 	rm -rf out

@@ -37,14 +37,16 @@ class Strike:
 
     Attributes:
         phase: of the driver, by the name that failures have; "join" and "load" are those of actor_train-0.
-        victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server".
+        victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server"; "terminal" for all that one reaches.
         steps: that the run has taken since its start.
+        is_idle: the victim has nothing to do in that phase, which may have ended when its end is noticed.
     """
 
     phase: str
     victim: str
     number: int = signal.SIGKILL
     steps: int = 2
+    is_idle: bool = False
 
     @property
     def is_early(self) -> bool:
@@ -67,6 +69,8 @@ def prepare(folder: Path) -> None:
     """Write the policy, a judge that says "YES" or "NO" whatever it is asked, and ten problems."""
     make_model(folder / "model")
     judge = make_model(folder / "judge", seed=1)
+    config = json.loads((judge / "config.json").read_text())
+    (judge / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))  # with its instructions
     words = ["YES ", "NO ", *(f"{number}" for number in range(10)), "?"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -152,7 +156,16 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     with (
         open(file.with_suffix(".out"), "w+") as out,
         open(file.with_suffix(".err"), "w+") as err,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=out, stderr=err) as process,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=pipe,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_heed_signals,
+        ) as process,  # fmt: skip
     ):
         phase = _Phase(output / "launch", strike, process.pid)
         looked = 0.0
@@ -163,7 +176,6 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
                 known |= _below(process.pid)
                 looked = time.monotonic()
             if struck is None and strike is not None and phase.has_come():
-                known |= _below(process.pid)
                 victims = _pids(strike.victim, process, output)
                 if victims:
                     for victim in victims:
@@ -180,6 +192,12 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     after = {path.name for path in Path(tempfile.gettempdir()).glob("mt-*")} - before
     found.left += sorted(name for name in after if name.startswith(f"mt-{process.pid}-"))
     return found
+
+
+def _heed_signals() -> None:
+    """`nohup`, and a shell's background, have what they start ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Phase:
@@ -212,6 +230,8 @@ def _beat(path: Path) -> Beat | None:
 def _pids(victim: str, process: subprocess.Popen[bytes], output: Path) -> list[int]:
     if victim == "driver":
         return [process.pid]
+    if victim == "terminal":
+        return [-process.pid, -process.pid]  # its group: the kernel tells it of a closed one, and so does the shell
     if victim in ("raylet", "gcs_server"):
         return [each.pid for each in psutil.Process(process.pid).children() if each.name() == victim]
     if victim == "reward":

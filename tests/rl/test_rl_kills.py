@@ -22,21 +22,25 @@ from megatune.rl.samples import Problem
 
 SECONDS = 120.0  # from the signal to the end of the last process, on a machine that others use
 # What ends otherwise than with 76.
-CODES = {("driver", signal.SIGKILL): -signal.SIGKILL, ("driver", signal.SIGINT): 130, ("driver", signal.SIGTERM): 75}
+CODES = {
+    ("driver", signal.SIGKILL): -signal.SIGKILL,
+    ("driver", signal.SIGINT): 130,
+    ("driver", signal.SIGTERM): 75,
+    ("terminal", signal.SIGHUP): 75,
+}
 STOPPED = "its process is stopped"
 CHAINS: dict[str, tuple[str, list[Strike]]] = {
     "one rank, one engine": (
         "small",
         [
             *(Strike(phase, "actor_train-0") for phase in ("load", "sync", "train", "save")),
-            *(Strike(phase, "actor_infer-0") for phase in ("sync", "rollout", "train")),
+            *(Strike(phase, "actor_infer-0", is_idle=phase == "train") for phase in ("sync", "rollout", "train")),
             *(Strike(phase, "driver") for phase in ("rollout", "train", "save")),
-            Strike("train", "raylet"),
-            Strike("rollout", "gcs_server"),
             Strike("train", "actor_train-0", signal.SIGSTOP),
             Strike("rollout", "actor_infer-0", signal.SIGSTOP),
             Strike("rollout", "driver", signal.SIGINT),
             Strike("train", "driver", signal.SIGTERM),
+            Strike("rollout", "terminal", signal.SIGHUP),
             Strike("rollout", "reward"),  # the run goes on
         ],
     ),
@@ -45,15 +49,15 @@ CHAINS: dict[str, tuple[str, list[Strike]]] = {
         [
             *(Strike(phase, "actor_train-1") for phase in ("train", "sync", "save", "old_log_probs")),
             *(Strike(phase, "critic-0") for phase in ("values", "critic", "save")),
-            *(Strike(phase, "reference-0") for phase in ("load", "reference", "rollout")),
+            *(Strike(phase, "reference-0", is_idle=phase == "rollout") for phase in ("load", "reference", "rollout")),
             Strike("validation", "actor_infer-0"),
-            Strike("train", "reference-0", signal.SIGSTOP),
+            Strike("train", "reference-0", signal.SIGSTOP, is_idle=True),
         ],
     ),
     "a judge, a reference of Transformers, all apart": (
         "apart",
         [
-            *(Strike(phase, "reward_model-0") for phase in ("rollout", "train")),
+            *(Strike(phase, "reward_model-0", is_idle=phase == "train") for phase in ("rollout", "train")),
             Strike("reference", "reference-0"),
             Strike("rollout", "reward_model-0", signal.SIGSTOP),
         ],
@@ -68,13 +72,13 @@ def check(strike: Strike, ended: Ended) -> None:
     code = 0 if goes_on else CODES.get((strike.victim, strike.number), 76)
     assert ended.code == code, ended.printed + ended.errors
     assert not ended.left
-    if goes_on or strike.victim == "driver":
+    if goes_on or strike.victim in ("driver", "terminal"):
         return
     assert ended.seconds < SECONDS
     first = ended.errors.strip().splitlines()[0]
     assert strike.victim in first
     if not strike.is_early:
-        assert f"({strike.phase}" in first
+        assert strike.is_idle or f"({strike.phase}" in first
         assert "at step " in first
     assert (STOPPED if strike.number == signal.SIGSTOP else "kill -9") in ended.errors
     assert "resume from the last checkpoint" in ended.errors
@@ -98,11 +102,31 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
     assert weights(outputs[0]) == weights(outputs[1])
 
 
-def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path) -> None:
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_process_of_rays_own(tmp_path: Path, victim: str) -> None:
+    """All actors end with it; the run says which one died, and the same command resumes."""
+    prepare(tmp_path)
+    output = tmp_path / "struck"
+    file = write(tmp_path / "struck.yaml", settings(tmp_path, output, 8, "small"))
+    ended = run(file, output, Strike("train", victim, steps=4))
+    check(Strike("train", victim, is_idle=True), ended)
+    assert f"Ray's {victim} (process " in ended.errors
+    report = json.loads((output / "launch" / "report.json").read_text())
+    assert (report["culprit"], report["exit_code"]) == (victim, 76)
+    again = run(file, output)
+    assert (again.code, again.left) == (0, []), again.errors
+    print(again.printed)
+    assert [step for step, *_ in curve(output)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path, number: int) -> None:
     with asked_to_stop(tmp_path / "STOP") as stop:
         assert not stop()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop()
+        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed sends two
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     with asked_to_stop(tmp_path / "STOP") as stop:

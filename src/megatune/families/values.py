@@ -44,6 +44,10 @@ def _problems(config: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
         elif not low < value < high:
             at_most = f" and below {high:g}" if math.isfinite(high) else ""
             yield f"{of}{key} = {value!r} is impossible", f"it is a finite number above {max(low, 0):g}{at_most}"
+    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    if kinds is not None and not (isinstance(kinds, list) and (layers is None or len(kinds) == layers)):
+        number = f"{len(kinds)} layers" if isinstance(kinds, list) else _short(kinds)
+        yield f"{of}layer_types is of {number}, and num_hidden_layers is {_short(layers)}", "it has one for each layer"
     for key in (key for key in ("dtype", "torch_dtype") if key in said):
         if str(said[key]).removeprefix("torch.") not in _DTYPES:
             yield f"{of}{key} = {_short(said[key])} is no dtype of weights", f"one of {', '.join(_DTYPES)}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.weight_index import read_weight_index
+from megatune.families import read_config
+from megatune.families.weight_index import check_layers, read_weight_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 from megatune.training.storage.manifest import read_manifest
@@ -83,7 +84,7 @@ def check_checkpoint(settings: Settings) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a model whose files of weights are not all there (exit code 66)."""
+    """Refuse weights whose files, or layers of config.json, are not all there (exit code 66)."""
     index = folder / _INDEX
     if index.is_file():
         files = set(read_weight_index(index).values())
@@ -94,3 +95,5 @@ def check_weights(folder: Path) -> None:
     elif not (folder / "model.safetensors").is_file():
         fix = "give a folder that holds the weights as safetensors"
         raise MegatuneError(Finding("there is no model.safetensors", str(folder), fix=fix), ExitCode.INPUT)
+    if (folder / "config.json").is_file():
+        check_layers(folder, read_config(folder))

@@ -106,7 +106,8 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         before = signal.getsignal(signal.SIGTERM)
         for attempt in range(_ATTEMPTS):
             try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+                with _deaf_children(signal.SIGHUP):  # a closed terminal sends it to all of them
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
                 break
             except Exception as error:  # Ray raises any
                 _end_processes(folder)
@@ -115,6 +116,16 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in its place
         started |= services()
         yield folder
+
+
+@contextlib.contextmanager
+def _deaf_children(number: int) -> Iterator[None]:
+    """Hold a signal back for a while; processes that are started meanwhile, and what they start, never get it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def services() -> dict[str, int]:

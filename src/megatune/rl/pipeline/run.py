@@ -14,6 +14,7 @@ from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
+from megatune.launch.torchrun import handle_stops
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.driver import Driver
 from megatune.rl.pipeline.learn import Learner
@@ -155,18 +156,21 @@ def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | No
 
 @contextmanager
 def asked_to_stop(stop_file: Path) -> Iterator[Any]:
-    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, or by the file. A second
-    SIGTERM ends it at once, as Ctrl-C does."""
+    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, by SIGHUP (a closed
+    terminal, unless `nohup` says otherwise), or by the file. A second SIGTERM ends it at once, as Ctrl-C does; a
+    terminal that is closed may send several SIGHUP."""
     asked = False
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        if asked:
+        if asked and number == signal.SIGTERM:
             raise KeyboardInterrupt
         asked = True
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handle_stops(note)
     try:
         yield lambda: asked or stop_file.exists()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
