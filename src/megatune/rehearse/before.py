@@ -108,7 +108,8 @@ def look_at_data(loaded: Loaded, settings: Settings, folder: Path, *, real_token
     except MegatuneError as error:
         return Rows(refused(DATA, error))
     report = prepared.report
-    whole = all(one.read < (read.data.max_samples or 0) for one in report.datasets)
+    most = read.data.max_samples or 0
+    whole = most == settings.data.max_samples or all(one.read < most for one in report.datasets)
     which = "all" if whole else f"the first {CHECKED_ROWS:,} of each data set"
     found = f"{counted(sum(one.read for one in report.datasets), 'row')} read ({which}): {report.train.line()}"
     if not real_tokenizer:
@@ -133,6 +134,7 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
         "data.preprocessing_num_workers": None,
         "data.tokenized_path": None,
         "data.overwrite_cache": False,
+        "data.streaming": False,
     }
     if not real_tokenizer:
         changes |= {"data.cutoff_len": _DEMO_TOKENS * data.cutoff_len, "data.truncation_strategy": "budget"}

@@ -44,7 +44,11 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
         with output_into(log), watcher, with_adapters(proven, model_dir, scene.architecture) as adapted:
             verdict = verify_layout(model_dir, adapted, samples, local_world(scene.world_size))
     except RanksFailed as ended:
-        why = too_late(limit) if watcher.late else Finding("the numbers could not be computed", str(log))
+        why = (
+            too_late(limit)
+            if watcher.late
+            else Finding("the numbers could not be computed", fix=f"--keep DIR keeps {log.name}")
+        )
         return failed(act, [why], ExitCode(ended.args[0]))
     wrong = [one for one in verdict.differences if not one.passes]
     if wrong:
