@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from megatune.cli.main import main
@@ -17,12 +18,14 @@ from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.rehearse import acts
+from megatune.rehearse.before import DISK, TEMPLATE
 from megatune.rehearse.compare import different_rows, different_steps, different_tensors, largest_difference, not_finite
 from megatune.rehearse.outcome import Verdict
 from megatune.rehearse.ranks import run_alone
 from megatune.rehearse.run import Rehearsal
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = EXAMPLES / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,41 @@ def test_all_acts_of_a_file(model: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "are equal bit for bit to those of a run that nobody killed" in printed
     assert "merged, its logits are within" in printed
     assert (folder / "whole" / "merged" / "config.json").is_file()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("moe/qwen3_moe_full", 8), ("vision/qwen2_vl_full", 8), ("vision/qwen3_vl_8b_32gpu", 32)]
+)
+def test_a_published_file(name: str, gpus: int, tmp_path: Path) -> None:
+    """As it is; its model is on no machine of ours, and only its data is other. The disk may well be too small."""
+    data = written_data(tmp_path)
+    words = [f"dataset_dir={data}", f"output_dir={tmp_path / 'out'}", "--json", str(tmp_path / "report.json")]
+    main(["rehearse", str(EXAMPLES / f"{name}.yaml"), "--gpus", str(gpus), *words])
+    report = json.loads((tmp_path / "report.json").read_text())
+    verdicts = {act["act"]: act["verdict"] for act in report["acts"]}
+    del verdicts[DISK]
+    assert verdicts.pop(TEMPLATE) == "not rehearsable"  # its tokenizer is not here
+    assert set(verdicts.values()) == {"passed"}, report
+    assert len(verdicts) == 7
+
+
+def written_data(folder: Path) -> Path:
+    """Data sets under the names of the published files."""
+    Image.new("RGB", (150, 200), "red").save(folder / "red.jpg")
+    asked = [{"instruction": f"Say {n}.", "input": "", "output": f"It is {n}. " * (n % 5 + 1)} for n in range(48)]
+    seen = [
+        {"messages": [{"role": "user", "content": f"<image>Is it {n}?"}, {"role": "assistant", "content": f"{n}" * 9}],
+         "images": ["red.jpg"]}
+        for n in range(16)
+    ]  # fmt: skip
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "images": "images"}
+    pictures = {"file_name": "seen.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    info = {"alpaca_en_demo": {"file_name": "asked.json"}, "llava_1k_en": pictures, "mllm_demo": pictures}
+    for file, content in (("asked", asked), ("seen", seen), ("dataset_info", info)):
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    return folder
 
 
 def logged(folder: Path, *steps: tuple[int, float | None, float, int]) -> Path:
