@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+# Behind the name of a file; what a user wrote may end in more digits, or in those of another writing.
+_LINE = re.compile(r":([0-9]{1,9})\Z")
+NO_LINE = 10**9
 # Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD.
 _SECRET = re.compile(r"(_|^)(KEY|TOKEN|PASSWORD|SECRET)")
 
@@ -50,6 +53,17 @@ class Finding:
         head = f"{self.where}: {self.what}" if self.where else self.what
         lines = [head, *(f"    {label}: {text}" for label, text in (("why", self.why), ("fix", self.fix)) if text)]
         return "\n".join(lines)
+
+
+def line_of(where: str) -> int:
+    """Return the line of a place, "run.yaml:7"; NO_LINE of one without a line, and more where there is no place."""
+    found = _LINE.search(where)
+    return int(found[1]) if found else NO_LINE if where else 2 * NO_LINE
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings by the lines of their file; those of a command line come after them, and those of no place last."""
+    return sorted(findings, key=lambda finding: line_of(finding.where))
 
 
 class MegatuneError(Exception):

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "inject"), str(HERE.parent / "training"), str(HERE.parent / "launch")]
 
 from fault_table import PAGE, Told, render  # noqa: E402
+from launch_run import launch as launch  # noqa: E402
 
 _PROPERTY = "fault"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding
-from megatune.launch.context import log_path
+from megatune.launch.context import heartbeat_path, log_path, read_beat
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
@@ -177,6 +179,18 @@ def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
         state.rank: RankActivity(process_state(state.pid), main_stack(logs[state.rank], offsets[state.rank]))
         for state in living
     }
+
+
+def ask_for_stacks(processes: RankProcesses) -> None:
+    """Have each rank write its stacks into its log and go on, and say where; ranks that still start are left alone."""
+    run_dir = processes.request.run_dir
+    for state in processes.alive():
+        beat = read_beat(heartbeat_path(run_dir, state.rank))
+        if beat is not None and beat.phase != "start":  # before, it may not have the handler yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGUSR1)
+    where = log_path(run_dir, "rank-*")
+    print(f"megatune: the stacks of all ranks are in {where}; the run goes on", file=sys.stderr, flush=True)
 
 
 def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> RankState:

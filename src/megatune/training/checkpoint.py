@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class TrainState:
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
         reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
         updates: of the optimizer, where a step may have several.
+        bad_steps: how many were skipped (training/bad_steps.py).
+        recent_losses, recent_grad_norms: of the last steps that were not bad.
     """
 
     step: int = 0
@@ -66,6 +68,9 @@ class TrainState:
     reward_sum: float = 0.0
     reward_pairs: float = 0.0
     updates: int = 0
+    bad_steps: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    recent_grad_norms: list[float] = field(default_factory=list)
 
 
 class CheckpointFiles:

@@ -24,6 +24,7 @@ from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
+from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import banner
 from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
@@ -68,7 +69,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
+    local, announce = context.local_world_size, context.announce
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
@@ -154,6 +156,8 @@ def _build_trainer(
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
+    store = CheckpointStore(output_dir)
+    bad_steps = BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None)
     shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     callbacks = CallbackList()
@@ -173,10 +177,11 @@ def _build_trainer(
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
         callbacks=callbacks,
-        store=CheckpointStore(output_dir),
+        store=store,
         context=context,
         source=source,
         memory=memory,
+        bad_steps=bad_steps,
     )
 
 

@@ -21,8 +21,9 @@ from megatune.hub.upload import CARD, OWN_CARD
 from megatune.plan.pages.words import seconds, size
 from megatune.plan.run.record import PLAN_NAME, memory_of, read_records
 from megatune.training.callbacks.base import Callback
-from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
+from megatune.training.callbacks.metrics import METRICS_NAME
 from megatune.training.callbacks.plot import PLOT_NAME
+from megatune.training.storage.json_lines import read_json_lines
 
 _STAGES = {
     "pt": "continued pretraining",
