@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "tekken.json", "*.tiktoken", "vocab.txt", "spiece.model")
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One example as tokens.
@@ -283,6 +286,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    _check_vocabulary(Path(model_dir))
     try:
         return AutoTokenizer.from_pretrained(model_dir)
     except Exception as error:
@@ -293,6 +297,16 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         fix = "put tokenizer.json and tokenizer_config.json beside the weights"
         finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)
         raise MegatuneError(finding, ExitCode.INPUT) from error
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Refuse a tokenizer without its tokens, of which Transformers makes one that knows none."""
+    # Files of a vocabulary, each with what it is nothing without.
+    for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
+        if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
+            return
+    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from where the model is from"
+    raise MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
