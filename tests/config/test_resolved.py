@@ -51,7 +51,7 @@ TEXTS = [
     "~",
     "你好 😀",
     'a "b" \\ c',
-    "line\nline\t\x00\x7f\u2028",
+    "line\nline\t\x7f\u2028",
     "[x",
     "-",
     "a,b",

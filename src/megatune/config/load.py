@@ -21,9 +21,9 @@ from megatune.config.rules import RULES, check
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group
-from megatune.config.settings import GROUPS, SECRETS, Settings, all_settings, setting_value
-from megatune.config.values import coerce, nearest_valid, shown
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.config.settings import GROUPS, NAMES, SECRETS, Settings, all_settings, setting_value
+from megatune.config.values import coerce, is_long_name, nearest_valid, short, shown
+from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
 _ORIGIN_COLUMN = 52  # of run.yaml
 
@@ -102,7 +102,7 @@ class Loaded:
     ) -> list[Finding]:
         """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
         loaded = self.for_world(world_size)
-        return sorted([*loaded.findings, *loaded.check_rules(architecture, world_size, rules=rules)], key=_line)
+        return in_order([*loaded.findings, *loaded.check_rules(architecture, world_size, rules=rules)])
 
     def check_rules(
         self,
@@ -259,6 +259,10 @@ class _Reading:
                 what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
                 self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
+            elif target in NAMES and is_long_name(value):
+                why, fix = "no file system has such names: 255 bytes between two /, 4095 in all", "write a shorter one"
+                self._report(Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix))
+                self.invalid.add(target)
             elif target in SECRETS and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
@@ -272,7 +276,7 @@ class _Reading:
             settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
         invalid = frozenset(self.invalid & set(infos))
-        findings = sorted(self.findings, key=_line)
+        findings = in_order(self.findings)
         return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=accepted)
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
@@ -355,14 +359,8 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
     return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
 
 
-def _line(finding: Finding) -> float:
-    """Return the line of a finding in its file; those of a command line come after them, and those of no place last."""
-    _, colon, line = finding.where.rpartition(":")
-    if colon and line.isdigit():
-        return int(line)
-    return 1e9 if finding.where else 2e9
-
-
 def _quoted(value: Any) -> str:
     """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
-    return repr(value) if isinstance(value, str) else shown(value)
+    if isinstance(value, str):
+        return short(value)
+    return said if len(said := shown(value)) < 1000 else f"{said[:1000]}..."

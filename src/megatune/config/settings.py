@@ -20,6 +20,14 @@ from megatune.config.setting import Group, SettingInfo, describe
 
 # What is never written anywhere: "group.name". Settings that were read do not hold them (`config.load.Loaded.secrets`).
 SECRETS = ("logging.swanlab_api_key", "checkpoint.hub_token")
+# What may be a file or a folder, or names one: "group.name".
+NAMES = (
+    "data.dataset", "data.dataset_dir", "data.eval_dataset", "data.template", "data.tokenized_path", "data.media_dir",
+    "finetuning.adapter_name_or_path", "preference.ref_model", "preference.ref_model_adapters",
+    "run.output_dir", "run.resume_from_checkpoint", "run.run_name", "model.model_name_or_path", "model.mcore_model",
+    "model.model_revision", "model.cache_dir", "logging.tensorboard_dir", "logging.wandb_save_dir",
+    "checkpoint.hub_model_id",
+)  # fmt: skip
 # What numbers may be reported to.
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 

@@ -15,6 +15,8 @@ from megatune.config.setting import SettingInfo
 
 _MAX_DEPTH = 8  # an alias inside its own anchor nests without end
 # No settings file has a hundredth of these; one that is made to keep a reader busy has more.
+_NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # \udc80 to \udcff are bytes of a path that are no UTF-8
+_MOST_SHOWN, _LONGEST_NAME, _LONGEST_PATH, _MOST_DIGITS = 100, 255, 4095, 300
 _MOST_BYTES, _MOST_NESTED, _MOST_VALUES = 2**20, 64, 100_000
 
 
@@ -119,7 +121,7 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
     if depth > _MAX_DEPTH:
         raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
     if isinstance(node, yaml.ScalarNode):
-        return Value(_scalar(node), node.value)
+        return Value(_scalar(node), _text(node))
     if isinstance(node, yaml.SequenceNode):
         items = tuple(value_of(item, depth + 1) for item in node.value)
         return Value([item.data for item in items], items=items)
@@ -128,9 +130,9 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
-        if key_node.value in data:
-            raise yaml.MarkedYAMLError(problem=f"{key_node.value!r} is written twice", problem_mark=key_node.start_mark)
-        data[key_node.value] = value_of(value_node, depth + 1).data
+        if (key := _text(key_node)) in data:
+            raise yaml.MarkedYAMLError(problem=f"{key!r} is written twice", problem_mark=key_node.start_mark)
+        data[key] = value_of(value_node, depth + 1).data
     return Value(data)
 
 
@@ -146,6 +148,28 @@ def parse(text: str) -> Value:
     return Value(value.data, text.strip(), value.items)
 
 
+def is_long_name(value: Any) -> bool:
+    """Tell whether a value, or an item of a list, is longer than a file system lets a file's name or path be."""
+    if isinstance(value, list | tuple):
+        return any(map(is_long_name, value))
+    if not isinstance(value, str):
+        return False
+    name = value.encode("utf-8", "surrogatepass")
+    return len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME
+
+
+def is_variable(name: str) -> bool:
+    """Tell whether a variable of the environment can be called so."""
+    return bool(name) and "=" not in name
+
+
+def _text(node: yaml.ScalarNode) -> str:
+    """Return a text that can be a path or a variable, and be written to a file."""
+    if found := _NO_TEXT.search(node.value):
+        raise yaml.MarkedYAMLError(problem=f"{found[0]!r} is in a text", problem_mark=node.start_mark)
+    return str(node.value)
+
+
 def _scalar(node: yaml.ScalarNode) -> Any:
     text = node.value
     match node.tag:
@@ -155,12 +179,13 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             return None
         case tag if tag == _BOOL and text.lower() in _TRUTH:
             return _TRUTH[text.lower()]
-        case tag if tag in (_INT, _FLOAT):
+        case tag if tag in (_INT, _FLOAT) and len(text) <= _MOST_DIGITS:
             try:
                 return int(text) if tag == _INT else float(text.replace(".inf", "inf").replace(".nan", "nan"))
             except ValueError:
                 pass  # an explicit tag on something else: !!int abc
-    raise yaml.MarkedYAMLError(problem=f"cannot read {text!r} as {node.tag}", problem_mark=node.start_mark)
+    problem = f"cannot read {short(text)} as {node.tag.removeprefix('tag:yaml.org,2002:')}"
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -231,6 +256,11 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     if highest is not None and value > highest:
         return highest
     return round(value) if whole and value == value and abs(value) != float("inf") else None
+
+
+def short(text: str) -> str:
+    """Quote a text that was not expected, or its beginning."""
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 def shown(value: Any, *, quoted: bool = False) -> str:

@@ -26,6 +26,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -48,6 +49,7 @@ class RankContext:
         role: what the ranks are, where a run has several kinds; names the files above.
         stop_file: a user who creates this file asks the run to save and stop; one who creates SAVE beside it, to save.
         phase, step: of the last beat.
+        operations: returns which collective operations this rank has called, as JSON; the target's to set.
         terminal: descriptor of the machine's stderr, for one rank of each machine.
     """
 
@@ -59,6 +61,7 @@ class RankContext:
         self.stop_file = stop_file or run_dir / "STOP"
         self.phase = ""
         self.step = 0
+        self.operations: Callable[[], Any] | None = None
         self.terminal: int | None = None
         self._save_file = self.stop_file.with_name("SAVE")
         self._stop = False

@@ -200,6 +200,15 @@ def process_state(pid: int) -> str:
         return "?"
 
 
+def has_pending(pid: int, *numbers: int) -> bool:
+    """Return whether any of these signals waits for a process that does not run to handle it."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        pending = int(lines["SigPnd"], 16) | int(lines["ShdPnd"], 16)
+        return any(pending >> (number - 1) & 1 for number in numbers)
+    return False
+
+
 def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
     """Return the environment of zygote and ranks, in place before they import torch; what the user set stays.
 

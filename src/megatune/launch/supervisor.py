@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
+from megatune.launch.desync import find_desync, operations_path
 from megatune.launch.devices import OomKills
 from megatune.launch.failure import Kind, error_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
@@ -45,7 +45,8 @@ def run_ranks(
 
     SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once.
     SIGUSR1 has them write their stacks into their logs and go on. Kill this process in any way and the ranks die with
-    it. Rank 0 writes to this process's stdout and stderr, the others to their logs.
+    it. Stop it (Ctrl-Z, SIGSTOP) and they go on: those that were stopped in a collective operation would not go on
+    well. Rank 0 writes to this process's stdout and stderr, the others to their logs.
 
     Args:
         target: "package.module:function", called as function(context: RankContext, payload); returns None or an exit
@@ -91,8 +92,7 @@ def run_ranks(
 def counted_signals() -> Iterator[Counter[int]]:
     """Count Ctrl-C, SIGTERM and SIGUSR1, by number, instead of obeying them.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
-    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
     """
     counts: Counter[int] = Counter()
 
@@ -102,17 +102,10 @@ def counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
-    def pause(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
-    counted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), count)
-    handlers = {**counted, signal.SIGTSTP: pause}
     previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
+        number: signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
@@ -133,6 +126,7 @@ def _prepare_run_dir(request: StartRequest) -> None:
         rank = request.world.rank_env(local_rank).rank
         heartbeat_path(request.run_dir, rank).unlink(missing_ok=True)
         error_path(request.run_dir, rank).unlink(missing_ok=True)
+        operations_path(request.run_dir, rank).unlink(missing_ok=True)
     if request.world.node_rank == 0:
         request.stop_file.unlink(missing_ok=True)
 
@@ -191,15 +185,18 @@ def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outco
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()
-    return report.failed_outcome(run_dir, culprit, failure, kills.happened())
+    desync = find_desync(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
+    return report.failed_outcome(run_dir, culprit, failure, kills.happened(), desync)
 
 
 def _conclude_hang(processes: RankProcesses) -> report.Outcome:
     activities = report.dump_stacks(processes)
-    culprit = report.find_hung(processes.alive(), activities)
+    run_dir = processes.request.run_dir
+    desync = find_desync(run_dir, sorted(processes.ranks))
+    culprit = report.find_hung(processes.alive(), activities, desync)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return report.hung_outcome(processes.request.run_dir, culprit, silent, activities)
+    return report.hung_outcome(run_dir, culprit, silent, activities, desync)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:

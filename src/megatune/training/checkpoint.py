@@ -53,6 +53,8 @@ class TrainState:
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
         reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
         updates: of the optimizer, where a step may have several.
+        bad_steps: how many were skipped (training/bad_steps.py).
+        recent_losses, recent_grad_norms: of the last steps that were not bad.
     """
 
     step: int = 0
@@ -67,6 +69,9 @@ class TrainState:
     reward_sum: float = 0.0
     reward_pairs: float = 0.0
     updates: int = 0
+    bad_steps: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    recent_grad_norms: list[float] = field(default_factory=list)
     rows_parts: dict[str, str] = field(default_factory=dict)
 
 

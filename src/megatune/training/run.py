@@ -17,6 +17,7 @@ from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
+from megatune.engine.operations import recent_operations, remember_groups
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -24,6 +25,7 @@ from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
+from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import banner
 from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
@@ -71,6 +73,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     local, announce = context.local_world_size, context.announce
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
+    context.operations = recent_operations
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
@@ -78,6 +81,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
         return _train(context, settings, *given, budget=budget)
     finally:
+        remember_groups()
         groups.leave()
 
 
@@ -161,6 +165,8 @@ def _build_trainer(
     state.rows_parts = data.key_parts
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
+    store = CheckpointStore(output_dir)
+    bad_steps = BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None)
     shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     callbacks = CallbackList()
@@ -180,10 +186,11 @@ def _build_trainer(
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
         callbacks=callbacks,
-        store=CheckpointStore(output_dir),
+        store=store,
         context=context,
         source=source,
         memory=memory,
+        bad_steps=bad_steps,
     )
 
 

@@ -12,7 +12,7 @@ from megatune.config.dialects.roll_checks import check_roles
 from megatune.config.dialects.roll_parts import algorithm_part, prompt_data, rollout_part, run_part
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles, sorted_findings
+from megatune.config.dialects.roll_roles import ModelOf, Roles
 from megatune.config.dialects.roll_samplers import infer_role, read_generating
 from megatune.config.dialects.roll_schema import ROLE, TOP
 from megatune.config.dialects.roll_trackers import tracker_variables
@@ -22,7 +22,7 @@ from megatune.config.entry import SettingEntry
 from megatune.config.rl.settings import ModelRole, RLSettings, Validation
 from megatune.config.settings import Settings
 from megatune.config.values import Value, compose, read_text
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def is_rl_file(source: str | Path) -> bool:
         node = compose(read_text(Path(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
-    keys = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-    return not keys.isdisjoint(("actor_train", "student_train", "actor_infer", "defaults"))
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
+    return any(key in keys for key in ("actor_train", "student_train", "actor_infer", "defaults"))
 
 
 def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: ModelOf | None = None) -> ReadRL:
@@ -86,7 +86,7 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
     variables = tracker_variables(top, reader)
     if not top.places and not reader.findings:
         reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
-    findings = sorted_findings(reader.findings)
+    findings = tuple(in_order(reader.findings))
     lines = (*reader.lines, *_ignored_lines(reader))
     return ReadRL(None if findings else settings, findings, lines, origins, reading.tree, variables)
 

@@ -23,7 +23,7 @@ def run_part(top: Part, reader: Reader) -> RunPart:
     if copies["type"] and not copies["output_dir"]:
         fix = "write output_dir: FOLDER below checkpoint_config, or remove it"
         reader.find("checkpoint_config has no output_dir", copies.at, "it says where checkpoints are copied to", fix)
-    variables = environment(top["system_envs"])
+    variables = environment(top, reader)
     hub = top["model_download_type"]
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"

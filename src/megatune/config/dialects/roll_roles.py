@@ -10,7 +10,7 @@ from megatune.architecture import Architecture
 from megatune.config.dialects.roll_reader import Part, Reader
 from megatune.config.rl.settings import RolloutPart
 from megatune.config.settings import Settings
-from megatune.errors import Finding
+from megatune.config.values import is_variable
 
 # Settings of a role's engine -> the model's numbers and its config.json; None and {} where they cannot be read.
 ModelOf = Callable[[Settings], tuple[Architecture | None, Mapping[str, Any]]]
@@ -73,8 +73,7 @@ class Roles:
                 self.reader.ignore(part.key(name), why)
 
     def environment_of(self, part: Part) -> dict[str, str]:
-        top = environment(self.top["system_envs"])
-        return {**top, **environment(part["system_envs"])}
+        return {**environment(self.top, self.reader), **environment(part, self.reader)}
 
     def no_model(self, part: Part, name: str) -> None:
         key = {"critic": "reward_pretrain", "actor_train": "pretrain", "actor_infer": "pretrain"}.get(name, "")
@@ -84,16 +83,11 @@ class Roles:
         self.reader.find(f"{part.name} has no model", part.at, fix=fix)
 
 
-def environment(values: Mapping[str, Any]) -> dict[str, str]:
-    """Write values as variables of the environment have them."""
-    return {str(key): str(value) for key, value in values.items() if value is not None}
-
-
-def sorted_findings(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return findings in the order of the file's lines; those of a command line come after them."""
-
-    def line(finding: Finding) -> float:
-        _, colon, number = finding.where.rpartition(":")
-        return int(number) if colon and number.isdigit() else 1e9 if finding.where else 2e9
-
-    return tuple(sorted(findings, key=line))
+def environment(part: Part, reader: Reader) -> dict[str, str]:
+    """Write a part's system_envs as variables of the environment have them."""
+    said = {str(key): str(value) for key, value in part["system_envs"].items() if value is not None}
+    for name in said:
+        if not is_variable(name):
+            what, fix = f"{part.key('system_envs')}: {name!r} is no name of a variable", "write NAME: value"
+            reader.find(what, part.where("system_envs"), fix=fix)
+    return said

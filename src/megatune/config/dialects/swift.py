@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,9 @@ NEGATABLE = (
     "save_safetensors", "check_model", "add_version", "freeze_vit", "freeze_aligner", "add_non_thinking_prefix",
     "remove_unused_columns", "muon_split_qkv",
 )  # fmt: skip
+
+
+_COUNT = re.compile("[0-9]{1,9}")
 
 
 def _keys(newest_first: bool) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def _set_processes(command: Command) -> None:
     machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
     # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
     is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if is_launched or not (machines.isdigit() and each.isdigit()):
+    if is_launched or not (_COUNT.fullmatch(machines) and _COUNT.fullmatch(each)):
         return  # what is no number is found where the processes are decided
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)

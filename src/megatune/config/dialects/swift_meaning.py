@@ -5,6 +5,8 @@ Each function reads a `Command`, and changes, sets, ignores or refuses flags of 
 
 from __future__ import annotations
 
+import re
+
 from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
 from megatune.config.entry import SettingEntry
@@ -156,7 +158,7 @@ def _tokens(command: Command, variable: str, side: int) -> str:
     """Return pixels that are said as tokens of a picture, as Qwen3-VL's are."""
     named = variable if variable.startswith("VIDEO") else f"IMAGE_{variable}"
     tokens = command.env.get(named.replace("PIXELS", "TOKEN_NUM"), "")
-    return str(int(tokens) * side**2) if "PIXELS" in variable and tokens.isdigit() else ""
+    return str(int(tokens) * side**2) if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", tokens) else ""
 
 
 def losses(command: Command) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatune.config.dialects.swift import NEGATABLE, kinds
-from megatune.config.dialects.swift_syntax import read_command_line
+from megatune.config.dialects.swift_syntax import read_command_line, read_variables
 from megatune.config.entry import SettingEntry, read_file
 from megatune.config.values import Value, shown
 from megatune.errors import Finding
@@ -107,8 +107,8 @@ def infer_words(words: Sequence[str]) -> Words:
     if rest and rest[0].endswith((".yaml", ".yml", ".json")):
         entries, found.findings = read_file(rest.pop(0))
         for entry in entries:
-            if entry.key == "ENV" and isinstance(entry.value.data, dict):
-                found.variables = {name: shown(value) for name, value in entry.value.data.items()}
+            if entry.key == "ENV":
+                found.variables = read_variables(entry, found.findings)
             elif entry.value.data is not None:
                 found.words += [f"--{entry.key}", *_spelled(entry)]
     use_hf = None

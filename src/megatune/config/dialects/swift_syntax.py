@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatune.config.entry import SettingEntry, read_file
-from megatune.config.values import Value, parse, shown
+from megatune.config.values import Value, is_variable, parse, shown
 from megatune.errors import Finding
 
 _TRUTH = {
@@ -130,19 +130,25 @@ def _read_flags_file(source: str, kinds: Mapping[str, type], line: CommandLine) 
     line.findings += findings
     for entry in entries:
         if entry.key == "ENV":
-            if isinstance(entry.value.data, dict):
-                line.variables = {
-                    str(name): shown(value).strip('"') for name, value in entry.value.data.items() if value is not None
-                }
-            else:
-                fix = "write a line for each variable below ENV:, `  NAME: value`"
-                line.findings.append(Finding("ENV is no mapping", entry.where, fix=fix))
+            line.variables = read_variables(entry, line.findings)
             continue
         key = _known(entry.key.replace("-", "_"), kinds, ())
         if isinstance(key, Finding):
             line.findings.append(Finding(key.what, entry.where, key.why, key.fix))
         elif entry.value.data is not None:
             _set(line, SettingEntry(key, _of_file(entry.value, kinds[key]), entry.where, entry.where))
+
+
+def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, str]:
+    """Return the environment variables that a file's ENV says."""
+    said, fix = entry.value.data, "write a line for each variable below ENV:, `  NAME: value`"
+    if not isinstance(said, dict):
+        findings.append(Finding("ENV is no mapping", entry.where, fix=fix))
+        return {}
+    if wrong := [name for name in said if not is_variable(name)]:
+        findings.append(Finding(f"ENV: {wrong[0]!r} is no name of a variable", entry.where, fix=fix))
+        return {}
+    return {name: shown(value).strip('"') for name, value in said.items() if value is not None}
 
 
 def _of_file(value: Value, kind: type) -> Value:

@@ -14,7 +14,7 @@ from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import shown
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of
 from megatune.plan import trainable
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
@@ -203,7 +203,7 @@ def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language =
             continue
         needs = words.experts if needs == _EXPERTS else needs
         text, origin = words.without_effect.format(key=LLAMAFACTORY.key_of(path), needs=needs), loaded.origins[path]
-        remarks.append(f"{origin}: {text}" if _place(origin)[0] < _NO_LINE else text)
+        remarks.append(f"{origin}: {text}" if _place(origin)[0] < NO_LINE else text)
     return "\n".join([*lines, "", words.remarks, *(remarks or [words.no_remarks])]), findings
 
 
@@ -212,7 +212,7 @@ def _written(info: SettingInfo, loaded: Loaded, ground: Ground, language: Langua
     value = setting_of(loaded.settings, info.path)
     default = words.is_default if value == info.default else f"{words.default} {shown(info.default)}"
     number, origin = _place(loaded.origins[info.path])
-    where = words.line.format(number=number) if number < _NO_LINE else origin
+    where = words.line.format(number=number) if number < NO_LINE else origin
     beside = words.parentheses.format(where + words.semicolon + default)
     yield wrapped(f"{LLAMAFACTORY.key_of(info.path)}: {shown(value)}{beside}")
     yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
@@ -226,13 +226,9 @@ def _written(info: SettingInfo, loaded: Loaded, ground: Ground, language: Langua
         yield wrapped(words.cost + words.colon + against_words(effect, info.default, words), indent="    ")
 
 
-_NO_LINE = 10**9
-
-
 def _place(origin: str) -> tuple[int, str]:
     """Return the line of an origin in its file, what came from the command line behind all of them; and the origin."""
-    _, colon, line = origin.rpartition(":")
-    return (int(line) if colon and line.isdigit() else _NO_LINE), origin
+    return line_of(origin), origin
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
