@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -73,6 +74,7 @@ def test_ranks_go_on_while_the_launcher_is_stopped_and_wake_it_when_it_is_needed
     run = launch("run_on")
     run.wait_for_step(0, 1)
     run.process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    wait_until(lambda: select.select([run.process.stderr], [], [], 0)[0])
     assert run.process.stderr.readline() == "\n"
     told = run.process.stderr.readline()
     assert told.startswith(f"megatune: process {run.process.pid}, which watches the run, is stopped; the run goes on;")

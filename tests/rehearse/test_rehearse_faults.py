@@ -136,6 +136,14 @@ def test_a_layout_that_does_not_split_the_model(
     assert exit_code(list(found.values())) == 64
 
 
+def test_settings_are_told_with_a_model_that_is_not_there(tmp_path: Path) -> None:
+    found = look(str(tmp_path / "gone"), tmp_path, lerning_rate=1, bf16=True, fp16=True)
+    text = told(found[SETTINGS])
+    assert "unknown setting 'lerning_rate'" in text
+    assert "bf16: true and fp16: true" in text
+    assert "no folder" in text
+
+
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     changes = {"template": "llama3", "tensor_model_parallel_size": 3, "output_dir": tmp_path / "file" / "out"}

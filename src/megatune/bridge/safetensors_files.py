@@ -146,9 +146,14 @@ class SafetensorsFolder(ModelFolder):
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-            return self._open[file].get_slice(name)
+            found = self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise _damaged(self.folder / file, error) from None
+        if (dtype := found.get_dtype()) not in _DTYPE_NAMES.values():
+            what, fix = f"{name} is {dtype}", "give the model in bfloat16, float16 or float32"
+            path = str(self.folder / file)
+            raise MegatuneError(Finding(what, path, "tensors are read in 16 or 32 bits", fix), ExitCode.INPUT)
+        return found
 
     def file_shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor in the files."""

@@ -141,7 +141,7 @@ def _read_json(folder: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
         if (folder / "config.json").is_file():
             why, fix = "the folder holds a whole model", "give it as model_name_or_path"
         return None, [Finding(f"there is no {ADAPTER_CONFIG}", str(folder), why, fix)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, [Finding(f"cannot be read: {error}", str(path), "", "copy it again")]
     if not isinstance(config, dict):
         return None, [Finding("is not a JSON object", str(path))]

@@ -15,6 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
+from megatune.launch.desync import find_desync, operations_path
 from megatune.launch.devices import OomKills
 from megatune.launch.failure import Kind, error_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
@@ -125,6 +126,7 @@ def _prepare_run_dir(request: StartRequest) -> None:
         rank = request.world.rank_env(local_rank).rank
         heartbeat_path(request.run_dir, rank).unlink(missing_ok=True)
         error_path(request.run_dir, rank).unlink(missing_ok=True)
+        operations_path(request.run_dir, rank).unlink(missing_ok=True)
     if request.world.node_rank == 0:
         request.stop_file.unlink(missing_ok=True)
 
@@ -183,15 +185,18 @@ def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outco
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()
-    return report.failed_outcome(run_dir, culprit, failure, kills.happened())
+    desync = find_desync(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
+    return report.failed_outcome(run_dir, culprit, failure, kills.happened(), desync)
 
 
 def _conclude_hang(processes: RankProcesses) -> report.Outcome:
     activities = report.dump_stacks(processes)
-    culprit = report.find_hung(processes.alive(), activities)
+    run_dir = processes.request.run_dir
+    desync = find_desync(run_dir, sorted(processes.ranks))
+    culprit = report.find_hung(processes.alive(), activities, desync)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return report.hung_outcome(processes.request.run_dir, culprit, silent, activities)
+    return report.hung_outcome(run_dir, culprit, silent, activities, desync)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
@@ -202,5 +202,7 @@ def _not_done(ended: Ended) -> tuple[list[Finding], ExitCode] | None:
     """Return what is wrong with a run that did not end as it should; None where it did."""
     if ended.code == ExitCode.DONE:
         return None
-    nothing = Finding(f"ended with exit code {int(ended.code)}", str(ended.log))
-    return list(ended.findings) or [nothing], ended.code
+    # What a run advises names logs that may go with the rehearsal, and a checkpoint that nobody resumes.
+    kept = "--keep DIR keeps the logs and everything else"
+    found = [replace(each, fix=kept) if str(ended.log.parent) in each.fix else each for each in ended.findings]
+    return found or [Finding(f"ended with exit code {int(ended.code)}", fix=kept)], ended.code

@@ -58,8 +58,10 @@ def _batch(settings: Settings) -> _Changes:
     least = 2 * pp if parallel.virtual_stages and pp < 4 else max(pp, 2)
     steps = min(batch.gradient_accumulation_steps, least)
     yield "batch.gradient_accumulation_steps", steps, "a full pipeline, and sums over micro-batches"
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        yield f"batch.{name}", min(getattr(batch, name), 2), "two rows show what more do"
+    why = "two rows show what more do"
+    yield "batch.per_device_train_batch_size", min(batch.per_device_train_batch_size, 2), why
+    evaluates = settings.evaluation.eval_strategy != "no"
+    yield "batch.per_device_eval_batch_size", min(batch.per_device_eval_batch_size, 2), why if evaluates else ""
 
 
 def _data(settings: Settings, architecture: Architecture) -> _Changes:
@@ -70,9 +72,8 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     if longest < data.cutoff_len and data.truncation_strategy in ("drop", "error"):
         yield "data.truncation_strategy", "budget", "rows that the file's own cutoff_len holds are to stay"
     if has_pictures:
-        pixels = {"image_max_pixels": _PIXELS, "video_max_pixels": _PIXELS}
-        for name, most in pixels.items():
-            yield f"data.{name}", min(getattr(data, name), most), "small pictures"
+        for name in ("image_max_pixels", "video_max_pixels"):
+            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small pictures"
         yield "data.video_maxlen", min(data.video_maxlen, 4), "few frames"
     yield "data.max_samples", min(data.max_samples or _ROWS, _ROWS), "act 1 reads more of them"
     if data.val_size:

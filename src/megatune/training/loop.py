@@ -44,6 +44,7 @@ from megatune.training.run_schedule import RunSchedule
 from megatune.training.saving import CheckpointSaver
 from megatune.training.step_report import step_report
 from megatune.training.storage.store import CheckpointStore
+from megatune.training.time_budget import TimeBudget
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 from megatune.training.unreadable import without_unreadable
 
@@ -63,6 +64,7 @@ class Trainer:
         source: the folder of the model that the run started from.
         memory: what this rank holds.
         bad_steps: judges steps, and what becomes of those that are bad.
+        budget: the time that the run may take.
         running_reward: of BCO.
     """
 
@@ -81,6 +83,7 @@ class Trainer:
     source: Path
     memory: MemoryLog
     bad_steps: BadSteps
+    budget: TimeBudget = field(default_factory=lambda: TimeBudget(None, 0.0))
     running_reward: RunningReward = field(init=False)
     _saver: CheckpointSaver = field(init=False)
     _saved_step: int = field(default=-1, init=False)
@@ -174,8 +177,9 @@ class Trainer:
                 if self.schedule.evaluates_at(self.state.step):
                     self._evaluate()
                 stops = totals is not None and totals.stop_requested
+                saves = totals is not None and totals.save_requested
                 ends = stops or self.state.step == self.schedule.total_steps
-                if ends or self.schedule.saves_at(self.state.step):
+                if ends or saves or self.schedule.saves_at(self.state.step):
                     self._save(background=self.settings.checkpoint.async_save and not ends)
                 profiler.begin(self.state.step)
                 began += time.monotonic() - paused
@@ -209,8 +213,9 @@ class Trainer:
             objective,
             learning_rate=self.learning_rate.at(step),
             judge=self.bad_steps.judge,
-            stop_requested=self.context.stop_requested(),
+            stop_requested=self.context.stop_requested() or self.budget.is_spent(),
             save_ended=self._saver.has_ended(),
+            save_requested=self.context.save_requested(),
             checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
             timed=self.settings.logging.log_timers,
             busy=self._busy,
@@ -378,7 +383,9 @@ class Trainer:
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
+        began = time.monotonic()
         path = self._saver.save(self.state, background=background)
+        self.budget.saved(time.monotonic() - began)
         self._saved_step = self.state.step
         if path is not None:
             self.callbacks.on_save(path)

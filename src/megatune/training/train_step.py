@@ -59,6 +59,7 @@ def train_step(
     judge: Callable[[float, float], str | None] = not_finite,
     stop_requested: bool = False,
     save_ended: bool = False,
+    save_requested: bool = False,
     checked_step: int | None = None,
     timed: bool = False,
     busy: BusyTime | None = None,
@@ -69,8 +70,8 @@ def train_step(
         batches: this data-parallel rank's micro-batches.
         judge: gets the loss and the norm of all gradients, the same on all ranks; where it returns why the step is to
             be refused, nothing is changed.
-        stop_requested: whether this rank was asked to stop; sent along with the loss, as is
-            `save_ended`, for `StepTotals`.
+        stop_requested: whether this rank was asked to stop; sent along with the loss, as are `save_ended` and
+            `save_requested`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
         busy: of this rank, for `StepTotals`.
@@ -83,7 +84,7 @@ def train_step(
     began = time.monotonic()
     biases = expert_biases(assembly.model)
     before = [bias.clone() for bias in biases]
-    flags = {"stop_requested": stop_requested, "save_ended": save_ended}
+    flags = {"stop_requested": stop_requested, "save_ended": save_ended, "save_requested": save_requested}
     totals = forward_backward(assembly.model, batches, objective, busy=busy, **flags)
     if timed:
         device.synchronize()

@@ -78,6 +78,14 @@ class RunSettings(Group):
     half an hour if that is less, is named and ends the run.
     When: Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value also
     means that a hang is noticed later."""
+    exit_duration_in_mins: Annotated[float, Field(gt=0), "minutes"] | None = None
+    """The time that the run may take, from the command to its end: before it is over, the run saves and ends by itself,
+    to be resumed (exit code 75). null is no limit.
+    How: A step is the last one if another like the slowest so far, and twice the longest save so far, would not fit
+    any more; before the first save, loading stands for it. Restarts by max_restarts take of the same time; the same
+    command, given again, has all of it anew.
+    When: Set it a few minutes below the time limit of a job, such as Slurm's: queues that kill at the limit leave no
+    time to save. In an array of jobs each goes on where the one before ended."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a run that crashed or hung is started again by itself, from its newest whole checkpoint; 0 is never.
     How: A process that fails by an error, dies, hangs or is killed for memory counts; wrong settings, bad data, a full

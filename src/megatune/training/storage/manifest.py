@@ -92,7 +92,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         version, digest = content["format_version"], content.pop("xxh3_128", None)
     except FileNotFoundError:
         raise _refused(checkpoint, f"{MANIFEST_NAME} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refused(checkpoint, f"{MANIFEST_NAME} cannot be read: {error}") from error
     if version != FORMAT_VERSION:
         what = f"{MANIFEST_NAME} has format version {version}; this megatune reads version {FORMAT_VERSION}"
