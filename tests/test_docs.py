@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _STAGES = {"sft", "pt", "dpo", "kto", "rm"}
 VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "serve", "demo-model", "export"}
-VERBS |= {"rl", "doctor", "megatron", "swift", "shims"}
+VERBS |= {"rl", "doctor", "rehearse", "megatron", "swift", "shims"}
 
 
 @pytest.mark.parametrize("name", ["settings.md", "settings.zh.md", "rl-settings.md", "rl-settings.zh.md"])

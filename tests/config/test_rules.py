@@ -281,6 +281,24 @@ WRONG = [
         "    fix: remove one of the two",
     ),
     (
+        ["on_bad_step=go_back", "save_strategy=no"],
+        "on_bad_step go_back with save_strategy no\n"
+        "    why: there would be no checkpoint to go back to\n"
+        "    fix: write save_strategy: steps, or on_bad_step: skip",
+    ),
+    (
+        ["on_bad_step=go_back", "save_only_model=true"],
+        "on_bad_step go_back with save_only_model: true\n"
+        "    why: a run cannot resume from a checkpoint without its training state\n"
+        "    fix: write save_only_model: false, or on_bad_step: skip",
+    ),
+    (
+        ["max_bad_steps=3"],
+        "max_bad_steps 3 with on_bad_step stop\n"
+        "    why: the first bad step ends the run\n"
+        "    fix: write on_bad_step: skip or go_back, or remove max_bad_steps",
+    ),
+    (
         ["train_on_prompt=true", "mask_history=true"],
         "train_on_prompt: true and mask_history: true\n"
         "    why: one trains on every turn, the other on the last answer only\n"

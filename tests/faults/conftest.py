@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "inject"), *(str(HERE.parent / kit) for kit in ("training", "launch", "data", "bridge"))]
 
 from fault_table import PAGE, Told, render  # noqa: E402
+from launch_run import launch as launch  # noqa: E402
 
 _PROPERTY = "fault"
 

@@ -82,7 +82,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     shard.unlink()
     assert shard.name in refusal(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
-    assert "not a weight index" in refusal(folder)
+    assert "is not an index of weights" in refusal(folder)
+    for file in ("../other/model.safetensors", "/etc/passwd", 7):
+        index = {"weight_map": {"model.norm.weight": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert str(file) in refusal(folder)
 
 
 def test_missing_tensors_are_never_made_up(model: Path) -> None:

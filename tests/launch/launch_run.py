@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from megatune.launch.context import heartbeat_path, read_beat
 
@@ -96,3 +98,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """launch(target, nproc=2, payload={}, **options of run_ranks) -> Run; ends what the test leaves."""
+    runs: list[Run] = []
+
+    def start(target: str, nproc: int = 2, payload: dict[str, Any] | None = None, **options: Any) -> Run:
+        runs.append(Run(tmp_path / "run", target, nproc, payload or {}, options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+            run.process.communicate()

@@ -39,6 +39,17 @@ def run_on(context, payload):
     return linger(context)
 
 
+def save_slowly(context, payload):
+    """Saves, within the limit of that phase, for longer than a stop is waited for."""
+    context.beat("forward", 7)
+    while not context.stop_requested():
+        time.sleep(0.02)
+    context.beat("save", 7, limit=PATIENCE)
+    time.sleep(payload["seconds"])
+    (context.run_dir / f"saved-{context.rank}").touch()
+    return ExitCode.STOPPED
+
+
 def ignore_stop(context, payload):
     """Notices that it is to stop, in step 8, and goes on."""
     context.beat("forward", 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -68,20 +69,25 @@ def test_sigterm_has_the_ranks_save_and_stop(launch):
     assert run.report()["outcome"] == "stopped"
 
 
-def test_ctrl_z_stops_the_launcher_alone(launch):
+@pytest.mark.parametrize("then", ["SIGTERM", "a rank dies"])
+def test_ranks_go_on_while_the_launcher_is_stopped_and_wake_it_when_it_is_needed(launch, then):
     run = launch("run_on")
     run.wait_for_step(0, 1)
-    run.process.send_signal(signal.SIGTSTP)
-    wait_until(lambda: psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED)
-    then = [read_beat(heartbeat_path(run.run_dir, rank)).count for rank in (0, 1)]
-    wait_until(lambda: all(read_beat(heartbeat_path(run.run_dir, rank)).count > then[rank] for rank in (0, 1)))
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        run.process.send_signal(number)
+    run.process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    wait_until(lambda: select.select([run.process.stderr], [], [], 0)[0])
+    assert run.process.stderr.readline() == "\n"
+    told = run.process.stderr.readline()
+    assert told.startswith(f"megatune: process {run.process.pid}, which watches the run, is stopped; the run goes on;")
+    before = [read_beat(heartbeat_path(run.run_dir, rank)).count for rank in (0, 1)]
+    wait_until(lambda: all(read_beat(heartbeat_path(run.run_dir, rank)).count > before[rank] for rank in (0, 1)))
+    assert psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED
+    if then == "SIGTERM":
+        run.process.terminate()
+    else:
+        os.kill(run.rank_pids()[1], signal.SIGKILL)
     code, _, stderr = run.finish()
-    assert (code, stderr) == (
-        ExitCode.STOPPED,
-        "\nmegatune: the run goes on in the background; `fg` comes back to it\n",
-    )
+    assert code == (ExitCode.STOPPED if then == "SIGTERM" else ExitCode.PROCESS_DIED)
+    assert ("rank 1 on host" in stderr) is (then != "SIGTERM")
 
 
 def test_sigterm_has_ranks_stop_that_were_not_forked(launch):

@@ -39,12 +39,14 @@ class Strike:
         phase: of the driver, by the name that failures have; "join" and "load" are those of actor_train-0.
         victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server"; "terminal" for all that one reaches.
         steps: that the run has taken since its start.
+        is_idle: the victim has nothing to do in that phase, which may have ended when its end is noticed.
     """
 
     phase: str
     victim: str
     number: int = signal.SIGKILL
     steps: int = 2
+    is_idle: bool = False
 
     @property
     def is_early(self) -> bool:
@@ -155,7 +157,14 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
         open(file.with_suffix(".out"), "w+") as out,
         open(file.with_suffix(".err"), "w+") as err,
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=pipe, stdout=out, stderr=err, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=pipe,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_heed_signals,
         ) as process,
     ):
         phase = _Phase(output / "launch", strike, process.pid)
@@ -167,7 +176,6 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
                 known |= _below(process.pid)
                 looked = time.monotonic()
             if struck is None and strike is not None and phase.has_come():
-                known |= _below(process.pid)
                 victims = _pids(strike.victim, process, output)
                 if victims:
                     for victim in victims:
@@ -184,6 +192,12 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     after = {path.name for path in Path(tempfile.gettempdir()).glob("mt-*")} - before
     found.left += sorted(name for name in after if name.startswith(f"mt-{process.pid}-"))
     return found
+
+
+def _heed_signals() -> None:
+    """`nohup`, and a shell's background, have what they start ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Phase:

@@ -34,10 +34,8 @@ CHAINS: dict[str, tuple[str, list[Strike]]] = {
         "small",
         [
             *(Strike(phase, "actor_train-0") for phase in ("load", "sync", "train", "save")),
-            *(Strike(phase, "actor_infer-0") for phase in ("sync", "rollout", "train")),
+            *(Strike(phase, "actor_infer-0", is_idle=phase == "train") for phase in ("sync", "rollout", "train")),
             *(Strike(phase, "driver") for phase in ("rollout", "train", "save")),
-            Strike("train", "raylet"),
-            Strike("rollout", "gcs_server"),
             Strike("train", "actor_train-0", signal.SIGSTOP),
             Strike("rollout", "actor_infer-0", signal.SIGSTOP),
             Strike("rollout", "driver", signal.SIGINT),
@@ -51,15 +49,15 @@ CHAINS: dict[str, tuple[str, list[Strike]]] = {
         [
             *(Strike(phase, "actor_train-1") for phase in ("train", "sync", "save", "old_log_probs")),
             *(Strike(phase, "critic-0") for phase in ("values", "critic", "save")),
-            *(Strike(phase, "reference-0") for phase in ("load", "reference", "rollout")),
+            *(Strike(phase, "reference-0", is_idle=phase == "rollout") for phase in ("load", "reference", "rollout")),
             Strike("validation", "actor_infer-0"),
-            Strike("train", "reference-0", signal.SIGSTOP),
+            Strike("train", "reference-0", signal.SIGSTOP, is_idle=True),
         ],
     ),
     "a judge, a reference of Transformers, all apart": (
         "apart",
         [
-            *(Strike(phase, "reward_model-0") for phase in ("rollout", "train")),
+            *(Strike(phase, "reward_model-0", is_idle=phase == "train") for phase in ("rollout", "train")),
             Strike("reference", "reference-0"),
             Strike("rollout", "reward_model-0", signal.SIGSTOP),
         ],
@@ -80,7 +78,7 @@ def check(strike: Strike, ended: Ended) -> None:
     first = ended.errors.strip().splitlines()[0]
     assert strike.victim in first
     if not strike.is_early:
-        assert f"({strike.phase}" in first
+        assert strike.is_idle or f"({strike.phase}" in first
         assert "at step " in first
     assert (STOPPED if strike.number == signal.SIGSTOP else "kill -9") in ended.errors
     assert "resume from the last checkpoint" in ended.errors
@@ -102,6 +100,24 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
         assert not ended.left
     assert curve(outputs[0]) == curve(outputs[1])
     assert weights(outputs[0]) == weights(outputs[1])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_process_of_rays_own(tmp_path: Path, victim: str) -> None:
+    """All actors end with it; the run says which one died, and the same command resumes."""
+    prepare(tmp_path)
+    output = tmp_path / "struck"
+    file = write(tmp_path / "struck.yaml", settings(tmp_path, output, 8, "small"))
+    ended = run(file, output, Strike("train", victim, steps=4))
+    check(Strike("train", victim, is_idle=True), ended)
+    assert f"Ray's {victim} (process " in ended.errors
+    report = json.loads((output / "launch" / "report.json").read_text())
+    assert (report["culprit"], report["exit_code"]) == (victim, 76)
+    again = run(file, output)
+    assert (again.code, again.left) == (0, []), again.errors
+    assert "resumed after step" in again.printed
+    assert [step for step, *_ in curve(output)] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -18,6 +18,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.supervisor import counted_signals
 from megatune.training import restarts
+from megatune.training.bad_steps_file import BadStepsFile
 from megatune.training.restarts import check_restarts, run_restarting
 
 
@@ -99,6 +100,33 @@ def test_what_a_restart_does_not_mend_ends(code: int, tmp_path: Path) -> None:
     assert runs.noted == []
 
 
+def test_going_back_is_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It waits for nothing, counts apart, and is the end where nothing new was noted."""
+    file, bad = BadStepsFile(tmp_path), int(ExitCode.NOT_FINITE)
+    ends = [([3], bad, "step 5"), ([6], DIED, "rank 1 died"), ([], bad, "step 8"), ([], bad, "step 9")]
+
+    class Spoiled(Runs):
+        def __call__(self, settings: Settings) -> int:
+            code = super().__call__(settings)
+            if code == bad and len(self.settings) < 4:
+                file.add({"step": 5, "action": "go_back", "left_out": [5]})
+            return code
+
+    runs = Spoiled(tmp_path, *ends)
+    assert runs.start(max_restarts=1, on_bad_step="go_back", no_load_optim=True) == bad
+    assert [(one["from"], one["exit_code"]) for one in runs.noted] == [
+        ("checkpoint-3", bad), ("checkpoint-6", DIED), ("checkpoint-6", bad)
+    ]  # fmt: skip
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatune: ")]
+    assert told == [
+        "megatune: goes back to checkpoint-3",
+        "megatune: restart 1 of 1, from checkpoint-6, in 0 s",
+        "megatune: goes back to checkpoint-6",
+    ]
+    # What the user said of an earlier run's optimizer is not said of this one's.
+    assert [each.run.no_load_optim for each in runs.settings] == [True, False, False, False]
+
+
 @pytest.mark.parametrize("how", ["signal", "file"])
 def test_a_stop_between_two_runs_is_followed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
@@ -115,9 +143,21 @@ def test_a_stop_between_two_runs_is_followed(how: str, tmp_path: Path, monkeypat
     assert Runs(tmp_path, ([3], DIED, "rank 1 died")).start(max_restarts=3) == ExitCode.STOPPED
 
 
-def test_restarts_of_what_another_launcher_starts_are_refused(tmp_path: Path) -> None:
+def test_restarts_of_what_another_launcher_starts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(tmp_path / "model", tmp_path, max_restarts=3)
     check_restarts(settings, is_joined=False, nnodes=1)
+    back = settings_of(tmp_path / "model", tmp_path, on_bad_step="go_back")
+    check_restarts(back, is_joined=False, nnodes=1)
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    with pytest.raises(MegatuneError, match="go_back under torchrun without --max-restarts"):
+        check_restarts(back, is_joined=True, nnodes=1)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    check_restarts(back, is_joined=True, nnodes=1)
+    anew = settings_of(tmp_path / "model", tmp_path, on_bad_step="go_back", overwrite_output_dir=True)
+    with pytest.raises(MegatuneError, match="in a run that always starts anew"):
+        check_restarts(anew, is_joined=True, nnodes=1)
+    with pytest.raises(MegatuneError, match="on_bad_step: go_back with NNODES=2"):
+        check_restarts(back, is_joined=False, nnodes=2)
     with pytest.raises(MegatuneError, match="torchrun --max-restarts 3"):
         check_restarts(settings, is_joined=True, nnodes=1)
     with pytest.raises(MegatuneError, match="torchrun --nnodes 2 --max-restarts 3"):

@@ -199,22 +199,6 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_are_saved(
         assert all(tensor.isfinite().all() for tensor in tensors(checkpoint).values())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, "seed was 42, and is 1 in this run"),
-        ({"gradient_accumulation_steps": 2}, "rows per step .* was 8, and is 4 in this run"),
-        ({"cutoff_len": 32}, "the training rows are others than those the run began with"),
-    ],
-)
-def test_a_resume_refuses_what_would_lose_the_order(
-    change: dict[str, Any], message: str, pool: RankPool, model: Path, tmp_path: Path
-) -> None:
-    assert pool.run(1, train, settings_of(model, tmp_path / "out", max_steps=3), tmp_path) == [0]
-    with pytest.raises(AssertionError, match=message):
-        pool.run(1, train, settings_of(model, tmp_path / "out", **change), tmp_path)
-
-
 def test_a_damaged_checkpoint_is_passed_over(pool: RankPool, model: Path, straight: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path / "out")
     assert pool.run(1, train, settings, tmp_path, 7) == [-1]

@@ -13,13 +13,28 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import data, demo_model, doctor, explain, export, infer, plan, rl, serve, shims, swift, train, verify
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.cli import (
+    data,
+    demo_model,
+    doctor,
+    explain,
+    export,
+    infer,
+    plan,
+    rehearse,
+    rl,
+    serve,
+    shims,
+    swift,
+    train,
+    verify,
+)
+from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell
 
 # In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, doctor, demo_model, swift, shims)
+_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, rehearse, doctor, demo_model, swift, shims)
 
 _NOT_BUILT = {
     "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
@@ -148,10 +163,10 @@ def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> Megat
 
 def _internal(error: Exception) -> str:
     """Return what is said of an error that should not occur: one line, and where the rest is."""
-    text = traceback.format_exc()
+    text = without_secrets(traceback.format_exc())
     if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
         return text.rstrip()
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    line = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
     try:
         with tempfile.NamedTemporaryFile("wb", prefix="megatune-", suffix=".txt", delete=False) as file:
             file.write(text.encode())

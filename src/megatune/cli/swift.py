@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
+    from megatune.config.dialects.swift import SwiftRun
     from megatune.config.settings import Settings
 
 _TRAINING = ("sft", "pt", "rlhf")
@@ -93,15 +94,28 @@ def _no_verb(program: str, verb: str) -> MegatuneError:
 def _train(verb: str, words: Sequence[str]) -> int:
     """Read a command line, once to find the model, and again with what its config.json decides; then start."""
     from megatune.cli.train import start
-    from megatune.config.dialects.swift import read_swift
     from megatune.config.dialects.swift_lines import swift_lines
     from megatune.launch.devices import count_gpus
 
+    with read_command(verb, words, on_cpu=count_gpus() == 0) as found:
+        return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+
+
+@contextlib.contextmanager
+def read_command(verb: str, words: Sequence[str], *, on_cpu: bool) -> Iterator[SwiftRun]:
+    """Read a command line that trains, with what the model's config.json decides, and yield it in its environment.
+
+    Raises:
+        MegatuneError: there is no such verb.
+    """
+    from megatune.config.dialects.swift import read_swift
+
+    if verb not in _TRAINING:
+        raise _no_verb("megatron", verb)
     asked = read_swift(verb, words, env=os.environ)
     with _environment(asked.command.variables):
         config = _config(asked.loaded.settings)
-        found = read_swift(verb, words, env=os.environ, config=config, on_cpu=count_gpus() == 0)
-        return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+        yield read_swift(verb, words, env=os.environ, config=config, on_cpu=on_cpu)
 
 
 def _hand_over(verb: str, words: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.training.storage.files import OutputLock
     from megatune.training.trackers import check_installed
 
+    began = time.monotonic()
     use_secrets(loaded.secrets)
     place = joined(os.environ)
     num_gpus = count_gpus()
@@ -116,6 +118,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "run_yaml": run_yaml,
         "case": checked.planned.case if checked.planned else None,
         "asked": loaded.without_secrets,
+        "began": began,
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))

@@ -16,6 +16,7 @@ from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
 from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
+from megatune.data.tokenizer_files import cannot_load, check_tokenizer
 from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns, unnumbered
 from megatune.data.vision import Placed, VisionInput
 from megatune.data.words import Words, words_of
@@ -282,21 +283,23 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer.
 
     Raises:
-        MegatuneError: INPUT, when there is none or it cannot be read.
+        MegatuneError: INPUT, when there is none, it cannot be read, or it is not this model's.
     """
     from transformers import AutoTokenizer
 
-    _check_vocabulary(Path(model_dir))
+    folder = Path(model_dir)
+    _check_vocabulary(folder)
     try:
-        return AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        check_tokenizer(tokenizer, folder)
+    except MegatuneError:
+        raise
     except Exception as error:
         # Whatever the shape of a file makes the libraries stumble over, and they raise bare Exceptions, too.
         if isinstance(error, MemoryError):
             raise
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "put tokenizer.json and tokenizer_config.json beside the weights"
-        finding = Finding("the tokenizer cannot be loaded", str(model_dir), why, fix)
-        raise MegatuneError(finding, ExitCode.INPUT) from error
+        raise cannot_load(folder, error) from error
+    return tokenizer
 
 
 def _check_vocabulary(folder: Path) -> None:

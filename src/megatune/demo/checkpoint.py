@@ -19,7 +19,7 @@ from megatune.demo.vision import write_processors
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 class CheckpointSummary(NamedTuple):
@@ -60,7 +60,7 @@ def make_checkpoint(
     tokenizer = make_tokenizer(declared, chosen.vocab_size)
     model = _random_model(declared, chosen, tokenizer, seed)
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             _write(output, model, tokenizer, declared, max_shard_size)
     except OSError as error:
         raise _cannot_write(output, str(error), "name a folder you can write to, on a disk with room") from None
@@ -86,10 +86,24 @@ def _random_model(
     family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
-    model_class = AutoModelForCausalLM if family.vision is None else AutoModelForImageTextToText
+    model = random_model(config, seed, has_vision=family.vision is not None)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(list(family.stop_tokens)),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model.to(getattr(torch, sizes.dtype))
+
+
+def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> PreTrainedModel:
+    """Return a model of random fp32 weights, none of which has a value that hides that it is used."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class.from_config(config, dtype=torch.float32)
@@ -103,12 +117,7 @@ def _random_model(
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.1)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids(list(family.stop_tokens)),
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return model.to(getattr(torch, sizes.dtype))
+    return model
 
 
 def _write(
@@ -120,7 +129,7 @@ def _write(
     try:
         model.save_pretrained(beside, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(beside)
-        _publish_tokenizer_config(beside, family.tokenizer_class)
+        publish_tokenizer_config(beside, family.tokenizer_class)
         if family.vision is not None:
             write_processors(family.vision, beside)
             if family.has_experts:
@@ -133,7 +142,7 @@ def _write(
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
+def publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
     """Bring tokenizer_config.json to its published form: the family's class, and no token for the unknown.
 
     Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
@@ -163,7 +172,8 @@ def _publish_experts(folder: Path) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Keep Transformers' progress bars off."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatune.data.report import counted
 from megatune.doctor.check import Check, Verdict
 from megatune.training.storage.files import amount, nearest_folder
 
@@ -53,7 +54,7 @@ def _room(folder: Path, checkpoint: int, copies: int) -> Check:
     if not checkpoint:
         return Check("disk", name, Verdict.PASS, f"{found}; what a run writes is known with a settings file")
     needed = checkpoint * copies
-    found += f", {copies} checkpoints of {amount(checkpoint)} with their training state"
+    found += f", {counted(copies, 'checkpoint')} of {amount(checkpoint)} with training state"
     if free >= needed:
         return Check("disk", name, Verdict.PASS, found)
     why = f"{amount(needed)} are needed" + (": one is written beside those that stay" if copies > 1 else "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -37,6 +38,8 @@ _store: torch.distributed.Store | None = None
 _ANNOUNCE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
+_EARLIER = "one of them is left of an earlier run, or machines have the same NODE_RANK, or another NNODES"
+_ALL_ANEW = "end what is left on every machine, and start all of them again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +89,17 @@ def join(
     *,
     timeout: float,
     announce: Callable[[str], None] = lambda text: None,
+    local_world_size: int | None = None,
 ) -> None:
     """Join the other ranks.
 
     Args:
+        local_world_size: ranks of each machine, to name machines that are missing.
         timeout: seconds to wait for them here and in every later collective.
         announce: told what this rank waits for, once that has taken some seconds.
 
     Raises:
-        MegatuneError: UNAVAILABLE, naming the address and who is missing.
+        MegatuneError: UNAVAILABLE, naming the address and who is missing, or who is of another run.
     """
     limit = datetime.timedelta(seconds=timeout)
     device.select(local_rank)
@@ -110,11 +115,22 @@ def join(
             )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = torch.distributed.PrefixStore(f"megatune/{attempt}", host)
-        _call_roll(store, rank, world_size, place, timeout, announce)
+        _call_roll(store, rank, world_size, place, timeout, announce, local_world_size)
         meet(store, rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
         who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
         raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=_CHECK), ExitCode.UNAVAILABLE) from error
+
+
+class _Arrival(NamedTuple):
+    """A process that came to the store: as which rank of how many, and who it is."""
+
+    rank: int
+    world_size: int
+    who: str
+
+
+_ALL_HERE = "yes"
 
 
 def _call_roll(
@@ -124,27 +140,66 @@ def _call_roll(
     place: str,
     timeout: float,
     announce: Callable[[str], None],
+    local_world_size: int | None = None,
 ) -> None:
-    """Wait until every rank has come to the store; rank 0 knows which ones are missing."""
-    store.set(f"here/{rank}", "")
-    store.add("here", 1)
+    """Wait until every rank has come to the store, once; rank 0 knows which ones are missing, and who is too many."""
+    number = store.add("here", 1)
+    me = _Arrival(rank, world_size, f"process {os.getpid()} on host {socket.gethostname()}")
+    store.set(f"here/{number}", json.dumps(me))
     if rank:
         store.wait(["all here"], datetime.timedelta(seconds=timeout))
+        if (said := store.get("all here").decode()) != _ALL_HERE:
+            raise MegatuneError(Finding(said, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
+        if number > world_size:
+            what = f"the run at {place} has all its {world_size} ranks: {me.who} came too late, as rank {rank}"
+            raise MegatuneError(Finding(what, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
         return
     began = time.monotonic()
     next_word = began + _ANNOUNCE_SECONDS
-    while store.add("here", 0) < world_size:
+    here: dict[int, _Arrival] = {}
+    seen = 0
+    while len(here) < world_size:
+        while seen < store.add("here", 0):
+            seen += 1
+            _note_arrival(store, _Arrival(*json.loads(store.get(f"here/{seen}"))), here, world_size)
+        if len(here) == world_size:
+            break
         time.sleep(_POLL_SECONDS)
         if (now := time.monotonic()) < min(next_word, began + timeout):
             continue
-        missing = named([each for each in range(world_size) if not store.check([f"here/{each}"])])
+        missing = _missing(sorted(set(range(world_size)) - set(here)), world_size, local_world_size)
         if now > began + timeout:
-            what = f"{missing} of {world_size} did not come to {place} within {timeout:.0f} s"
+            what = f"{missing} did not come to {place} within {timeout:.0f} s"
             raise MegatuneError(Finding(what, fix=_CHECK), ExitCode.UNAVAILABLE)
-        if missing:
-            announce(f"waiting for {missing} of {world_size} to come to {place}")
+        announce(f"waiting for {missing} to come to {place}")
         next_word = now + 10 * (next_word - began)  # after 3 s, half a minute, minutes
-    store.set("all here", "")
+    store.set("all here", _ALL_HERE)
+
+
+def _note_arrival(store: torch.distributed.Store, new: _Arrival, here: dict[int, _Arrival], world_size: int) -> None:
+    """Add a process to those that are here; one that is of another run ends this one, on all ranks: which of the two
+    was meant, nobody here can know, and they must not train together.
+
+    Raises:
+        MegatuneError: UNAVAILABLE.
+    """
+    if new.world_size != world_size:
+        what = f"{new.who} came as rank {new.rank} of {new.world_size}, to a run of {world_size} ranks"
+    elif (other := here.setdefault(new.rank, new)) is not new:
+        what = f"two processes came as rank {new.rank}: {other.who}, and {new.who}"
+    else:
+        return
+    store.set("all here", what)
+    raise MegatuneError(Finding(what, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
+
+
+def _missing(ranks: Sequence[int], world_size: int, local_world_size: int | None) -> str:
+    """[2, 3] -> "ranks 2 to 3 of 4 (NODE_RANK 1)"."""
+    nodes = sorted({rank // local_world_size for rank in ranks}) if local_world_size else []
+    machines = (
+        f" (NODE_RANK {', '.join(map(str, nodes))})" if local_world_size and local_world_size < world_size else ""
+    )
+    return f"{named(ranks)} of {world_size}{machines}"
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from torch import Tensor
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
+from megatune.engine.waiting import counted
 from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
@@ -72,6 +73,11 @@ class SharedLossScale(DynamicGradScaler):
     def update(self, found_inf: bool) -> None:
         """Note what one part found."""
         self._overflowed |= found_inf
+
+    @property
+    def is_smallest(self) -> bool:
+        """Whether it cannot fall any further; waits for the device."""
+        return bool(self.scale <= self.min_scale)
 
     def finish_step(self) -> None:
         """Adapt to what all parts found."""
@@ -291,24 +297,31 @@ def loss_scale(optimizer: ChainedOptimizer) -> SharedLossScale | None:
 
 
 @torch.no_grad()
-def step(optimizer: ChainedOptimizer, learning_rate: float) -> tuple[bool, float]:
-    """Unscale, check, clip and update. Gradients that are not finite change nothing.
+def step(
+    optimizer: ChainedOptimizer, learning_rate: float, accepts: Callable[[float], bool] = math.isfinite
+) -> tuple[bool, float]:
+    """Unscale, check, clip and update.
+
+    Args:
+        accepts: gets the norm of all gradients; where it returns False, nothing is changed. Ranks must agree.
 
     Returns:
-        Whether the parameters were updated, and the norm of all gradients before clipping (infinite where fp16
-        overflowed, NaN or infinite where the step is to be refused).
+        Whether the parameters were updated, and the norm of all gradients before clipping: infinite where fp16
+        overflowed, which `accepts` is not asked about, and NaN where even the smallest loss scale did.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
     try:
         overflowed = optimizer.prepare_grads()
         scale = loss_scale(optimizer)
+        is_smallest = overflowed and scale is not None and scale.is_smallest
         if scale is not None:
             scale.finish_step()
-        if overflowed:
+        if overflowed and not is_smallest:
             return False, math.inf
-        grad_norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        with counted():  # on a GPU the host waits here, for its own device and for the others
+            grad_norm = math.nan if overflowed else float(optimizer.get_grad_norm())
+        if not accepts(grad_norm):
             return False, grad_norm
         for part in optimizer.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()

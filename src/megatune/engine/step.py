@@ -19,6 +19,7 @@ from torch import Tensor
 from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.layers.moe.router import auxiliary_metrics
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
+from megatune.engine.waiting import BusyTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,9 @@ class StepTotals:
     """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
 
     Args:
-        totals: fp64 [5 + 2 · metrics]: loss, normalizer, trained tokens, ranks that request a stop, ranks that know of
-            the end of a save, then sum and count of each metric.
+        totals: fp64 [6 + 2 · metrics + ranks, or none]: loss, normalizer, trained tokens, ranks that request a stop,
+            ranks that know of the end of a save, ranks that request a save, then sum and count of each metric, and what
+            each rank was busy.
         names: of the metrics.
     """
 
@@ -118,9 +120,24 @@ class StepTotals:
         return self._values[4] > 0
 
     @property
+    def save_requested(self) -> bool:
+        """Whether any rank asked to save."""
+        return self._values[5] > 0
+
+    @property
+    def _num_before(self) -> int:
+        return 6 + 2 * len(self._names)
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """How long each rank did not wait for others since the step before; empty where it was not measured."""
+        return self._values[self._num_before :]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Means of the objective's metrics and of the routers' auxiliary losses; without those of which none came."""
-        pairs = zip(self._names, self._values[5::2], self._values[6::2], strict=True)
+        sums = self._values[6 : self._num_before]
+        pairs = zip(self._names, sums[::2], sums[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
 
@@ -132,6 +149,8 @@ def forward_backward(
     forward_only: bool = False,
     stop_requested: bool = False,
     save_ended: bool = False,
+    save_requested: bool = False,
+    busy: BusyTime | None = None,
 ) -> StepTotals:
     """Run all micro-batches and leave the gradient of the objective, divided by its global normalizer, in main_grad.
 
@@ -140,6 +159,8 @@ def forward_backward(
         forward_only: evaluate, without gradients.
         stop_requested: whether this rank asks all ranks to stop after the step.
         save_ended: whether this rank knows that a checkpoint in the background is whole or has failed.
+        save_requested: whether this rank asks all ranks to save after the step.
+        busy: of this rank; taken once all is computed, for `StepTotals`.
     """
     if not forward_only:
         for chunk in model:
@@ -147,14 +168,18 @@ def forward_backward(
     reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
     own, routers = objective.metric_names, {} if forward_only else auxiliary_metrics(model)
     device = torch.cuda.current_device()
-    totals = torch.zeros(5 + 2 * (len(own) + len(routers)), dtype=torch.float64, device=device)
+    num_values = 6 + 2 * (len(own) + len(routers))
+    num_ranks = 0 if busy is None else torch.distributed.get_world_size()
+    totals = torch.zeros(num_values + num_ranks, dtype=torch.float64, device=device)
     # Tensor-parallel ranks of the last stage all hold the loss; one of them reports it.
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         report = torch.stack(reports).sum(0)
-        totals[:3], totals[5 : 5 + 2 * len(own)] = report[:3], report[3:]
-    totals[3], totals[4] = float(stop_requested), float(save_ended)
+        totals[:3], totals[6 : 6 + 2 * len(own)] = report[:3], report[3:]
+    totals[3], totals[4], totals[5] = float(stop_requested), float(save_ended), float(save_requested)
     for place, sums in enumerate(routers.values(), len(own)):
-        totals[5 + 2 * place : 7 + 2 * place] = sums
+        totals[6 + 2 * place : 8 + 2 * place] = sums
+    if busy is not None:
+        totals[num_values + torch.distributed.get_rank()] = busy.take()
     torch.distributed.all_reduce(totals)
     return StepTotals(totals, (*own, *routers))
 

@@ -86,6 +86,10 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
             below = f" and below {high:g}" if high < _FINITE else ""
             yield f"{of}{key} = {_short(value)} is impossible", f"it is a finite number above {max(low, 0):g}{below}"
     yield from _list_problems(said, of)
+    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    if isinstance(kinds, list) and layers is not None and len(kinds) != layers:
+        what = f"{of}layer_types is of {len(kinds)} layers, and num_hidden_layers is {_short(layers)}"
+        yield what, "it has one for each layer"
     for key in (key for key in ("dtype", "torch_dtype") if key in said):
         if str(said[key]).removeprefix("torch.") not in _DTYPES:
             yield f"{of}{key} = {_short(said[key])} is no dtype of weights", f"one of {', '.join(_DTYPES)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
 from megatune.families.peft_config import has_score
 from megatune.families.scores import num_labels
+from megatune.families.weight_index import read_weight_index
 
 CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -89,9 +89,9 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
-            yield Finding("not a weight index", str(index), fix="copy or save the model again")
+            shards = set(read_weight_index(index).values())
+        except MegatuneError as error:
+            yield from error.findings
             return
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
         if missing:

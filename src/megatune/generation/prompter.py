@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatune.data.templates.chat_template import template_errors
+from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.options import GenerationOptions
 from megatune.generation.pictures import Picture, PromptPictures, check_placeholders
@@ -63,17 +63,19 @@ class Prompter:
         """
         self.check_template()
         switch = self.options.enable_thinking if enable_thinking is None else enable_thinking
-        given: dict[str, Any] = {} if switch is None else {"enable_thinking": switch}
+        given: dict[str, Any] = {"add_generation_prompt": True}
+        if switch is not None:
+            given["enable_thinking"] = switch
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
         try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True, **given
-            )["input_ids"]
+            source = self.tokenizer.get_chat_template(tools=list(tools) or None)
+            text = render(source, messages, list(tools) or None, **self.tokenizer.special_tokens_map, **given)
         except template_errors() as error:
             finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
-        return self._checked(Prompt(ids, pictures))
+        # The template writes the special tokens.
+        return self._checked(Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures))
 
     def text_prompt(self, text: str, pictures: tuple[Picture, ...] = ()) -> Prompt:
         """Make a prompt of a text, in which the placeholders of the pictures stand.

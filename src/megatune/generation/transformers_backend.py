@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling
@@ -35,13 +35,10 @@ def load_tokenizer(folder: Path, adapters: Sequence[Path] = ()) -> PreTrainedTok
     """Load the tokenizer of a model, or of the last adapter that has one.
 
     Raises:
-        MegatuneError: (INPUT) it cannot be read.
+        MegatuneError: (INPUT) it cannot be read, or is not the model's.
     """
     folder = next((each for each in reversed(adapters) if has_tokenizer(each)), folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _cannot_load(folder, str(error)) from error
+    return encode.load_tokenizer(folder)
 
 
 class TransformersBackend:
@@ -74,10 +71,15 @@ class TransformersBackend:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         try:
-            model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+            model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
             shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
             model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
-                folder, local_files_only=True, dtype="auto", output_loading_info=True
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(folder, str(error)) from error

@@ -44,7 +44,7 @@ class _Defaults:
     """What a model's files say: its context, and how it is sampled where nothing else is said."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
         self.context: int | None = arguments.get("max_model_len") or getattr(config, "max_position_embeddings", None)
         try:
             self.generation = GenerationConfig.from_pretrained(folder, local_files_only=True)

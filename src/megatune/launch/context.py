@@ -26,6 +26,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -46,8 +47,9 @@ class RankContext:
         rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port: as torchrun names them.
         run_dir: where logs, heartbeats and error reports of this run are written.
         role: what the ranks are, where a run has several kinds; names the files above.
-        stop_file: a user who creates this file asks the run to save and stop.
+        stop_file: a user who creates this file asks the run to save and stop; one who creates SAVE beside it, to save.
         phase, step: of the last beat.
+        operations: returns which collective operations this rank has called, as JSON; the target's to set.
         terminal: descriptor of the machine's stderr, for one rank of each machine.
     """
 
@@ -59,9 +61,11 @@ class RankContext:
         self.stop_file = stop_file or run_dir / "STOP"
         self.phase = ""
         self.step = 0
+        self.operations: Callable[[], Any] | None = None
         self.terminal: int | None = None
+        self._save_file = self.stop_file.with_name("SAVE")
         self._stop = False
-        self._next_stop_poll = 0.0
+        self._next_stop_poll = self._next_save_poll = 0.0
         path = heartbeat_path(run_dir, env.rank, role)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._heartbeat = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -101,6 +105,20 @@ class RankContext:
             self._next_stop_poll = now + STOP_FILE_POLL_SECONDS
             self._stop = self.stop_file.exists()
         return self._stop
+
+    def save_requested(self) -> bool:
+        """Return whether a user asked for a checkpoint since the last call, and remove the file that asked.
+
+        Rank 0 alone looks, so that one file is one request.
+        """
+        if self.rank or (now := time.monotonic()) < self._next_save_poll:
+            return False
+        self._next_save_poll = now + STOP_FILE_POLL_SECONDS
+        try:
+            self._save_file.unlink()
+        except OSError:  # there is none, or it cannot be removed and would ask for ever
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -114,6 +115,11 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         now = time.monotonic()
         return any(now - state.progressed > (hang_timeout if limit is None else limit) for limit, state in limits)
 
+    def all_without_limit(self) -> bool:
+        """Return whether ranks live, and none of them is in a phase with a limit of its own, such as saving."""
+        limits = [state.beat.limit if state.beat else None for state in self.alive()]
+        return bool(limits) and all(limit is None or math.isinf(limit) for limit in limits)
+
     def send(self, signum: int) -> None:
         """Signal each living rank; SIGKILL goes to its whole process group."""
         for state in self.alive():
@@ -192,6 +198,15 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "?"
+
+
+def has_pending(pid: int, *numbers: int) -> bool:
+    """Return whether any of these signals waits for a process that does not run to handle it."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        pending = int(lines["SigPnd"], 16) | int(lines["ShdPnd"], 16)
+        return any(pending >> (number - 1) & 1 for number in numbers)
+    return False
 
 
 def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:

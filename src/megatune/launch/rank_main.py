@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path
+from megatune.launch.desync import answer_dumps, leave_operations
 from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
 from megatune.launch.output import outlive_reader
 from megatune.launch.report import outcome_text, raised_outcome
@@ -87,6 +88,7 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
         if local_rank == 0:
             context.terminal = os.dup(terminal[1])
         redirect_output(log, terminal, to_terminal=env.rank == 0)
+        answer_dumps(context)
         code = run_target(request.target, request.payload, context, log)
         end_unless_well(code)
     return code
@@ -123,6 +125,8 @@ def run_target(
         if isinstance(error, SystemExit) and error.code in (None, ExitCode.DONE, ExitCode.STOPPED):
             return int(error.code or ExitCode.DONE)
         failure = describe_failure(error, context)
+        if failure.kind is Kind.COLLECTIVE:
+            leave_operations(context)
         with contextlib.suppress(OSError):  # on a full disk the exit code still says that much
             write_failure(error_path(context.run_dir, context.rank), failure)
             print_failure(failure, log)
@@ -155,7 +159,9 @@ def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[
     with path.open("a", buffering=1) as log:
         print(f"=== rank {context.rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", file=log)
         faulthandler.enable(file=log)
-        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        faulthandler.unregister(signal.SIGUSR1)  # what a zygote registered
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=True)
         handle_stops(lambda number, frame: context.request_stop())
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _spare_forks_the_handler(parts_forks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -13,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding
-from megatune.launch.context import log_path
+from megatune.launch.context import heartbeat_path, log_path, read_beat
+from megatune.launch.desync import Desync
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
 DUMP_SECONDS = 1.0
+# What stands between an operation and who calls it.
+_WRAPPERS = re.compile(r"(engine/waiting|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 SIGNAL_REASONS: dict[int, str] = {
@@ -30,6 +35,7 @@ SIGNAL_REASONS: dict[int, str] = {
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
 }
+_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
 AGAIN = "start again to resume from the last checkpoint"
 OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
@@ -79,14 +85,18 @@ def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Fail
     return min(map(describe, failed), key=order)
 
 
-def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool) -> Outcome:
+def failed_outcome(
+    run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool, desync: Desync | None = None
+) -> Outcome:
     """Return the outcome of a run of which `first_cause` is known.
 
     Args:
         out_of_memory: the kernel's killer has struck meanwhile.
+        desync: where ranks parted, if they did.
     """
     if failure is not None:
-        return raised_outcome(run_dir, failure, culprit.rank)
+        lost = desync.text if desync is not None and failure.kind is Kind.COLLECTIVE else _NOT_HERE
+        return raised_outcome(run_dir, failure, culprit.rank, lost=lost)
     exit_code = ExitCode.PROCESS_DIED
     why = SIGNAL_REASONS.get(culprit.signal or 0, "")
     if culprit.signal is not None:
@@ -103,9 +113,6 @@ def failed_outcome(run_dir: Path, culprit: RankState, failure: Failure | None, o
     if exit_code == ExitCode.OUT_OF_MEMORY:
         fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {AGAIN}"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
-
-
-_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
 
 
 def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NOT_HERE) -> Outcome:
@@ -179,13 +186,27 @@ def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
     }
 
 
-def find_hung(living: list[RankState], activities: dict[int, RankActivity]) -> RankState:
-    """Find the rank that the others wait for: stopped or silent, else in no collective operation, else behind."""
+def ask_for_stacks(processes: RankProcesses) -> None:
+    """Have each rank write its stacks into its log and go on, and say where; ranks that still start are left alone."""
+    run_dir = processes.request.run_dir
+    for state in processes.alive():
+        beat = read_beat(heartbeat_path(run_dir, state.rank))
+        if beat is not None and beat.phase != "start":  # before, it may not have the handler yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGUSR1)
+    where = log_path(run_dir, "rank-*")
+    print(f"megatune: the stacks of all ranks are in {where}; the run goes on", file=sys.stderr, flush=True)
 
-    def order(state: RankState) -> tuple[bool, bool, bool, int, float]:
+
+def find_hung(living: list[RankState], activities: dict[int, RankActivity], desync: Desync | None = None) -> RankState:
+    """Find the rank that the others wait for: stopped or silent, else in no collective operation, else out of step with
+    theirs, else behind."""
+
+    def order(state: RankState) -> tuple[bool, bool, bool, bool, int, float]:
         activity = activities[state.rank]
         step, moment = (state.beat.step, state.beat.time) if state.beat else (-1, 0.0)
-        return not activity.stopped, bool(activity.stack), activity.in_collective, step, moment
+        in_step = desync is None or state.rank != desync.rank
+        return not activity.stopped, bool(activity.stack), activity.in_collective, in_step, step, moment
 
     return min(living, key=order)
 
@@ -206,17 +227,21 @@ def main_stack(log: Path, offset: int) -> tuple[str, ...]:
 
 
 def hung_outcome(
-    run_dir: Path, culprit: RankState, silent_seconds: float, activities: dict[int, RankActivity]
+    run_dir: Path,
+    culprit: RankState,
+    silent_seconds: float,
+    activities: dict[int, RankActivity],
+    desync: Desync | None = None,
 ) -> Outcome:
     """Return the outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
-    why = hang_reason(culprit, activities)
+    why = hang_reason(culprit, activities, desync)
     who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
     fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {AGAIN}"
     finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
     return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
 
 
-def hang_reason(culprit: RankState, activities: dict[int, RankActivity]) -> str:
+def hang_reason(culprit: RankState, activities: dict[int, RankActivity], desync: Desync | None = None) -> str:
     """Say what the rank that the others wait for does."""
     activity = activities[culprit.rank]
     others = [other for rank, other in activities.items() if rank != culprit.rank]
@@ -225,12 +250,14 @@ def hang_reason(culprit: RankState, activities: dict[int, RankActivity]) -> str:
     elif activity.process_state == "D":
         why = "its process waits for a disk or a device that does not answer"
     elif activity.stack:
-        why = "it is in " + ", called by ".join(activity.stack[:3])
+        why = "it is in " + ", called by ".join([each for each in activity.stack if not _WRAPPERS.search(each)][:3])
     else:
         why = "its process does not answer signals"
     if others and all(other.in_collective for other in others):
-        behind = "all ranks wait in collective operations, and this one is behind"
-        why += f"; {behind if activity.in_collective else 'the other ranks wait for it in a collective operation'}"
+        waits = "the other ranks wait for it in a collective operation"
+        if activity.in_collective:
+            waits = "all ranks wait in collective operations" + (", and this one is behind" if desync is None else "")
+        why += f"; {waits}" + (f": {desync.text}" if desync is not None else "")
     return why
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
+from megatune.launch.desync import find_desync, operations_path
 from megatune.launch.devices import OomKills
 from megatune.launch.failure import Kind, error_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
@@ -43,9 +43,10 @@ def run_ranks(
 ) -> int:
     """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
 
-    SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once. Kill
-    this process in any way and the ranks die with it. Rank 0 writes to this process's stdout and stderr, the others to
-    their logs.
+    SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once.
+    SIGUSR1 has them write their stacks into their logs and go on. Kill this process in any way and the ranks die with
+    it. Stop it (Ctrl-Z, SIGSTOP) and they go on: those that were stopped in a collective operation would not go on
+    well. Rank 0 writes to this process's stdout and stderr, the others to their logs.
 
     Args:
         target: "package.module:function", called as function(context: RankContext, payload); returns None or an exit
@@ -55,7 +56,8 @@ def run_ranks(
         run_dir: gets logs/rank-K.log, heartbeats/, rank-K.error.json and report.json.
         hang_timeout: seconds between two beats of a rank after which the run counts as hung, unless the beat states a
             limit of its own.
-        grace: seconds from SIGTERM to the end of the last rank, saving included.
+        grace: seconds from SIGTERM to the end of the last rank; one that is in a phase with a limit of its own, as
+            saving is, has that long.
         start_timeout: seconds to import the target's module.
         stop_file: asks the ranks to save and stop when it appears; run_dir/STOP by default. One that an earlier run
             left behind is removed.
@@ -88,10 +90,9 @@ def run_ranks(
 
 @contextlib.contextmanager
 def counted_signals() -> Iterator[Counter[int]]:
-    """Count Ctrl-C and SIGTERM, by number, instead of obeying them.
+    """Count Ctrl-C, SIGTERM and SIGUSR1, by number, instead of obeying them.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more. Ctrl-Z stops this
-    process alone, and says so: ranks that were stopped in a collective operation would not go on well.
+    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
     """
     counts: Counter[int] = Counter()
 
@@ -101,16 +102,10 @@ def counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
-    def pause(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nmegatune: the run goes on in the background; `fg` comes back to it\n")
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
-    handlers = {signal.SIGINT: count, signal.SIGTERM: count, signal.SIGHUP: count, signal.SIGTSTP: pause}
     previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
+        number: signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
@@ -131,6 +126,7 @@ def _prepare_run_dir(request: StartRequest) -> None:
         rank = request.world.rank_env(local_rank).rank
         heartbeat_path(request.run_dir, rank).unlink(missing_ok=True)
         error_path(request.run_dir, rank).unlink(missing_ok=True)
+        operations_path(request.run_dir, rank).unlink(missing_ok=True)
     if request.world.node_rank == 0:
         request.stop_file.unlink(missing_ok=True)
 
@@ -146,6 +142,8 @@ def _watch(
         processes.poll(POLL_SECONDS)
         now = time.monotonic()
         kills.look(now)
+        if signals.pop(signal.SIGUSR1, 0):
+            report.ask_for_stacks(processes)
         if signals[signal.SIGINT] and stop_by is None:
             processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
             return report.Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
@@ -156,8 +154,9 @@ def _watch(
         if signals[signal.SIGTERM] and stop_by is None and processes.started:
             processes.send(signal.SIGTERM)
             stop_by = now + grace
-        if stop_by is not None and (now > stop_by or signals.total() > 1):
-            return _give_up_stopping(processes, grace if now > stop_by else None)
+        is_late = stop_by is not None and now > stop_by and processes.all_without_limit()
+        if stop_by is not None and (is_late or signals[signal.SIGINT] + signals[signal.SIGTERM] > 1):
+            return _give_up_stopping(processes, grace if is_late else None)
         if not processes.ready and now - begun > start_timeout:
             return _start_timed_out(processes, start_timeout)
         if processes.overdue(hang_timeout):
@@ -186,15 +185,18 @@ def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outco
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()
-    return report.failed_outcome(run_dir, culprit, failure, kills.happened())
+    desync = find_desync(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
+    return report.failed_outcome(run_dir, culprit, failure, kills.happened(), desync)
 
 
 def _conclude_hang(processes: RankProcesses) -> report.Outcome:
     activities = report.dump_stacks(processes)
-    culprit = report.find_hung(processes.alive(), activities)
+    run_dir = processes.request.run_dir
+    desync = find_desync(run_dir, sorted(processes.ranks))
+    culprit = report.find_hung(processes.alive(), activities, desync)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return report.hung_outcome(processes.request.run_dir, culprit, silent, activities)
+    return report.hung_outcome(run_dir, culprit, silent, activities, desync)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:

@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -19,10 +20,12 @@ from pathlib import Path
 
 from megatune.launch.context import StartRequest, die_with_parent, log_path, send_event, set_process_name
 from megatune.launch.failure import describe_failure
+from megatune.launch.processes import LOOK_SECONDS, has_pending, process_state
 from megatune.launch.rank_main import load_target, run_supervised
 
 # Threads that survive a fork: their library stops and restarts them around it.
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+_ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a supervisor acts on
 
 
 def main() -> int:
@@ -49,10 +52,10 @@ def main() -> int:
     hazard = fork_hazard()
     seconds = round(time.monotonic() - begun, 3)
     send_event(events, "ready", start="exec" if hazard else "fork", why=hazard, seconds=seconds)
-    return _start_ranks(request, events, terminal, hazard)
+    return _start_ranks(request, supervisor, events, terminal, hazard)
 
 
-def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], hazard: str) -> int:
+def _start_ranks(request: StartRequest, supervisor: int, events: int, terminal: tuple[int, int], hazard: str) -> int:
     """Fork the ranks; in each of them, run it to its end and return its exit code."""
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
@@ -83,7 +86,9 @@ def _start_ranks(request: StartRequest, events: int, terminal: tuple[int, int], 
             os.setpgid(pid, pid)
         ranks[pid] = env.rank
         send_event(events, "started", rank=env.rank, pid=pid)
-    _reap(ranks, events)
+    watch = _SupervisorWatch(supervisor, terminal[1])
+    threading.Thread(target=watch.run, daemon=True).start()  # only now: a fork has no threads
+    _reap(ranks, events, watch)
     return 0
 
 
@@ -113,7 +118,40 @@ def _set_output_aside(run_dir: Path) -> tuple[int, int]:
     return terminal
 
 
-def _reap(ranks: dict[int, int], events: int) -> None:
+class _SupervisorWatch:
+    """Looks after a supervisor that somebody has stopped (Ctrl-Z, SIGSTOP): says so, as the ranks go on, and continues
+    it once it is needed: a rank has ended, or a signal waits that asks the run to.
+
+    Args:
+        terminal: a descriptor.
+    """
+
+    def __init__(self, supervisor: int, terminal: int) -> None:
+        self._supervisor, self._terminal = supervisor, terminal
+        self.has_ended = False  # whether any rank has
+
+    def run(self) -> None:
+        is_told = False
+        while True:
+            time.sleep(LOOK_SECONDS)
+            is_stopped = process_state(self._supervisor) == "T"
+            if is_stopped and not is_told:
+                self._tell()
+            is_told = is_stopped
+            self.wake()
+
+    def wake(self) -> None:
+        """Continue a supervisor that is stopped, where it is needed."""
+        if process_state(self._supervisor) == "T" and (self.has_ended or has_pending(self._supervisor, *_ASKS)):
+            os.kill(self._supervisor, signal.SIGCONT)
+
+    def _tell(self) -> None:
+        what = f"megatune: process {self._supervisor}, which watches the run, is stopped; the run goes on"
+        with contextlib.suppress(OSError):
+            os.write(self._terminal, f"\n{what}; `fg`, or `kill -CONT {self._supervisor}`, comes back to it\n".encode())
+
+
+def _reap(ranks: dict[int, int], events: int, watch: _SupervisorWatch) -> None:
     """Report the end of each rank and end what it left behind."""
     while ranks:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -125,6 +163,8 @@ def _reap(ranks: dict[int, int], events: int) -> None:
         code = os.waitstatus_to_exitcode(status)  # negative: minus the signal that killed it
         exit_code, signum = (code, None) if code >= 0 else (None, -code)
         send_event(events, "exited", rank=ranks.pop(pid), exit_code=exit_code, signal=signum, time=moment)
+        watch.has_ended = True
+        watch.wake()
 
 
 if __name__ == "__main__":

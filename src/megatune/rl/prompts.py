@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates import Thinking, load_template, template_names
-from megatune.data.templates.chat_template import FIXED_DATE, template_errors
+from megatune.data.templates.chat_template import FIXED_DATE
+from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -97,14 +98,16 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Writer
         finding = Finding("the tokenizer has no chat template", str(tokenizer.name_or_path), why, "template: base")
         raise MegatuneError(finding, ExitCode.INPUT)
 
+    source: str = tokenizer.get_chat_template()
+    given = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **FIXED_DATE, **options}
+
     def write(messages: Messages) -> str:
         try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **FIXED_DATE, **options
-            )
+            return render(source, messages, **given)
+        except RenderLimitError as error:
+            raise beyond_limits(error) from error
         except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the messages", str(error)) from error
-        return str(text)
 
     return write
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.weight_index import read_weight_index
+from megatune.families import read_config
+from megatune.families.weight_index import check_layers, read_weight_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 from megatune.training.storage.manifest import read_manifest
@@ -34,13 +35,13 @@ def check_before(settings: Settings, invalid: Collection[str] = (), *, first: bo
     is_megatron = settings.model.mcore_model is not None or (folder is not None and is_torch_dist(str(folder)))
     check_data(settings, checked, tokenizer=None if is_megatron else folder, invalid=invalid)
     if first and not {"run.output_dir", "run.resume_from_checkpoint", "run.overwrite_output_dir"} & wrong:
-        checked.run(lambda: _check_output(settings))
-        resumes = checked.run(lambda: _check_checkpoint(settings))
+        checked.run(lambda: check_output(settings))
+        resumes = checked.run(lambda: check_checkpoint(settings))
         if folder is not None and not is_megatron and not (resumes and settings.finetuning.finetuning_type != "lora"):
-            checked.run(lambda: _check_weights(folder))
+            checked.run(lambda: check_weights(folder))
     reference = settings.preference.ref_model
     if "preference.ref_model" not in wrong and (other := _folder(reference)) is not None and other.is_dir():
-        checked.run(lambda: _check_weights(other))
+        checked.run(lambda: check_weights(other))
     return checked
 
 
@@ -49,7 +50,7 @@ def _folder(name: str | None) -> Path | None:
     return None if name is None or is_hub_id(name) or not Path(name).is_dir() else Path(name)
 
 
-def _check_output(settings: Settings) -> None:
+def check_output(settings: Settings) -> None:
     """Refuse an output_dir that cannot be made, or written to (exit code 73)."""
     if settings.run.output_dir is None:
         return
@@ -63,7 +64,7 @@ def _check_output(settings: Settings) -> None:
         raise MegatuneError(Finding(f"cannot write {path}", "", why, fix), ExitCode.CANNOT_WRITE)
 
 
-def _check_checkpoint(settings: Settings) -> bool:
+def check_checkpoint(settings: Settings) -> bool:
     """Refuse a checkpoint that was asked for and cannot be resumed from (exit code 66); return whether one will be."""
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
@@ -82,8 +83,8 @@ def _check_checkpoint(settings: Settings) -> bool:
     return bool(found)
 
 
-def _check_weights(folder: Path) -> None:
-    """Refuse a model whose files of weights are not all there (exit code 66)."""
+def check_weights(folder: Path) -> None:
+    """Refuse weights whose files, or layers of config.json, are not all there (exit code 66)."""
     index = folder / _INDEX
     if index.is_file():
         files = set(read_weight_index(index).values())
@@ -94,3 +95,5 @@ def _check_weights(folder: Path) -> None:
     elif not (folder / "model.safetensors").is_file():
         fix = "give a folder that holds the weights as safetensors"
         raise MegatuneError(Finding("there is no model.safetensors", str(folder), fix=fix), ExitCode.INPUT)
+    if (folder / "config.json").is_file():
+        check_layers(folder, read_config(folder))

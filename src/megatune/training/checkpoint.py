@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class TrainState:
     Attributes:
         step: optimizer steps done.
         rows_digest: of all that determines the rows (data/cache/key.py).
+        rows_parts: what they are made of, in words, each with a digest of its own; {} where that is not known.
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
@@ -52,6 +53,8 @@ class TrainState:
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
         reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
         updates: of the optimizer, where a step may have several.
+        bad_steps: how many were skipped (training/bad_steps.py).
+        recent_losses, recent_grad_norms: of the last steps that were not bad.
     """
 
     step: int = 0
@@ -66,6 +69,10 @@ class TrainState:
     reward_sum: float = 0.0
     reward_pairs: float = 0.0
     updates: int = 0
+    bad_steps: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    recent_grad_norms: list[float] = field(default_factory=list)
+    rows_parts: dict[str, str] = field(default_factory=dict)
 
 
 class CheckpointFiles:
@@ -174,7 +181,7 @@ def read_state(checkpoint: Path) -> TrainState | None:
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
-    return TrainState(**{field.name: content[field.name] for field in fields(TrainState) if field.name in content})
+    return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
 
 
 def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, expected: TrainState) -> TrainState:
@@ -217,7 +224,7 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
             yield Finding(changed, str(checkpoint), why, fix)
     if state.rows_digest != expected.rows_digest:
         what = "the training rows are others than those the run began with"
-        why = "a file of the data sets, the tokenizer, the template or another data setting was changed"
+        why = _changed_parts(state.rows_parts, expected.rows_parts)
         fix = "put it back, or start anew with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
     if state.base != expected.base:
@@ -230,6 +237,16 @@ def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Itera
         why = "the weights of ref_model, or of the model that the run started from, are others than then"
         fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
+
+
+def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Name what the rows are made of and was not the same before."""
+    if not before or not after:
+        return "a file of the data sets, the tokenizer, the template or another data setting was changed"
+    changed = [part for part in after if part in before and before[part] != after[part]]
+    gone, new = ([part for part in one if part not in other] for one, other in ((before, after), (after, before)))
+    lists = (("changed", changed), ("gone", gone), ("new", new))
+    return "; ".join(f"{said}: {', '.join(parts)}" for said, parts in lists if parts) or "their order"
 
 
 def _trained_otherwise(training: Path, assembly: Assembly, settings: Settings) -> Iterator[Finding]:

@@ -66,6 +66,7 @@ class RunData:
     """The data of a run, before its model is there."""
 
     key: str  # of all that determines the rows
+    key_parts: dict[str, str]  # what that is, in words, each with a digest; {} of a stream
     num_rows: int | None  # to train; None where nobody knows
     pictures: PictureCounts | None  # of rows to train; None where nobody knows
     lengths: RowLengths | None  # of them; None where nobody knows
@@ -89,11 +90,14 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
         prepared = _prepare_on_machine(context, settings, source)
         feed = partial(_prepared_feed, prepared, settings, resumed is not None)
         pictures = prepared.report.train.pictures
-        yield RunData(prepared.key, len(prepared.train), pictures, lengths_of(prepared.train, pictures), feed)
+        lengths = lengths_of(prepared.train, pictures)
+        yield RunData(
+            prepared.key, on_rank_0(lambda: dict(prepared.key_parts)), len(prepared.train), pictures, lengths, feed
+        )
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
         yield RunData(
-            stream.key, None, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None)
+            stream.key, {}, None, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None)
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,16 +19,16 @@ from megatune.data.batches import Batch
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import StepTotals
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.engine.waiting import BusyTime
+from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.kto import KTO, with_margins
 from megatune.objectives.language_model import CrossEntropy
 from megatune.objectives.preference import Preference, RunningReward
-from megatune.plan.catalogue import device_by_driver_name
-from megatune.plan.flops import train_flops
 from megatune.plan.run.record import RankMemory
+from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
-from megatune.training.callbacks.base import EvalReport, StepReport, TrainSummary
+from megatune.training.callbacks.base import EvalReport, TrainSummary
 from megatune.training.checkpoint import TrainState
 from megatune.training.feed import Feed
 from megatune.training.first_step import check_first_step
@@ -36,11 +37,14 @@ from megatune.training.learning_rate import LearningRateSchedule
 from megatune.training.loaders import Loaders
 from megatune.training.mismatched import with_kl
 from megatune.training.objective import Loss
+from megatune.training.pace import Pace, Place
 from megatune.training.profiling import MemoryLog, StepProfiler
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.saving import CheckpointSaver
+from megatune.training.step_report import step_report
 from megatune.training.storage.store import CheckpointStore
+from megatune.training.time_budget import TimeBudget
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 from megatune.training.unreadable import without_unreadable
 
@@ -59,6 +63,8 @@ class Trainer:
         state: how far the run has come.
         source: the folder of the model that the run started from.
         memory: what this rank holds.
+        bad_steps: judges steps, and what becomes of those that are bad.
+        budget: the time that the run may take.
         running_reward: of BCO.
     """
 
@@ -76,9 +82,13 @@ class Trainer:
     context: RankContext
     source: Path
     memory: MemoryLog
+    bad_steps: BadSteps
+    budget: TimeBudget = field(default_factory=lambda: TimeBudget(None, 0.0))
     running_reward: RunningReward = field(init=False)
     _saver: CheckpointSaver = field(init=False)
     _saved_step: int = field(default=-1, init=False)
+    _busy: BusyTime = field(init=False)
+    _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source)
@@ -128,10 +138,13 @@ class Trainer:
         return path if path.is_dir() else None
 
     def _train(self) -> Outcome:
-        performance, interval = self.settings.performance, self.settings.run.check_agreement_interval
+        performance = self.settings.performance
         steps = range(self.state.step, self.schedule.total_steps)
         batches = iter(self.loaders.training(self.feed.rows, steps))
         mismatched = None if self.feed.mismatched is None else iter(self.loaders.training(self.feed.mismatched, steps))
+        place = self.assembly.place
+        self._pace = Pace(groups.gather(Place(socket.gethostname(), place.pp_rank)))
+        self._busy = BusyTime()
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             profiler.begin(self.state.step)
             began = time.monotonic()  # of the step: when the work of the one before had ended
@@ -144,46 +157,86 @@ class Trainer:
                 others = [] if mismatched is None else [next(mismatched)]
                 waited = time.monotonic() - waiting
                 self.context.beat("train", step + 1)
-                objective = self._objective_with(others)
-                micro_batches, unreadable = self._prepared(micro_batches, objective)
-                result = train_step(
-                    self.assembly,
-                    micro_batches,
-                    objective,
-                    learning_rate=self.learning_rate.at(step),
-                    stop_requested=self.context.stop_requested(),
-                    save_ended=self._saver.has_ended(),
-                    checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
-                    timed=self.settings.logging.log_timers,
-                )
-                ended = time.monotonic()
-                measured = self._measured(result, waited, is_logged=self._is_logged(step, steps.start))
-                counted = time.monotonic() - ended
-                if step == 0:
-                    self._check_first(result, objective)
-                if isinstance(objective, Preference) and result.updated:
-                    self.running_reward.add(result.totals)
-                self._report(step, micro_batches, result, ended - began, waited, unreadable, measured)
-                began = ended + counted
+                totals = None
+                if step + 1 in self.bad_steps.left_out:
+                    self.callbacks.on_notice(self.bad_steps.pass_over(step))
+                    self.state.step = step + 1
+                    began = time.monotonic()
+                else:
+                    totals, began = self._train_on(step, steps.start, micro_batches, others, began, waited)
                 self.memory.stepped()
                 if self.feed.follower is not None:
                     self.feed.follower.after(step)
                 if performance.manual_gc and self.state.step % performance.manual_gc_interval == 0:
                     gc.collect()
                 paused = time.monotonic()
+                self._busy.pause()
                 profiler.end(self.state.step)
-                if result.totals.save_ended:
+                if totals is not None and totals.save_ended:
                     self._settle()
                 if self.schedule.evaluates_at(self.state.step):
                     self._evaluate()
-                ends = result.totals.stop_requested or self.state.step == self.schedule.total_steps
-                if ends or self.schedule.saves_at(self.state.step):
+                stops = totals is not None and totals.stop_requested
+                saves = totals is not None and totals.save_requested
+                ends = stops or self.state.step == self.schedule.total_steps
+                if ends or saves or self.schedule.saves_at(self.state.step):
                     self._save(background=self.settings.checkpoint.async_save and not ends)
                 profiler.begin(self.state.step)
                 began += time.monotonic() - paused
-                if result.totals.stop_requested and self.state.step < self.schedule.total_steps:
+                self._busy.resume()
+                if stops and self.state.step < self.schedule.total_steps:
                     return "stopped"
         return "finished"
+
+    def _train_on(
+        self,
+        step: int,
+        first: int,
+        micro_batches: list[Batch],
+        mismatched: list[tuple[int, list[Batch]]],
+        began: float,
+        waited: float,
+    ) -> tuple[StepTotals, float]:
+        """Train one step, counted from 0, and report it; return its totals, and when the work of it had ended.
+
+        Args:
+            first: step that this process began with.
+            began: when the work of the step before had ended.
+            waited: seconds for micro-batches.
+        """
+        interval = self.settings.run.check_agreement_interval
+        objective = self._objective_with(mismatched)
+        micro_batches, unreadable = self._prepared(micro_batches, objective)
+        result = train_step(
+            self.assembly,
+            micro_batches,
+            objective,
+            learning_rate=self.learning_rate.at(step),
+            judge=self.bad_steps.judge,
+            stop_requested=self.context.stop_requested() or self.budget.is_spent(),
+            save_ended=self._saver.has_ended(),
+            save_requested=self.context.save_requested(),
+            checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
+            timed=self.settings.logging.log_timers,
+            busy=self._busy,
+        )
+        ended = time.monotonic()
+        measured = self._measured(result, waited, is_logged=self._is_logged(step, first))
+        counted = time.monotonic() - ended
+        if step == 0:
+            self._check_first(result, objective)
+        if isinstance(objective, Preference) and result.updated:
+            self.running_reward.add(result.totals)
+        if result.problem is not None:
+            self._settle()  # what is written may be what the run goes back to
+            notice = self.bad_steps.act(step, result, not_finite_gradients(self.assembly))
+            self.callbacks.on_notice(notice)
+        elif result.updated:
+            self.bad_steps.note_good(result)
+        for slow in self._pace.notices(step + 1, self._busy.wall, result.totals.busy_seconds):
+            self.callbacks.on_notice(slow)
+        self._report(step, micro_batches, result, ended - began, waited, unreadable, measured)
+        return result.totals, ended + counted
 
     def _objective_with(
         self, mismatched: Iterable[tuple[int, list[Batch]]], on_step: Callable[[int], None] = lambda index: None
@@ -256,40 +309,21 @@ class Trainer:
         unreadable: int,
         measured: Mapping[str, float],
     ) -> None:
-        skipped = not result.updated and self.settings.precision.fp16 and math.isfinite(result.totals.loss)
-        if not result.updated and not skipped:
-            raise self._not_finite(step, result)
-        lengths = [int(length) for row in self.feed.rows.lengths(step) for length in row]
-        flops = train_flops(self.assembly.architecture, lengths, self.settings.finetuning)
-        flops /= self.assembly.place.world_size * seconds
-        planned = device_by_driver_name(device.name())
-        peak = planned.flops[self.settings.precision.params_dtype] if planned else None
-        size = self.settings.batch.per_device_train_batch_size
-        rows = [batch.input_ids.numel() / size for batch in batches]
-        of_pictures = [0 if batch.pictures is None else len(batch.pictures.places) / size for batch in batches]
         self.state.step = step + 1
-        report = StepReport(
+        report = step_report(
+            self.settings,
+            self.assembly,
+            self.feed.rows,
+            batches,
+            result,
             step=self.state.step,
             total_steps=self.schedule.total_steps,
             epoch=self._epoch,
-            loss=result.totals.loss,
             learning_rate=self.learning_rate.at(step),
-            grad_norm=result.grad_norm,
-            num_tokens=result.totals.num_tokens,
-            num_input_tokens=sum(lengths),
             seconds=seconds,
             data_seconds=waited,
             unreadable_pictures=unreadable,
-            tokens_per_second=sum(lengths) / seconds,
-            model_tflops=flops / 1e12,
-            mfu=flops / peak if peak else None,
-            memory_gib=device.peak_memory_bytes() / 2**30,
             metrics={**self._metrics(result.totals), **measured},
-            row_tokens=sum(rows) / len(rows),
-            longest_row=math.ceil(max(rows)),
-            document_tokens=sum(lengths) / len(lengths) if self.feed.rows.is_packed else None,
-            picture_tokens=sum(of_pictures) / len(of_pictures),
-            skipped=skipped,
         )
         self.callbacks.on_step_end(report)
 
@@ -302,17 +336,6 @@ class Trainer:
         if self.feed.follower is not None:
             return self.feed.follower.epoch_after(self.state.step)
         return self.schedule.epoch_of(self.state.step)
-
-    def _not_finite(self, step: int, result: StepResult) -> MegatuneError:
-        """Name the step, the rows and the gradients; nothing was updated."""
-        by_rank = list(not_finite_gradients(self.assembly).items())[:3]
-        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
-        rows = f"the step's rows are {', '.join(self.feed.rows.names(step)[:8])}"
-        what = f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
-        why = f"gradients that are not finite on {where or 'no rank: their norm overflows'}; {rows}"
-        fix = "lower learning_rate, train in bf16 instead of fp16, or look at those rows"
-        finding = Finding(what, "", f"{why}; the weights are as they were before the step", fix)
-        return MegatuneError(finding, ExitCode.NOT_FINITE)
 
     def _evaluate(self) -> None:
         """Compute the loss over all evaluation rows, in their order."""
@@ -360,7 +383,9 @@ class Trainer:
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.reward_sum, self.state.reward_pairs = self.running_reward.total, self.running_reward.pairs
+        began = time.monotonic()
         path = self._saver.save(self.state, background=background)
+        self.budget.saved(time.monotonic() - began)
         self._saved_step = self.state.step
         if path is not None:
             self.callbacks.on_save(path)

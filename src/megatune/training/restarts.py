@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.supervisor import counted_signals
+from megatune.training.bad_steps_file import BadStepsFile
 from megatune.training.storage.files import write_atomically
 from megatune.training.storage.store import list_checkpoints
 
@@ -22,16 +24,36 @@ from megatune.training.storage.store import list_checkpoints
 _RESTARTED = {ExitCode.PROCESS_DIED, ExitCode.INTERNAL, ExitCode.OUT_OF_MEMORY}
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0  # seconds, doubled from restart to restart
 _POLL_SECONDS = 0.1
+# Where a run goes on from what it has saved itself, which is whole.
+_OF_OWN_CHECKPOINT = {
+    "resume_from_checkpoint": None,
+    "overwrite_output_dir": False,
+    "no_load_optim": False,
+    "no_load_rng": False,
+}
 
 
 def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
-    """Refuse max_restarts where this process does not start all ranks itself.
+    """Refuse max_restarts, and on_bad_step: go_back, where nobody could start all ranks again.
 
     Raises:
         MegatuneError: SETTINGS.
     """
-    asked = settings.run.max_restarts
-    if asked and is_joined:
+    run, method = settings.run, settings.run.on_bad_step
+    asked = run.max_restarts
+    if method == "go_back" and is_joined and not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        what = "on_bad_step: go_back under torchrun without --max-restarts"
+        why = "torchrun starts the processes, and would not start them again"
+        fix = "write torchrun --max-restarts 3, or on_bad_step: skip"
+    elif method == "go_back" and is_joined and (run.overwrite_output_dir or run.resume_from_checkpoint is False):
+        what = "on_bad_step: go_back under torchrun, in a run that always starts anew"
+        why = "what torchrun starts again would not resume from a checkpoint"
+        fix = "remove overwrite_output_dir: true and resume_from_checkpoint: false, or write on_bad_step: skip"
+    elif method == "go_back" and not is_joined and nnodes > 1:
+        what = f"on_bad_step: go_back with NNODES={nnodes}"
+        why = "restarts of several machines together are not built"
+        fix = f"start with torchrun --nnodes {nnodes} --max-restarts 3, or write on_bad_step: skip"
+    elif asked and is_joined:
         what, why = f"max_restarts: {asked} under torchrun", "torchrun starts the processes, so it restarts them"
         fix = f"remove it, and write torchrun --max-restarts {asked}"
     elif asked and nnodes > 1:
@@ -43,7 +65,8 @@ def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
 
 
 def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: Path, stop_file: Path) -> int:
-    """Run until it is done, or ends in a way that a restart does not mend; at most max_restarts + 1 times.
+    """Run until it is done, or ends in a way that a restart does not mend: after at most max_restarts crashes, and the
+    times that on_bad_step lets it go back.
 
     Args:
         run: runs once, as `supervisor.run_ranks`, and leaves run_dir/report.json, to which the restarts are added.
@@ -55,30 +78,39 @@ def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: 
     output_dir = Path(settings.run.output_dir)
     before, report = _checkpoints(output_dir), run_dir / "report.json"
     restarts: list[dict[str, Any]] = []
+    bad_steps = BadStepsFile(output_dir)
+    times_back = len(bad_steps.went_back())
     asked = settings.run
     while True:
         report.unlink(missing_ok=True)
         code = run(settings)
         ended = _add_to_report(report, restarts)
-        if code not in _RESTARTED or ended is None or len(restarts) == asked.max_restarts:
+        goes_back = code == ExitCode.NOT_FINITE and len(bad_steps.went_back()) > times_back
+        crashes = [one for one in restarts if one["exit_code"] != ExitCode.NOT_FINITE]
+        is_mended = goes_back or (code in _RESTARTED and len(crashes) < asked.max_restarts)
+        if ended is None or not is_mended:
             return code
         own = [path for path, written in _checkpoints(output_dir).items() if before.get(path) != written]
         start = own[-1].name if own else None  # None: nothing of this run is saved, so it starts as it was asked to
         restart = {"from": start, "exit_code": code, "cause": _cause(ended), "ended": ended["ended"]}
-        if any((one["from"], one["cause"]) == (start, restart["cause"]) for one in restarts):
+        if any((one["from"], one["cause"]) == (start, restart["cause"]) for one in crashes):
             print(
                 f"megatune: not started again: from {start or 'its start'} it ended in this way before", file=sys.stderr
             )
             return code
-        wait = min(_FIRST_WAIT * 2 ** len(restarts), _LONGEST_WAIT)
+        wait = 0.0 if goes_back else min(_FIRST_WAIT * 2 ** len(crashes), _LONGEST_WAIT)
         restarts.append(restart)
-        place = f"from {start}" if start else "from its start"
-        count = f"restart {len(restarts)} of {asked.max_restarts}"
-        print(f"megatune: {count}, {place}, in {wait:.0f} s", file=sys.stderr, flush=True)
+        times_back += goes_back
+        if goes_back:
+            line = f"goes back to {start or 'where it began'}"
+        else:
+            place = f"from {start}" if start else "from its start"
+            line = f"restart {len(crashes) + 1} of {asked.max_restarts}, {place}, in {wait:.0f} s"
+        print(f"megatune: {line}", file=sys.stderr, flush=True)
         if (end := _wait(wait, stop_file)) is not None:
             return end
         if start:
-            resume = asked.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": False})
+            resume = asked.model_copy(update=_OF_OWN_CHECKPOINT)
             settings = settings.model_copy(update={"run": resume})
 
 

@@ -17,6 +17,7 @@ from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
+from megatune.engine.operations import recent_operations, remember_groups
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -24,6 +25,7 @@ from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
+from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import banner
 from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
@@ -45,6 +47,7 @@ from megatune.training.run_schedule import RunSchedule
 from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
+from megatune.training.time_budget import TimeBudget
 
 _JOIN_GRACE = 60.0  # seconds
 
@@ -55,7 +58,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
             "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
-            hub.
+            hub; "began", when the user started it, of `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -68,12 +71,17 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
-    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=context.announce)
+    local, announce = context.local_world_size, context.announce
+    groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
+    context.operations = recent_operations
     try:
         asked: Loaded = payload["asked"]
         check_same_settings(asked.settings)
-        return _train(context, settings, payload["run_yaml"], payload["case"], asked, payload.get("model_dir"))
+        budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
+        given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
+        return _train(context, settings, *given, budget=budget)
     finally:
+        remember_groups()
         groups.leave()
 
 
@@ -84,6 +92,7 @@ def _train(
     case: Case | None = None,
     asked: Loaded | None = None,
     model_dir: str | None = None,
+    budget: TimeBudget | None = None,
 ) -> int:
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -98,6 +107,7 @@ def _train(
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             on_rank_0(lambda: _plan_rows(output_dir, case, data, asked, resumed))
             trainer = _build_trainer(context, settings, source, data, resumed, memory)
+            trainer.budget = budget or trainer.budget
             return _run(trainer, resumed, notes)
     finally:
         memory.note()
@@ -152,8 +162,11 @@ def _build_trainer(
     assembly = attach_optimizer(loaded, settings)
     digest = "" if reference is None else reference.digest
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
+    state.rows_parts = data.key_parts
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings, state)
+    store = CheckpointStore(output_dir)
+    bad_steps = BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None)
     shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
     callbacks = CallbackList()
@@ -173,10 +186,11 @@ def _build_trainer(
         state=state,
         learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
         callbacks=callbacks,
-        store=CheckpointStore(output_dir),
+        store=store,
         context=context,
         source=source,
         memory=memory,
+        bad_steps=bad_steps,
     )
 
 
@@ -204,7 +218,9 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         print("\n".join(trainer.feed.follower.summary()), flush=True)
     if outcome == "stopped":
         if trainer.context.rank == 0:
-            print(f"stopped on request after step {state.step}; the same command resumes from there", flush=True)
+            minutes = settings.run.exit_duration_in_mins
+            why = f"before exit_duration_in_mins ({minutes:g}) is over" if trainer.budget.spent else "on request"
+            print(f"stopped {why} after step {state.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     chosen = on_rank_0(lambda: _finish(trainer, output_dir))
     if trainer.context.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from megatune.bridge.parameters import LocalParameter
 from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
+from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.step import Objective, StepTotals, forward_backward
+from megatune.engine.waiting import BusyTime
 from megatune.objectives.language_model import CrossEntropy
 
 _CROSS_ENTROPY = CrossEntropy()
@@ -28,14 +31,23 @@ class StepResult:
     Attributes:
         totals: loss, normalizer and metrics.
         grad_norm: L2 norm of all gradients before clipping.
-        updated: False where gradients were not finite: the weights have not changed.
+        updated: False where nothing has changed: weights, the optimizer's state and biases of routers.
+        problem: why the step was refused; None where it was not. One that was not updated all the same overflowed in
+            fp16, which is the loss scale's own affair.
         seconds: of "forward_backward" and of "optimizer" on this rank, where they were asked for.
     """
 
     totals: StepTotals
     grad_norm: float
     updated: bool
+    problem: str | None
     seconds: Mapping[str, float]
+
+
+def not_finite(loss: float, grad_norm: float) -> str | None:
+    """Return what is wrong with a step's numbers, None where they are finite."""
+    numbers = {"loss": loss, "gradient norm": grad_norm}
+    return ", ".join(f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)) or None
 
 
 def train_step(
@@ -44,19 +56,25 @@ def train_step(
     objective: Objective = _CROSS_ENTROPY,
     *,
     learning_rate: float,
+    judge: Callable[[float, float], str | None] = not_finite,
     stop_requested: bool = False,
     save_ended: bool = False,
+    save_requested: bool = False,
     checked_step: int | None = None,
     timed: bool = False,
+    busy: BusyTime | None = None,
 ) -> StepResult:
     """Run forward, backward and update over one step's micro-batches; collective.
 
     Args:
         batches: this data-parallel rank's micro-batches.
-        stop_requested: whether this rank was asked to stop; sent along with the loss, as is
-            `save_ended`, for `StepTotals`.
+        judge: gets the loss and the norm of all gradients, the same on all ranks; where it returns why the step is to
+            be refused, nothing is changed.
+        stop_requested: whether this rank was asked to stop; sent along with the loss, as are `save_ended` and
+            `save_requested`, for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
+        busy: of this rank, for `StepTotals`.
         timed: wait for the device between the parts of the step, to say how long each takes.
 
     Raises:
@@ -64,20 +82,35 @@ def train_step(
     """
     seconds: dict[str, float] = {}
     began = time.monotonic()
-    flags = {"stop_requested": stop_requested, "save_ended": save_ended}
-    totals = forward_backward(assembly.model, batches, objective, **flags)
+    biases = expert_biases(assembly.model)
+    before = [bias.clone() for bias in biases]
+    flags = {"stop_requested": stop_requested, "save_ended": save_ended, "save_requested": save_requested}
+    totals = forward_backward(assembly.model, batches, objective, busy=busy, **flags)
     if timed:
         device.synchronize()
         seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()
     if checked_step is not None:
         check_gradients(assembly, checked_step)
-    updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate)
+    problem: str | None = None
+
+    def accepts(grad_norm: float) -> bool:
+        nonlocal problem
+        # The loss is read where the norm was waited for, and is no second wait.
+        problem = judge(totals.loss, grad_norm)
+        return problem is None
+
+    updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate, accepts)
+    if not updated:
+        if problem is None and not math.isfinite(totals.loss):
+            problem = judge(totals.loss, grad_norm)
+        for bias, value in zip(biases, before, strict=True):
+            bias.copy_(value)
     if checked_step is not None:
         check_weights(assembly, checked_step, grad_norm=grad_norm, learning_rate=learning_rate)
     if timed:
         device.synchronize()
         seconds["optimizer"] = time.monotonic() - began
-    return StepResult(totals, grad_norm, updated, seconds)
+    return StepResult(totals, grad_norm, updated, problem, seconds)
 
 
 def check_gradients(assembly: Assembly, step: int) -> None:

@@ -52,6 +52,7 @@ def load_reference_model(
     logging.disable_progress_bar()
     config = read_config(model_dir)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "experts_implementation": "eager"}
+    options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     kind = AutoModelForCausalLM
     if as_reward_model or num_labels(config):
         kind, options["num_labels"] = AutoModelForSequenceClassification, 1

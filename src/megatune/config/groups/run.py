@@ -78,6 +78,14 @@ class RunSettings(Group):
     half an hour if that is less, is named and ends the run.
     When: Raise it for slow storage or very large models, whose loading or saving takes longer. A larger value also
     means that a hang is noticed later."""
+    exit_duration_in_mins: Annotated[float, Field(gt=0), "minutes"] | None = None
+    """The time that the run may take, from the command to its end: before it is over, the run saves and ends by itself,
+    to be resumed (exit code 75). null is no limit.
+    How: A step is the last one if another like the slowest so far, and twice the longest save so far, would not fit
+    any more; before the first save, loading stands for it. Restarts by max_restarts take of the same time; the same
+    command, given again, has all of it anew.
+    When: Set it a few minutes below the time limit of a job, such as Slurm's: queues that kill at the limit leave no
+    time to save. In an array of jobs each goes on where the one before ended."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a run that crashed or hung is started again by itself, from its newest whole checkpoint; 0 is never.
     How: A process that fails by an error, dies, hangs or is killed for memory counts; wrong settings, bad data, a full
@@ -91,6 +99,36 @@ class RunSettings(Group):
     difference ends the run and names the ranks.
     When: Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it off
     once the machines are trusted."""
+    on_bad_step: Literal["stop", "skip", "go_back"] = "stop"
+    """What becomes of a step whose loss or gradient norm is not finite, or beyond loss_spike_bound or
+    grad_norm_spike_bound. Its gradients are never used.
+    How: All processes decide alike, from numbers that they exchange anyway, before the optimizer changes anything. A
+    skipped step counts as done: its rows are consumed, schedule and random numbers go on, weights and optimizer stay,
+    and a resume does the same bit for bit. The step, its numbers and its rows are kept in bad_steps.jsonl, in
+    output_dir.
+    When: Leave it at stop until you have seen what spikes. skip is for single bad rows; go_back is also for weights or
+    averages that a fault of the machine has damaged, as they come from the checkpoint again.
+    - stop: ends the run with exit code 77 and names the rows
+    - skip: leaves the weights as they are and goes on with the next step
+    - go_back: starts again from the newest whole checkpoint, and leaves out the step and the one before it"""
+    loss_spike_bound: Annotated[float, Field(gt=1)] | None = None
+    """A step whose loss is above m + (bound − 1) · |m| is a bad one: of a positive loss, above bound times m. m is the
+    median loss of the last 32 steps that were not bad. null is off.
+    How: It judges from the ninth such step on, and costs nothing. Losses that come near 0, as those of preferences do,
+    have ratios without meaning: take grad_norm_spike_bound there.
+    When: 2 or 3 in long runs, with on_bad_step. The larger the batch, the steadier its loss, and the lower the bound
+    may be."""
+    grad_norm_spike_bound: Annotated[float, Field(gt=1)] | None = None
+    """A step whose gradient norm, before clipping, is above bound times the median of the last 32 steps that were not
+    bad is a bad one. null is off.
+    How: It judges from the ninth such step on, and costs nothing. max_grad_norm scales gradients down instead, and
+    keeps their direction.
+    When: 10 or more, with on_bad_step: gradients of single batches differ by a factor of a few in good runs, too."""
+    max_bad_steps: Annotated[Count, "steps"] = 10
+    """How many bad steps on_bad_step: skip or go_back lets pass in a run; the next one ends it.
+    How: They are counted over the whole run, with its resumes. A run that goes on and on without training is worth
+    nothing.
+    When: Raise it for runs of very many steps."""
     memory_check: Literal["error", "warn", "off"] = "error"
     """Whether the memory of every pipeline stage is planned before anything starts, and what becomes of a run that does
     not fit.

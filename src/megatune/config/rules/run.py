@@ -269,8 +269,26 @@ def cutoff(context: Context) -> Iterator[Problem]:
         yield Problem(("cutoff_len",), what, why, f"write cutoff_len: {longest}, the longest it allows")
 
 
+def bad_steps(context: Context) -> Iterator[Problem]:
+    """There is a checkpoint to go back to, and bad steps are counted where some may pass."""
+    settings, method = context.settings, context.settings.run.on_bad_step
+    saves = settings.checkpoint
+    if method == "go_back" and saves.save_strategy == "no":
+        why = "there would be no checkpoint to go back to"
+        fix = "write save_strategy: steps, or on_bad_step: skip"
+        yield Problem(("on_bad_step", "save_strategy"), "on_bad_step go_back with save_strategy no", why, fix)
+    if method == "go_back" and saves.save_only_model:
+        why = "a run cannot resume from a checkpoint without its training state"
+        fix = "write save_only_model: false, or on_bad_step: skip"
+        yield Problem(("on_bad_step", "save_only_model"), "on_bad_step go_back with save_only_model: true", why, fix)
+    if method == "stop" and context.asks("run.max_bad_steps", 10, "run.on_bad_step"):
+        what = f"max_bad_steps {settings.run.max_bad_steps} with on_bad_step stop"
+        fix = "write on_bad_step: skip or go_back, or remove max_bad_steps"
+        yield Problem(("max_bad_steps", "on_bad_step"), what, "the first bad step ends the run", fix)
+
+
 RULES = (
     *(megatron_form, output, own_folder, fresh_start, evaluation, streamed_epochs, best_model, reports, hub),
     profiler,
-    *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff),
+    *(scheduler_kwargs, scheduler_needs, warmup, steps, precision, cutoff, bad_steps),
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatune.data.bad_rows import RowError
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
+from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -80,7 +81,11 @@ def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | No
         template.render(PROBE, Thinking())
     except RowError as error:
         raise _refused("default", tokenizer, f"answers cannot be told from prompts: {error}") from error
-    if unasked := template.unasked():
+    try:
+        unasked = template.unasked()
+    except template_errors() as error:
+        raise _refused("default", tokenizer, f"it cannot be rendered: {error}") from error
+    if unasked:
         why = f"the chat template has no generation prompt: the model would have to write {unasked!r} before an answer"
         raise _refused("default", tokenizer, why)
     fitting = _fitting(tokenizer)

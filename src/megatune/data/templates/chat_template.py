@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
+from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, render_marked, template_errors
 from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
 from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
 
@@ -63,13 +64,6 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
     return {"type": "function", "id": call_id(number), "function": {"name": call.name, "arguments": arguments}}
 
 
-def template_errors() -> tuple[type[Exception], ...]:
-    """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
-    from jinja2 import TemplateError
-
-    return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
 class ChatTemplate:
     """The tokenizer's own chat template.
 
@@ -102,6 +96,8 @@ class ChatTemplate:
                 chat = _without_thoughts(chat)
             rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
             text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
+        except RenderLimitError as error:
+            raise beyond_limits(error) from error
         except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
         if any(tool["function"]["name"] not in text for tool in tools or ()):
@@ -172,23 +168,19 @@ class _Rendering:
     enable: bool | None
     special_tokens: dict[str, Any]
 
-    def _run(self, chat: Chat, thinking: bool | None, **options: bool) -> tuple[str, list[Any]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        given = {**options, **self.special_tokens, **FIXED_DATE}
-        if thinking is not None:
-            given["enable_thinking"] = thinking
-        (text,), spans = render_jinja_template([chat], tools=self.tools, chat_template=self.source, **given)
-        return text, spans
+    def _given(self, thinking: bool | None) -> dict[str, Any]:
+        given = {**self.special_tokens, **FIXED_DATE}
+        return given if thinking is None else {**given, "enable_thinking": thinking}
 
     def text(self, chat: Chat, add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
         """Render a chat; `thinking` overrides `enable`."""
         thinking = self.enable if thinking is None else thinking
-        return self._run(chat, thinking, add_generation_prompt=add_generation_prompt)[0]
+        given = {"add_generation_prompt": add_generation_prompt, **self._given(thinking)}
+        return render(self.source, chat, self.tools, **given)
 
     def marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat, and return the spans of its answers that the template marks, too."""
-        text, (spans,) = self._run(chat, self.enable, return_assistant_tokens_mask=True)
+        text, spans = render_marked(self.source, chat, self.tools, **self._given(self.enable))
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
             raise RowError("not-marked", "the chat template marks not every answer", f"{len(spans)} of {answers}")

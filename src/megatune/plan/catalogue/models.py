@@ -57,26 +57,36 @@ def find_model(
         MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it; what
             a hub refuses with.
     """
+    config, where = model_config(name_or_path, revision, cache_dir, asks_hub=asks_hub)
+    architecture = read_architecture(config, where)
+    return PlannedModel(
+        name=str(name_or_path), architecture=architecture if stage is None else as_trained(architecture, stage, where)
+    )
+
+
+def model_config(
+    name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None, *, asks_hub: bool = True
+) -> tuple[dict[str, Any], str]:
+    """Return what config.json of a model says, and where that was found; see `find_model`.
+
+    Raises:
+        MegatuneError: INPUT, with the nearest names; what a hub refuses with.
+    """
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        config, where = read_config(open_model(str(path), revision).config_dir()), str(path / "config.json")
-    elif path.is_file():
-        config, where = _read_file(path), str(path)
-    elif (repository := _BY_NAME.get(_plain(name))) is not None and revision == MAIN:
-        config, where = _published()[repository][1], repository
-    elif not asks_hub or not is_hub_id(name):
+        return read_config(open_model(str(path), revision).config_dir()), str(path / "config.json")
+    if path.is_file():
+        return _read_file(path), str(path)
+    if (repository := _BY_NAME.get(_plain(name))) is not None and revision == MAIN:
+        return _published()[repository][1], repository
+    if not asks_hub or not is_hub_id(name):
         raise _unknown(name)
-    else:
-        try:
-            folder = open_model(name, revision, cache_dir).config_dir()
-        except MegatuneError as error:
-            raise _unknown(name, error) from error
-        config, where = read_config(folder), f"{name}: config.json"
-    architecture = read_architecture(config, where)
-    return PlannedModel(
-        name=name, architecture=architecture if stage is None else as_trained(architecture, stage, where)
-    )
+    try:
+        folder = open_model(name, revision, cache_dir).config_dir()
+    except MegatuneError as error:
+        raise _unknown(name, error) from error
+    return read_config(folder), f"{name}: config.json"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

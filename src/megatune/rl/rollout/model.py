@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from megatune.config.rl.settings import InferRole
+from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.slots import ATTENTION
@@ -28,7 +29,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_model(Path(role.model_name_or_path))
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.get_text_config() is not config:
         why = f"{config.model_type} takes pictures, and rollouts are built for text"
         fix = f"take a language model, or `strategy_name: vllm` for {role.name}"
@@ -38,12 +39,14 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
         dtype=_DTYPES[role.dtype],
         attn_implementation=ATTENTION,
         experts_implementation="eager",
     )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     return model.to(device), tokenizer
 
 

@@ -95,11 +95,12 @@ class VllmEngine(OutsideEngine):
             # Ray has placed this process already.
             arguments.distributed_executor_backend = "uni" if shards == 1 else "mp"
             engine = LLMEngine.from_engine_args(arguments)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         try:
             stops = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
         except OSError:  # there is no such file
-            stops = AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        padding = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().pad_token_id
+            stops = config.eos_token_id
+        padding = config.get_text_config().pad_token_id
         never = [] if padding is None or padding in np.atleast_1d(stops or []) else [padding]
         return cls(
             engine,

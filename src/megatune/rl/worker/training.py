@@ -164,8 +164,7 @@ class TrainedWorker(ModelWorker):
         shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
         batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
         result = train_step(self.loaded, batches, self.objective(len(samples)), learning_rate=learning_rate, timed=True)
-        overflowed = self.settings.precision.fp16 and math.isfinite(result.totals.loss)
-        if not result.updated and not overflowed:
+        if result.problem is not None:
             raise self._not_finite(result, step)
         return result
 

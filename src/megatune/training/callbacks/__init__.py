@@ -12,7 +12,7 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import PLAN_NAME
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.hub_push import HubPush
@@ -105,6 +105,9 @@ class CallbackList(Callback):
     def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
         self._call("on_unreadable", pictures)
 
+    def on_notice(self, notice: Notice) -> None:
+        self._call("on_notice", notice)
+
     def on_evaluate(self, report: EvalReport) -> None:
         self._call("on_evaluate", report)
 
@@ -150,14 +153,15 @@ def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: flo
             return values[-1] if None not in values else None
         return sum(value * step.seconds for value, step in zip(values, steps, strict=True)) / added["seconds"]
 
-    names = dict.fromkeys(name for step in steps for name in step.metrics)  # not every step need have all
-    reported = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in names}
+    good = [step for step in steps if not step.is_bad] or steps
+    names = dict.fromkeys(name for step in good for name in step.metrics)  # not every step need have all
+    reported = {name: [step.metrics[name] for step in good if name in step.metrics] for name in names}
     return LogReport(
         **{name: getattr(last, name) for name in ("step", "total_steps", "epoch", "learning_rate", "grad_norm")},
         **added,
         **{name: mean_over_time(name) for name in ("tokens_per_second", "model_tflops", "mfu")},
         num_steps=len(steps),
-        loss=sum(step.loss for step in steps) / len(steps),
+        loss=sum(step.loss for step in good) / len(good),
         memory_gib=max(step.memory_gib for step in steps),
         metrics={name: sum(values) / len(values) for name, values in reported.items()},
         num_skipped=sum(step.skipped for step in steps),

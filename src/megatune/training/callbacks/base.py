@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import RankMemory
@@ -62,7 +62,8 @@ class StepReport(_Numbers):
         longest_row: the longest of them.
         document_tokens: mean length of the documents in packed rows; None where a row is one document.
         picture_tokens: mean of these rows' tokens of pictures.
-        skipped: gradients overflowed (fp16), so the weights have not changed.
+        skipped: gradients overflowed (fp16), or the step was bad, so the weights have not changed.
+        is_bad: loss or gradients were not finite, or beyond a bound.
     """
 
     row_tokens: float = 0.0
@@ -70,13 +71,15 @@ class StepReport(_Numbers):
     document_tokens: float | None = None
     picture_tokens: float = 0.0
     skipped: bool = False
+    is_bad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport(_Numbers):
     """The steps since the last log line, as one.
 
-    The loss is the mean of the steps' losses, as the Transformers Trainer logs it, and so are metrics. Learning rate,
+    The loss is the mean of the steps' losses, as the Transformers Trainer logs it, and so are metrics; bad steps are
+    left out of both where there are others. Learning rate,
     gradient norm and epoch are those of the last step; tokens and seconds are sums; rates are means over their time.
 
     Attributes:
@@ -90,6 +93,20 @@ class LogReport(_Numbers):
     num_skipped: int
     elapsed_seconds: float
     eta_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a user should know of while the run goes on.
+
+    Attributes:
+        text: for the terminal.
+        values: for metrics.jsonl, with `step` and the text.
+    """
+
+    step: int
+    text: str
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +169,9 @@ class Callback:
 
     def on_log(self, report: LogReport) -> None:
         """After the first step of this process, every logging_steps and the last step."""
+
+    def on_notice(self, notice: Notice) -> None:
+        """After a step that is out of the ordinary, and before `on_step_end` of it."""
 
     def on_evaluate(self, report: EvalReport) -> None:
         """After every evaluation."""

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
@@ -73,6 +73,9 @@ class Console(Callback):
                 self._unreadable.add(each.where)
                 detail = f" ({each.detail})" if each.detail else ""
                 self._print(f"warning: left out of the loss: {each.where}: {each.reason}{detail}")
+
+    def on_notice(self, notice: Notice) -> None:
+        self._print(f"warning: {notice.text}")
 
     def on_log(self, report: LogReport) -> None:
         self._print(log_line(report, self._shown))

@@ -19,10 +19,11 @@ from megatune.engine import device
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
+from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
+from megatune.training.storage.json_lines import json_line, read_json_lines
 
 METRICS_NAME = "metrics.jsonl"
 _WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
@@ -48,7 +49,7 @@ class _JsonLines(Callback):
         if self._path.exists():
             records = read_json_lines(self._path)
             kept = [record for record in records if record.get(self._step_key, math.inf) <= self._resume_step]
-            write_atomically(self._path, "".join(map(_line, kept)))
+            write_atomically(self._path, "".join(map(json_line, kept)))
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def on_train_end(self, summary: TrainSummary) -> None:
@@ -56,11 +57,12 @@ class _JsonLines(Callback):
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; a number that is not finite becomes null, as JSON has no other word for it."""
-        self._file.write(_line(record))
+        self._file.write(json_line(record))
 
 
 class Metrics(_JsonLines):
-    """metrics.jsonl: the fields of LogReport; those of EvalReport with the prefix eval_ (step and epoch without)."""
+    """metrics.jsonl: the fields of LogReport; those of EvalReport with the prefix eval_ (step and epoch without); the
+    text and the values of notices."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / METRICS_NAME, "step", resume_step)
@@ -73,6 +75,9 @@ class Metrics(_JsonLines):
         fields = asdict(report)
         fields = {**fields.pop("metrics"), **fields}
         self.append({key if key in ("step", "epoch") else f"eval_{key}": value for key, value in fields.items()})
+
+    def on_notice(self, notice: Notice) -> None:
+        self.append({"step": notice.step, "notice": notice.text, **notice.values})
 
 
 class TrainerLog(_JsonLines):
@@ -119,6 +124,8 @@ class Results(Callback):
         self._schedule = schedule
 
     def on_step_end(self, report: StepReport) -> None:
+        if report.is_bad:
+            return
         self._num_steps += 1
         self._loss_sum += report.loss
         self._epoch = report.epoch
@@ -135,6 +142,7 @@ class Results(Callback):
         }
 
     def on_train_end(self, summary: TrainSummary) -> None:
+        records = read_json_lines(self._output_dir / METRICS_NAME)
         schedule, best, num_steps = self._schedule, summary.best_checkpoint, self._num_steps
         state = {
             "best_metric": summary.best_loss,
@@ -144,7 +152,7 @@ class Results(Callback):
             "max_steps": schedule.total_steps,
             "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [_history(record) for record in read_json_lines(self._output_dir / METRICS_NAME)],
+            "log_history": [_history(record) for record in records if "notice" not in record],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:
@@ -254,27 +262,7 @@ class Prediction(Callback):
         )
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file; lines that are not whole are passed over, and a file that is not there has none."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
-
-
 def _history(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Transformers' log_history has of a record; names with a slash are TRL's."""
     named = {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
     return {**named, **{key: value for key, value in record.items() if "/" in key}}
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    not_finite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**record, **not_finite}, ensure_ascii=False, allow_nan=False) + "\n"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, LogReport, TrainSummary
-from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
+from megatune.training.callbacks.metrics import METRICS_NAME
 from megatune.training.storage.files import write_atomically
+from megatune.training.storage.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +60,8 @@ class LossPlot(Callback):
 def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> bool:
     """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
     records = read_json_lines(metrics)
+    bad = [record["step"] for record in records if "bad_step" in record]
+    records = [record for record in records if "notice" not in record]
     loss, evaluation = _series(records, "loss"), _series(records, "eval_loss")
     if not loss[0] and not evaluation[0]:
         return False
@@ -73,6 +76,9 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
     mosaic = [*top, *([*row, row[-1]][:2] for row in rows)]
     heights = [*[2.6 / len(top)] * len(top), *[1] * len(rows)]
     axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    for number, step in enumerate(bad):
+        label = "bad steps, not trained" if not number else ""
+        axes["loss"].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8, label=label)
     _draw_curves(axes["loss"], loss, evaluation, "loss")
     axes["loss"].set_title("training loss")
     per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"

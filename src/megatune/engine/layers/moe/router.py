@@ -143,6 +143,15 @@ def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
     return partial(routing.capacity, topk=topk, num_experts=num_experts, factor=factor)
 
 
+def expert_biases(model: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """Return the biases that Megatron-Core changes after the backward pass, fp32 [experts] each, without gradient."""
+    config: Any = model[0].config
+    if not config.moe_router_enable_expert_bias:
+        return []
+    modules = (module for chunk in model for module in chunk.modules())
+    return [module.expert_bias for module in modules if isinstance(module, Router) and module.weight.requires_grad]
+
+
 def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Take what the routers of this rank summed up of the auxiliary losses in use since they were last asked.
 

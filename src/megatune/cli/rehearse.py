@@ -1,0 +1,180 @@
+"""`megatune rehearse FILE.yaml`: tries a run with a small model on this machine's CPU before it costs anything."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatune.cli.own_flags import split_words
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.load import Loaded
+    from megatune.plan.machine import Machine
+
+_SWIFT = "megatron"
+_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
+
+    megatune rehearse run.yaml --gpus 8
+    megatune rehearse run.yaml --gpus 32 --gpu h100-80g --json rehearsal.json
+    megatune rehearse run.yaml dataset_dir=here --keep out/rehearsal
+    megatune rehearse --gpus 8 megatron sft --model Qwen3-0.6B --dataset my.jsonl --tensor_model_parallel_size 2
+
+The last one is a command line of Megatron-SWIFT. A file's own data, template, stage and layout are run on CPU
+processes, with a random model of the same family and pattern of layers, whose widths the layout splits as it splits
+the real ones. What is other than in the file is listed.
+Ends with 0 where everything passed, else with the exit code of the first failure."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb and its flags."""
+    text = "try a run with a small model on this machine before it starts elsewhere"
+    parser = subparsers.add_parser(
+        "rehearse", help=text, description=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml key=value --key value")
+    _add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the real run (num_processes, or the fewest)")
+    parser.add_argument("--gpu", metavar="KIND", help="plan memory and time for this kind of GPU, too: h100-80g")
+    parser.add_argument("--devices", metavar="FILE", help="YAML with kinds of GPUs of your own, for --gpu")
+    parser.add_argument("--json", metavar="FILE", help="write what came of it as JSON")
+    parser.add_argument("--keep", metavar="DIR", help="keep everything that is written, in a new folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play all acts and print the table.
+
+    Raises:
+        MegatuneError: SETTINGS, where flags or the file cannot be understood at all; CANNOT_WRITE.
+    """
+    from megatune.config.dialects.llamafactory import LLAMAFACTORY
+    from megatune.config.dialects.roll import is_rl_file
+    from megatune.config.load import load
+
+    swift = _swift_words(args.words)
+    options, words, wrong = split_words(args.words if swift is None else swift[0], _add_options, LLAMAFACTORY)
+    if options.gpus is not None and options.gpus < 1:
+        wrong.append(Finding(f"--gpus {options.gpus} is no number of GPUs", fix="--gpus 8"))
+    if swift is None and words.source is None and not words.flags + words.overrides:
+        wrong.append(Finding("what is to be rehearsed?", fix="megatune rehearse FILE.yaml"))
+    elif words.source is not None and is_rl_file(words.source):
+        why = "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model"
+        fix = f"megatune plan {words.source}, then a few steps of megatune rl on a small model (docs/rl.md)"
+        wrong.append(Finding(f"{words.source} describes reinforcement learning: it is not rehearsed", "", why, fix))
+    if wrong:
+        raise MegatuneError(wrong, ExitCode.SETTINGS)
+    if swift is None:
+        return _started(load(words.source, words.overrides, words.flags), options)
+    from megatune.cli.swift import read_command
+
+    with read_command(swift[1], swift[2], on_cpu=False) as found:
+        return _started(found.loaded, options)
+
+
+def _swift_words(words: list[str]) -> tuple[list[str], str, list[str]] | None:
+    """Split a command line of Megatron-SWIFT into what is before `megatron`, its verb and its flags; None where there
+    is none."""
+    if _SWIFT not in words:
+        return None
+    at = words.index(_SWIFT)
+    verb, *rest = words[at + 1 :] or [""]
+    return words[:at], verb.replace("_", "-"), rest
+
+
+def _started(loaded: Loaded, options: argparse.Namespace) -> int:
+    smallest = loaded.settings.parallel.smallest_world
+    gpus = options.gpus or loaded.settings.run.num_processes or _processes(os.environ) or smallest
+    return rehearse(loaded, gpus, _machine(options), keep=options.keep, report=options.json)
+
+
+def _processes(env: Mapping[str, str]) -> int | None:
+    """Return the processes that torchrun's variables ask for; None where they do not."""
+    sizes = [env.get(name, "") for name in ("NPROC_PER_NODE", "NNODES")]
+    return int(sizes[0]) * int(sizes[1] or 1) if sizes[0].isdigit() and (sizes[1] or "1").isdigit() else None
+
+
+def _machine(options: argparse.Namespace) -> Machine | None:
+    """Return the machine that --gpu names, None without it.
+
+    Raises:
+        MegatuneError: nobody knows it (exit code 66), or --devices stands alone (64).
+    """
+    if options.gpu is None:
+        if options.devices is not None:
+            raise MegatuneError(Finding("--devices without --gpu", fix="--gpu KIND"), ExitCode.SETTINGS)
+        return None
+    from megatune.plan.catalogue import find_machine
+
+    return find_machine(options.gpu, devices_file=options.devices)
+
+
+def rehearse(loaded: Loaded, gpus: int, machine: Machine | None, *, keep: str | None, report: str | None) -> int:
+    """Rehearse settings that are read.
+
+    Args:
+        gpus: of the real run.
+        keep: a folder that is not there yet.
+        report: a file for JSON.
+
+    Returns:
+        The exit code of the first failure, DONE where there is none.
+    """
+    from megatune.rehearse.outcome import as_json, exit_code, table
+    from megatune.rehearse.ranks import Interrupted
+    from megatune.rehearse.run import Rehearsal
+
+    folder = _folder(keep)
+    try:
+        rehearsal = Rehearsal(loaded.for_world(gpus), gpus, machine, folder, lambda line: print(line, flush=True))
+        try:
+            rehearsal.run()
+        except Interrupted as ended:
+            print("interrupted", file=sys.stderr)
+            return int(ended.args[0])
+        if rehearsal.changes:
+            print("\nchanged for the rehearsal")
+            print("\n".join(f"  {change.line()}" for change in rehearsal.changes))
+        print("\n" + "\n".join(table(rehearsal.outcomes)), flush=True)
+        if keep is not None:
+            print(f"everything is in {folder}")
+        if report is not None:
+            _write(Path(report), as_json(rehearsal.outcomes, rehearsal.changes))
+        return int(exit_code(rehearsal.outcomes))
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(keep: str | None) -> Path:
+    """Make the folder that everything is written into: private, unless the user names one."""
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="megatune-rehearse-"))
+    folder = Path(keep).absolute()
+    if folder.is_dir() and any(folder.iterdir()):
+        raise _cannot_write(folder, "the folder is not empty")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error.strerror or str(error)) from None
+    return folder
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error)) from None
+
+
+def _cannot_write(path: Path, why: str) -> MegatuneError:
+    return MegatuneError(Finding(f"cannot write {path}", "", why, "name another one"), ExitCode.CANNOT_WRITE)

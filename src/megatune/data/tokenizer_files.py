@@ -1,0 +1,93 @@
+"""Whether a tokenizer is the model's: its ids within the vocabulary, and its class one that reads tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_OWN_FILE = "the tokenizer that was published with the weights"
+# Read tokenizer.json as it is, whatever the model.
+_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
+# Words, digits, space and letters that classes of tokenizers split in ways of their own.
+_PROBE = "Hello world, it's 2024:\n\n    def f(x): return x + 1\n你好，世界 naïve  1,000.50"
+
+
+def cannot_load(folder: Path, error: Exception) -> MegatuneError:
+    """Return the error of a tokenizer that Transformers cannot load; it names a class that is another model's."""
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    fix = f"put {_FILE} and {_CONFIG} beside the weights"
+    if (name := _foreign_class(folder)) is not None:
+        why = f"tokenizer_class: {name} of {_CONFIG} is another model's: {why}"
+        fix = f"use {_OWN_FILE}"
+    return MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for, or that makes other tokens than its file.
+
+    Raises:
+        MegatuneError: INPUT, with ids and texts.
+    """
+    name = _foreign_class(folder)
+    if name is not None and (folder / _FILE).is_file():
+        _check_class(name, tokenizer, folder)
+    _check_ids(tokenizer, folder)
+
+
+def _check_class(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a class, which is another model's, that makes other tokens than tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    of_file = Tokenizer.from_file(str(folder / _FILE)).encode(_PROBE, add_special_tokens=False).ids
+    of_class = tokenizer.encode(_PROBE, add_special_tokens=False)
+    if of_file != of_class:
+        place = next((at for at, pair in enumerate(zip(of_file, of_class, strict=False)) if pair[0] != pair[1]), 0)
+        first, other = (tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (of_class, of_file))
+        why = f"it makes {first} of what {_FILE} makes {other}"
+        what = f"tokenizer_class: {name} is another model's"
+        fix = f"use {_OWN_FILE}, or write tokenizer_class: {_GENERAL[0]}, which reads {_FILE} as it is"
+        raise MegatuneError(Finding(what, str(folder / _CONFIG), why, fix), ExitCode.INPUT)
+
+
+def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    config = _read(folder / "config.json")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size", config.get("vocab_size"))
+    added = tokenizer.added_tokens_decoder
+    if type(size) is not int or (len(tokenizer) <= size and max(added, default=0) < size):
+        return
+    beyond = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items() if id_ >= size)
+    if beyond:
+        shown = ", ".join(f"{id_} {token!r}" for id_, token in beyond[:3])
+        more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+        what = f"the tokenizer is larger than the model's vocabulary of {size}: {shown}{more}"
+        why = "the model has no embedding for them, and its vocabulary is not resized here"
+        raise MegatuneError(Finding(what, str(folder), why, f"use {_OWN_FILE}"), ExitCode.INPUT)
+
+
+def _foreign_class(folder: Path) -> str | None:
+    """Return the class of tokenizer_config.json, if it is neither the one of this model_type nor a general one."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    model_type = _read(folder / "config.json").get("model_type")
+    name = _read(folder / _CONFIG).get("tokenizer_class")
+    own = TOKENIZER_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if not isinstance(name, str) or own is None or name in _GENERAL:
+        return None
+    names = own if isinstance(own, tuple) else (own,)
+    return None if name.removesuffix("Fast") in [str(each).removesuffix("Fast") for each in names] else name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # what reads it says what is wrong with it
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,208 @@
+"""Acts 2 to 6: the small model trained, killed and resumed, loaded by Transformers, and compared with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatune.architecture import Architecture
+from megatune.config.load import Loaded, dump
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, Finding
+from megatune.plan.changes.variation import with_settings
+from megatune.rehearse.compare import (
+    TOLERANCES,
+    different_rows,
+    different_steps,
+    different_tensors,
+    evaluations_of,
+    largest_difference,
+    not_finite,
+    steps_of,
+)
+from megatune.rehearse.layouts import layout_words, other_layout
+from megatune.rehearse.outcome import Outcome, failed, left, passed
+from megatune.rehearse.ranks import Ended, run_alone
+from megatune.rehearse.smaller import SAVED, STEPS
+
+TRAIN, RESUME, OTHER = "2 train, evaluate, save", "3 kill, resume", "4 resume in another layout"
+FINAL, PROOF = "5 final model in Transformers", "6 against Transformers"
+LIMIT = 600.0  # seconds of one start of ranks
+_TARGET = "megatune.training.run:train"
+WHOLE, _KILLED, _OTHER = "whole", "killed", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What the acts play with.
+
+    Attributes:
+        settings: of the small run; output_dir is that of the run that nobody kills.
+        world_size: processes.
+        architecture: of the small model, as the stage trains it.
+        folder: with a folder for each run.
+    """
+
+    settings: Settings
+    world_size: int
+    architecture: Architecture
+    model_dir: Path
+    folder: Path
+
+    def output(self, name: str) -> Path:
+        """Return the output_dir of one of the runs."""
+        return self.folder / name
+
+    @property
+    def saved(self) -> Path:
+        """The checkpoint that runs are resumed from."""
+        return self.output(WHOLE) / f"checkpoint-{SAVED}"
+
+
+def train(scene: Scene) -> Outcome:
+    """Train all steps in one go: every number is finite, and everything is written."""
+    output = scene.output(WHOLE)
+    if wrong := _not_done(_start(scene, scene.settings, WHOLE)):
+        return failed(TRAIN, *wrong)
+    if numbers := not_finite(output):
+        what, why = f"not finite: {', '.join(numbers)}", "weights are random, so the settings or the data make it so"
+        return failed(TRAIN, [Finding(what, "", why, "lower learning_rate; look at the rows")], ExitCode.NOT_FINITE)
+    if not scene.saved.is_dir():
+        return failed(TRAIN, [Finding(f"there is no {scene.saved.name}")], ExitCode.CANNOT_WRITE)
+    losses = [record["loss"] for record in steps_of(output).values()]
+    found = f"{len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    if evaluated := evaluations_of(output):
+        last = evaluated[max(evaluated)]
+        value = "" if last.get("eval_loss") is None else f", the last loss {last['eval_loss']:.4f}"
+        found += f"; {len(evaluated)} evaluations{value}"
+    else:
+        found += "; the file evaluates nothing"
+    return passed(TRAIN, f"{found}; checkpoints at steps {SAVED} and {STEPS}")
+
+
+def resume(scene: Scene) -> Outcome:
+    """Kill a rank after a save, resume, and compare the end with that of the run that nobody killed."""
+    if (why := _cannot_resume(scene)) is not None:
+        return left(RESUME, why)
+    output, whole = scene.output(_KILLED), scene.output(WHOLE)
+    settings = with_settings(scene.settings, {"run.output_dir": str(output)})
+    newest = output / f"checkpoint-{SAVED}"
+    ended = _start(scene, settings, _KILLED, strike=newest.is_dir)
+    if not ended.struck:
+        early = [Finding("the run ended before a rank could be killed")], ExitCode.INTERNAL
+        return failed(RESUME, *(_not_done(ended) or early))
+    if ended.code != ExitCode.PROCESS_DIED:
+        what = f"a rank was killed, and the run ended with exit code {int(ended.code)}"
+        return failed(RESUME, [Finding(what), *ended.findings], ended.code or ExitCode.INTERNAL)
+    if wrong := _not_done(_start(scene, settings, f"{_KILLED}-resumed")):
+        return failed(RESUME, *wrong)
+    apart = different_steps(whole, output, ("loss", "grad_norm"))
+    number = 0
+    for place in (".", f"checkpoint-{STEPS}", f"checkpoint-{STEPS}/training"):
+        count, different = different_tensors(whole / place, output / place)
+        number += count
+        apart += [f"{name} in {place}" for name in different]
+    if apart:
+        what = f"the resumed run differs from the one that nobody killed: {apart[0]}"
+        why = f"{len(apart)} numbers differ, and in one layout all are to be equal bit for bit"
+        return failed(RESUME, [Finding(what, "", why, "report this with the folder of --keep")], ExitCode.INTERNAL)
+    return passed(
+        RESUME,
+        f"rank {scene.world_size - 1} killed after step {SAVED}; resumed: losses, gradient norms and {number} tensors "
+        "of weights and training state are equal bit for bit to those of a run that nobody killed",
+    )
+
+
+def resume_elsewhere(scene: Scene) -> Outcome:
+    """Resume in another layout: the same rows, and losses within a tolerance."""
+    if (why := _cannot_resume(scene)) is not None:
+        return left(OTHER, why)
+    if (other := other_layout(scene.settings, scene.world_size, scene.architecture)) is None:
+        return left(OTHER, "no other layout of a few processes trains the same rows a step")
+    settings, world = other
+    output, whole = scene.output(_OTHER), scene.output(WHOLE)
+    shutil.rmtree(output, ignore_errors=True)
+    own = {"run.output_dir": str(output), "run.resume_from_checkpoint": str(scene.saved)}
+    words = layout_words(settings.parallel, world)
+    if wrong := _not_done(_start(scene, with_settings(settings, own), _OTHER, world)):
+        return failed(OTHER, *wrong)
+    resumed = steps_of(output)
+    if rows := different_rows(whole, output, first=SAVED + 1):
+        return failed(OTHER, [Finding(f"in {words} other rows were trained: {rows[0]}")], ExitCode.INTERNAL)
+    dtype = settings.precision.params_dtype
+    apart, tolerance = largest_difference(whole, output), TOLERANCES[dtype]
+    found = f"{words}: the same rows in {len(resumed)} steps, losses within {apart:.1e} ({dtype}: {tolerance:.0e})"
+    if not apart <= tolerance:
+        why = f"losses of a step differ by {apart:.1e}, more than {tolerance:.0e}"
+        return failed(OTHER, [Finding(f"in {words} other losses were computed", "", why)], ExitCode.DIFFERENT)
+    return passed(OTHER, found)
+
+
+def load_final(scene: Scene) -> Outcome:
+    """Load what the run leaves behind as its users will."""
+    output = scene.output(WHOLE)
+    if not output.is_dir() or not any(output.glob("*.safetensors")):
+        return left(FINAL, "act 2 left no final model")
+    from megatune.rehearse.final import load_in_transformers, merged_lines
+
+    adapter = scene.settings.finetuning.finetuning_type == "lora"
+    found, problems = load_in_transformers(output, scene.model_dir if adapter else None)
+    if adapter and not problems:
+        more, problems = merged_lines(scene.settings, scene.model_dir, output)
+        found += more
+    return failed(FINAL, problems, ExitCode.DIFFERENT) if problems else passed(FINAL, found)
+
+
+def prove(scene: Scene) -> Outcome:
+    """Compare logits, loss and gradients with Transformers, in the layout."""
+    from megatune.rehearse.proof import compare_with_transformers
+
+    return compare_with_transformers(scene, PROOF, LIMIT)
+
+
+Act = Callable[[Scene], Outcome]
+ACTS: dict[str, Act] = {
+    TRAIN: train,
+    RESUME: resume,
+    OTHER: resume_elsewhere,
+    FINAL: load_final,
+    PROOF: prove,
+}
+
+
+def _cannot_resume(scene: Scene) -> str | None:
+    if scene.settings.checkpoint.save_only_model:
+        return "save_only_model: true writes no training state, so a run that dies begins again"
+    if not scene.saved.is_dir():
+        return f"act 2 left no checkpoint of step {SAVED}"
+    return None
+
+
+def _start(
+    scene: Scene,
+    settings: Settings,
+    name: str,
+    world_size: int | None = None,
+    strike: Callable[[], bool] | None = None,
+) -> Ended:
+    """Train as `megatune train` does."""
+    payload = {
+        "settings": settings,
+        "run_yaml": dump(settings, {}),
+        "case": None,
+        "asked": Loaded(settings, []),
+    }
+    run_dir = scene.folder / "launch" / name
+    return run_alone(_TARGET, payload, world_size or scene.world_size, run_dir, limit=LIMIT, strike=strike)
+
+
+def _not_done(ended: Ended) -> tuple[list[Finding], ExitCode] | None:
+    """Return what is wrong with a run that did not end as it should; None where it did."""
+    if ended.code == ExitCode.DONE:
+        return None
+    # What a run advises names logs that may go with the rehearsal, and a checkpoint that nobody resumes.
+    kept = "--keep DIR keeps the logs and everything else"
+    found = [replace(each, fix=kept) if str(ended.log.parent) in each.fix else each for each in ended.findings]
+    return found or [Finding(f"ended with exit code {int(ended.code)}", fix=kept)], ended.code

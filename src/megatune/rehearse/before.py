@@ -1,0 +1,192 @@
+"""Act 1: the file itself, at the number of GPUs that it is for: settings, plan, template, rows, folders and disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+
+from megatune.config.load import Loaded
+from megatune.config.settings import Settings
+from megatune.data.bad_rows import BAD_ROWS_FILE, TOO_LONG
+from megatune.data.check import Checked, check_data
+from megatune.data.report import DataReport, counted
+from megatune.data.templates.files import check_template
+from megatune.doctor.check import Verdict as Looked
+from megatune.doctor.folders import folders
+from megatune.doctor.needs import checkpoint_bytes
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.changes.variation import with_settings
+from megatune.plan.machine import Machine
+from megatune.plan.pages.words import fullest, seconds
+from megatune.plan.run.preflight import Preflight, preflight
+from megatune.rehearse.layouts import layout_words
+from megatune.rehearse.model import RealModel
+from megatune.rehearse.outcome import Outcome, failed, left, passed, refused
+
+SETTINGS, TEMPLATE, DATA, DISK = "1 settings, plan", "1 template", "1 data", "1 folders, disk"
+CHECKED_ROWS = 2000  # of each data set
+_MOST_NAMED = 20
+_DEMO_TOKENS = 4  # of a demo tokenizer, for one of a published one, at most
+
+
+def look_at_settings(
+    loaded: Loaded, real: RealModel, world_size: int, machine: Machine | None, folder: Path
+) -> tuple[Outcome, Preflight | None]:
+    """Hold the file against the real model, the number of GPUs and, where it is known, their memory.
+
+    Args:
+        folder: gets the model's config.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(real.config), encoding="utf-8")
+    try:
+        checked = preflight(loaded, world_size, (), machine, model_dir=lambda name: folder)
+    except MegatuneError as error:
+        return refused(SETTINGS, error), None
+    words = layout_words(checked.settings.parallel, world_size)
+    found = f"valid for {counted(world_size, 'GPU')}: {words}"
+    if checked.planned is None:
+        return passed(SETTINGS, f"{found}; memory was not planned (--gpu KIND plans it)"), checked
+    planned = checked.planned
+    found += f"; on {planned.case.machine.device.name} {fullest(planned)}, about {seconds(planned.time.total)} a step"
+    return passed(SETTINGS, found), checked
+
+
+def look_at_template(settings: Settings, real: RealModel) -> Outcome:
+    """Hold the template against the model's tokenizer, where that is here."""
+    name = settings.data.template
+    if settings.run.stage == "pt":
+        return passed(TEMPLATE, "stage pt has none")
+    try:
+        check_template(name, real.folder)
+    except MegatuneError as error:
+        return refused(TEMPLATE, error)
+    if real.folder is None:
+        return left(
+            TEMPLATE, f"{real.note}: a demo tokenizer of the family takes its place, with the template's tokens"
+        )
+    return passed(TEMPLATE, f"{name or 'default'} fits the tokenizer in {real.folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What act 1 knows of the data.
+
+    Attributes:
+        report: None where rows could not be prepared.
+        whole: every row was read.
+    """
+
+    outcome: Outcome
+    report: DataReport | None = None
+    whole: bool = False
+
+
+def look_at_data(loaded: Loaded, settings: Settings, folder: Path, *, real_tokenizer: bool) -> Rows:
+    """Prepare the rows of the data sets, and name those that cannot be trained on.
+
+    Args:
+        folder: has a tokenizer and, of a vision-language model, the processors.
+        real_tokenizer: lengths are the real ones.
+    """
+    from megatune.data.encode import load_tokenizer
+    from megatune.data.prepare import prepare
+    from megatune.data.vision import load_vision_input
+
+    checked = Checked()
+    check_data(settings, checked, tokenizer=None, invalid={"data.template"})
+    if checked.errors:
+        findings = dict.fromkeys(finding for error in checked.errors for finding in error.findings)
+        return Rows(failed(DATA, findings, min(error.exit_code for error in checked.errors)))
+    try:
+        tokenizer = load_tokenizer(folder)
+        read = _to_read(settings, real_tokenizer)
+        prepared = prepare(read, tokenizer, vision=load_vision_input(folder, tokenizer, read.data))
+    except MegatuneError as error:
+        return Rows(refused(DATA, error))
+    report = prepared.report
+    most = read.data.max_samples or 0
+    whole = most == settings.data.max_samples or all(one.read < most for one in report.datasets)
+    which = "all" if whole else f"the first {CHECKED_ROWS:,} of each data set"
+    found = f"{counted(sum(one.read for one in report.datasets), 'row')} read ({which}): {report.train.line()}"
+    if not real_tokenizer:
+        found += "; tokens are a demo tokenizer's"
+    bad, number = _bad_rows(prepared.directory / BAD_ROWS_FILE)
+    if not bad:
+        return Rows(passed(DATA, found), report, whole)
+    if "data.on_bad_row" in loaded.written and settings.data.on_bad_row != "error":
+        found += f"; {counted(number, 'row')} left out, as on_bad_row: {settings.data.on_bad_row} says"
+        return Rows(passed(DATA, found), report, whole)
+    fix = "correct them, or write on_bad_row: skip where they may be left out"
+    told = Finding(f"{counted(number, 'row')} cannot be trained on", "dataset", "", fix)
+    return Rows(failed(DATA, [told, *bad], ExitCode.DATA), report, whole)
+
+
+def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
+    """Return settings that read the first rows and keep all that is wrong with them."""
+    data = settings.data
+    changes = {
+        "data.max_samples": min(data.max_samples or CHECKED_ROWS, CHECKED_ROWS),
+        "data.on_bad_row": "quarantine",
+        "data.preprocessing_num_workers": None,
+        "data.tokenized_path": None,
+        "data.overwrite_cache": False,
+        "data.streaming": False,
+    }
+    if not real_tokenizer:
+        changes |= {"data.cutoff_len": _DEMO_TOKENS * data.cutoff_len, "data.truncation_strategy": "budget"}
+    return with_settings(settings, changes)
+
+
+def _bad_rows(path: Path) -> tuple[list[Finding], int]:
+    """Return what is wrong with the first bad rows, and how many there are."""
+    if not path.is_file():
+        return [], 0
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    bad = [row for row in rows if row["code"] != TOO_LONG]
+    return [Finding(row["reason"], row["where"], row["detail"]) for row in bad[:_MOST_NAMED]], len(bad)
+
+
+def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Rows) -> Outcome:
+    """Look at the folders that the real run writes, and the room for its checkpoints."""
+    from megatune.training.before import check_checkpoint, check_output, check_weights
+    from megatune.training.storage.files import amount
+
+    checked = Checked()
+    checked.run(partial(check_output, settings))
+    checked.run(partial(check_checkpoint, settings))
+    named = None if settings.model.mcore_model else settings.model.model_name_or_path
+    for folder in (Path(name) for name in (named, settings.preference.ref_model) if name):
+        if (folder / "config.json").is_file():
+            checked.run(partial(check_weights, folder))
+    findings = [finding for error in checked.errors for finding in error.findings]
+    code = min((error.exit_code for error in checked.errors), default=ExitCode.CANNOT_WRITE)
+    assert settings.run.output_dir is not None
+    size, copies = checkpoint_bytes(settings, real.architecture), _copies(settings, world_size, rows)
+    found = f"{counted(copies, 'checkpoint')} of {amount(size)} with training state"
+    if not any(error.exit_code == ExitCode.CANNOT_WRITE for error in checked.errors):
+        looked = list(folders(Path(settings.run.output_dir), size, copies))
+        wrong = (each for each in looked if each.verdict is Looked.FAIL)
+        findings += [Finding(f"{each.name}: {each.found}", "output_dir", each.why, each.fix) for each in wrong]
+        found = "; ".join(f"{each.name}: {each.found}" for each in looked if each.verdict is not Looked.FAIL)
+    return failed(DISK, findings, code) if findings else passed(DISK, found)
+
+
+def _copies(settings: Settings, world_size: int, rows: Rows) -> int:
+    """Return how many checkpoints lie side by side: those of the whole run, where its steps are known."""
+    checkpoint, batch, optimizer = settings.checkpoint, settings.batch, settings.optimizer
+    if checkpoint.save_total_limit:
+        return checkpoint.save_total_limit + 1
+    replicas = world_size // settings.parallel.model_parallel_size
+    a_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+    total = optimizer.max_steps
+    if total < 1:
+        if rows.report is None or not rows.whole or settings.data.streaming:
+            return 2
+        total = ceil(optimizer.num_train_epochs * ceil(rows.report.train.rows / a_step))
+    if checkpoint.save_strategy == "steps":
+        return max(1, ceil(total / checkpoint.save_steps))
+    return ceil(optimizer.num_train_epochs) if checkpoint.save_strategy == "epoch" else 1

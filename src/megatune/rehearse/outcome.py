@@ -1,0 +1,119 @@
+"""What came of one part of a rehearsal, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from megatune.data.report import counted
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_WIDTH = 118
+
+
+class Verdict(StrEnum):
+    """LEFT: this machine, this file or what is built cannot show it."""
+
+    PASS = "passed"
+    FAIL = "FAILED"
+    LEFT = "not rehearsable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One row of the table.
+
+    Attributes:
+        act: its number and name, as "3 kill and resume".
+        found: what was seen; of LEFT, why nothing was.
+        findings: of FAIL.
+        exit_code: of FAIL.
+        seconds: that it took.
+    """
+
+    act: str
+    verdict: Verdict
+    found: str
+    findings: tuple[Finding, ...] = ()
+    exit_code: ExitCode = ExitCode.DONE
+    seconds: float = 0.0
+
+    def took(self, seconds: float) -> Outcome:
+        """Return the same, with the time that it took."""
+        return replace(self, seconds=seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name, the verdict as its word."""
+        return {**asdict(self), "verdict": str(self.verdict), "exit_code": int(self.exit_code)}
+
+
+def passed(act: str, found: str) -> Outcome:
+    """Return what went as it should."""
+    return Outcome(act=act, verdict=Verdict.PASS, found=found)
+
+
+def failed(act: str, findings: Iterable[Finding], exit_code: ExitCode) -> Outcome:
+    """Return what did not."""
+    findings = tuple(findings)
+    found = f"{counted(len(findings), 'problem')}, exit code {int(exit_code)}"
+    return Outcome(act=act, verdict=Verdict.FAIL, found=found, findings=findings, exit_code=exit_code)
+
+
+def refused(act: str, error: MegatuneError) -> Outcome:
+    """Return what an error ended."""
+    return failed(act, error.findings, error.exit_code)
+
+
+def left(act: str, why: str) -> Outcome:
+    """Return what could not be tried."""
+    return Outcome(act=act, verdict=Verdict.LEFT, found=why)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is other than in the file; `key` is a setting, or a part of the model."""
+
+    key: str
+    was: str
+    now: str
+    why: str
+
+    def line(self) -> str:
+        """Write it in words."""
+        return f"{self.key}: {self.was} -> {self.now} ({self.why})"
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
+    """Return that of the first failure, DONE where there is none."""
+    return next((one.exit_code for one in outcomes if one.verdict is Verdict.FAIL), ExitCode.DONE)
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a row an act, below those that failed what is wrong with its fix, and a summary."""
+    wide = max(len(one.act) for one in outcomes)
+    indent = wide + len(Verdict.LEFT) + 13
+    shown = []
+    for one in outcomes:
+        head = f"{one.act:<{wide}}  {one.verdict:<{len(Verdict.LEFT)}}  {one.seconds:7.1f} s  "
+        shown += textwrap.wrap(one.found, _WIDTH + 20, initial_indent=head, subsequent_indent=" " * indent)
+        for finding in one.findings:
+            shown += [f"    {line}" for line in str(finding).splitlines()]
+    counts = Counter(one.verdict for one in outcomes)
+    parts = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    seconds = sum(one.seconds for one in outcomes)
+    return [*shown, "", f"{', '.join(parts)}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
+
+
+def as_json(outcomes: Sequence[Outcome], changes: Sequence[Change]) -> str:
+    """Return an object: "exit_code", "acts" and "changed"."""
+    document = {
+        "exit_code": int(exit_code(outcomes)),
+        "acts": [one.as_json() for one in outcomes],
+        "changed": [asdict(change) for change in changes],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)

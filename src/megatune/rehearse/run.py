@@ -1,0 +1,210 @@
+"""The acts of a rehearsal, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from megatune.config.load import Loaded
+from megatune.config.rules import RULES, check
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
+from megatune.launch.devices import free_memory
+from megatune.plan import trainable
+from megatune.plan.machine import Machine
+from megatune.rehearse import acts
+from megatune.rehearse.before import (
+    DATA,
+    DISK,
+    SETTINGS,
+    TEMPLATE,
+    Rows,
+    look_at_data,
+    look_at_disk,
+    look_at_settings,
+    look_at_template,
+)
+from megatune.rehearse.layouts import MOST_PROCESSES, layout_words, rehearsed_world
+from megatune.rehearse.model import RealModel, SmallModel, find_real_model, shrink, write_model
+from megatune.rehearse.outcome import Change, Outcome, Verdict, failed, left, refused
+from megatune.rehearse.smaller import smaller
+
+PROCESS_BYTES = 450 * 2**20  # of one rank, without its part of the model
+_BYTES_A_PARAMETER = 24  # weights, gradients, optimizer, and what a save and a comparison hold of them
+_SHARE = 0.8  # of free memory
+_NO_ROWS = Rows(left(DATA, "nothing was read"))
+
+
+@dataclass
+class Rehearsal:
+    """One rehearsal.
+
+    Args:
+        loaded: the file.
+        world_size: GPUs of the real run.
+        machine: the kind of them, None where it is not known.
+        folder: that everything is written into.
+        show: is told each line as it comes.
+
+    Attributes:
+        outcomes: a row an act.
+        changes: what is other than in the file.
+    """
+
+    loaded: Loaded
+    world_size: int
+    machine: Machine | None
+    folder: Path
+    show: Callable[[str], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    _real: RealModel | None = None
+    _settings: Settings | None = None  # of the file, valid
+    _small: SmallModel | None = None
+    _rows: Rows = _NO_ROWS
+
+    @property
+    def _model_dir(self) -> Path:
+        return self.folder / "model"
+
+    def run(self, played: Mapping[str, acts.Act] = acts.ACTS) -> None:
+        """Play act 1, and the others; what cannot be played after a failure is named with it.
+
+        Args:
+            played: the acts after the first one, by name.
+        """
+        with _surroundings(self.folder):
+            self._play(SETTINGS, self._look_at_settings)
+            self._play(TEMPLATE, self._look_at_template)
+            self._play(DATA, self._look_at_data)
+            self._play(DISK, self._look_at_disk)
+            try:
+                scene = self._scene()
+            except MegatuneError as error:
+                self._add(refused(acts.TRAIN, error))
+                return
+            for name, act in played.items():
+                if isinstance(scene, str):
+                    self._add(left(name, scene))
+                else:
+                    self._play(name, partial(act, scene))
+
+    def _look_at_settings(self) -> Outcome:
+        try:
+            self._real = find_real_model(self.loaded.settings)
+        except MegatuneError as error:
+            others = self.loaded.check(None, self.world_size)
+            return failed(SETTINGS, [*others, *error.findings], ExitCode.SETTINGS if others else error.exit_code)
+        folder = self.folder / "real"
+        outcome, checked = look_at_settings(self.loaded, self._real, self.world_size, self.machine, folder)
+        self._settings = None if checked is None else checked.settings
+        return outcome
+
+    def _look_at_template(self) -> Outcome:
+        """Hold the template against the real tokenizer or a demo one, and make the small model, which has it."""
+        settings, real = self._settings or self.loaded.settings, self._real
+        if real is None or "data.template" in self.loaded.invalid:
+            return left(TEMPLATE, f"act {SETTINGS} has to pass first")
+        outcome = look_at_template(settings, real)
+        if self._settings is None or outcome.verdict is Verdict.FAIL:
+            return outcome
+        small = shrink(real, settings.parallel)
+        own = real.folder is not None and self._fits_memory(small, settings)
+        if not own:
+            why = real.note or f"{small.architecture.vocab_size:,} tokens do not fit this machine's memory"
+            self.changes.append(Change("tokenizer", "the model's own", "a demo tokenizer", why))
+        write_model(small, self._model_dir, settings.data.template, settings.run.seed, real_tokenizer=own)
+        self._small = small
+        return outcome
+
+    def _look_at_data(self) -> Outcome:
+        if self._settings is None or self._real is None or self._small is None:
+            return left(DATA, self._reason())
+        folder = self._real.folder
+        self._rows = look_at_data(
+            self.loaded, self._settings, folder or self._model_dir, real_tokenizer=folder is not None
+        )
+        return self._rows.outcome
+
+    def _look_at_disk(self) -> Outcome:
+        settings = self._settings or self.loaded.settings
+        if self._real is None or not settings.run.output_dir or "run.output_dir" in self.loaded.invalid:
+            return left(DISK, self._reason())
+        return look_at_disk(settings, self._real, self.world_size, self._rows)
+
+    def _scene(self) -> acts.Scene | str:
+        """Return what the other acts play with, or why they cannot be played.
+
+        Raises:
+            MegatuneError: INTERNAL, where the rules refuse the settings of the rehearsal.
+        """
+        settings, small = self._settings, self._small
+        if settings is None or small is None or self._rows.report is None:
+            return self._reason()
+        self.changes += small.changes()
+        world = rehearsed_world(settings.parallel, self.world_size)
+        if world > MOST_PROCESSES:
+            return f"one copy takes {world} processes, and a rehearsal starts {MOST_PROCESSES} at most"
+        if (needed := world * PROCESS_BYTES) > (free := int(_SHARE * free_memory())):
+            return f"{world} processes need about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        words = layout_words(settings.parallel, world)
+        if world < self.world_size:
+            why = "two data-parallel copies show what more do"
+            if world == settings.parallel.model_parallel_size:
+                why = f"{MOST_PROCESSES} processes at most: data-parallel copies are not rehearsed"
+            before = layout_words(settings.parallel, self.world_size)
+            self.changes.append(Change("layout", before, words, why))
+        architecture = load_architecture(self._model_dir, settings.run.stage)
+        own = str(self._model_dir), str(self.folder / acts.WHOLE)
+        small_settings, said = smaller(settings, architecture, small.layout, *own)
+        self.changes += said
+        if problems := check(small_settings, architecture, world, rules=(*RULES, *trainable.RULES)):
+            raise MegatuneError(problems, ExitCode.INTERNAL)
+        self.show(f"rehearsed as {words} on {world} CPU process{'es' * (world > 1)}")
+        return acts.Scene(small_settings, world, architecture, self._model_dir, self.folder)
+
+    def _reason(self) -> str:
+        """Name the first act that failed."""
+        wrong = next((one for one in self.outcomes if one.verdict is Verdict.FAIL), None)
+        return f"act {wrong.act} has to pass first" if wrong else "nothing was read"
+
+    def _fits_memory(self, small: SmallModel, settings: Settings) -> bool:
+        """Tell whether the real vocabulary can be held: in the embedding and in the output layer of each copy."""
+        parallel, architecture = settings.parallel, small.architecture
+        copies = max(1, rehearsed_world(parallel, self.world_size) // parallel.model_parallel_size)
+        needed = 2 * copies * architecture.vocab_size * architecture.hidden_size * _BYTES_A_PARAMETER
+        return needed < _SHARE * free_memory() / 2
+
+    def _play(self, name: str, act: Callable[[], Outcome]) -> None:
+        began = time.monotonic()
+        try:
+            outcome = act()
+        except MegatuneError as error:
+            outcome = refused(name, error)
+        self._add(outcome.took(time.monotonic() - began))
+
+    def _add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.show(f"{outcome.act}: {outcome.verdict} ({outcome.seconds:.1f} s)")
+
+
+@contextlib.contextmanager
+def _surroundings(folder: Path) -> Iterator[None]:
+    """Give ranks one thread each, and prepared rows a folder that goes with the rehearsal."""
+    own = {"MEGATUNE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

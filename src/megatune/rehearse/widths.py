@@ -1,0 +1,151 @@
+"""Smaller numbers for the keys of a config.json: what the layout divides stays divisible, what differs stays different.
+
+Keys are those of Transformers' configuration classes; which of them a model has says what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatune.architecture import Architecture
+from megatune.config.settings import ParallelSettings
+
+HEAD_DIM = 16  # even halves for rotary embeddings of three positions
+_HIDDEN = 64
+_FFN, _EXPERT = 96, 48
+_VISION = {"hidden": 32, "heads": 2, "ffn": 64}
+_MERGERS = 2  # of deepstack: with one, nobody would see that they are told apart
+
+Config = Mapping[str, Any]
+
+
+def heads(architecture: Architecture, parallel: ParallelSettings) -> tuple[int, int]:
+    """Return attention heads and key/value heads: as few as the layout can split, shared as the model's are."""
+    tp, real, groups = (
+        parallel.tensor_model_parallel_size,
+        architecture.num_attention_heads,
+        architecture.num_query_groups,
+    )
+    cp = parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else 1
+    own = real == groups
+    # Fewer key/value heads than processes stay fewer: several share one.
+    kept = min(groups, 2 * tp) if groups >= tp else groups
+    base = max(tp if groups >= tp else groups, min(2, kept))
+    while groups >= tp and base % tp:
+        base += 1
+    for times in range(1, 4 * tp * cp + 2):
+        count = base * times * (1 if own else 2)
+        if count % tp == 0 and (count // tp) % cp == 0:
+            return (count, count) if own else (count, base)
+    return real, groups
+
+
+def text_config(
+    config: Config, architecture: Architecture, parallel: ParallelSettings, num_layers: int
+) -> dict[str, Any]:
+    """Return the keys of the decoder that are smaller; what it does not name stays.
+
+    Args:
+        config: the decoder's part, with every key that Transformers knows.
+        num_layers: those to keep.
+    """
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
+    count, groups = heads(architecture, parallel)
+    has_head_dim = config.get("head_dim") is not None and architecture.mla is None
+    wide = has_head_dim and architecture.kv_channels * architecture.num_attention_heads != architecture.hidden_size
+    hidden = max(1, _HIDDEN // count) * count if wide else max(HEAD_DIM * count, _HIDDEN // count * count)
+    small: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "intermediate_size": multiple(_FFN, math.lcm(tp, etp if architecture.moe else 1)),
+        "num_attention_heads": count,
+        "num_key_value_heads": groups,
+        "initializer_range": hidden**-0.5,
+    }
+    head_dim = HEAD_DIM if wide or hidden == HEAD_DIM * count else hidden // count
+    if architecture.mla is not None:
+        head_dim = HEAD_DIM
+        small |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM)
+        small |= {"kv_lora_rank": hidden // 2, "qk_head_dim": 2 * HEAD_DIM}
+        small |= {"q_lora_rank": hidden // 2 + 4} if config.get("q_lora_rank") else {}
+    small["head_dim"] = head_dim
+    small |= _experts(config, architecture, parallel, hidden, num_layers)
+    small |= {"rope_parameters": _rope(config, head_dim), "max_window_layers": num_layers}
+    return {name: value for name, value in small.items() if name in config}
+
+
+def _rope(config: Config, head_dim: int) -> dict[str, Any]:
+    """Return rotary parameters, with the frequencies of three positions dealt as before."""
+    rope = dict(config.get("rope_parameters") or {})
+    if section := rope.get("mrope_section"):
+        side = max(1, head_dim // 2 * section[1] // sum(section))
+        rope["mrope_section"] = [head_dim // 2 - 2 * side, side, side]
+    return rope
+
+
+def _experts(
+    config: Config, architecture: Architecture, parallel: ParallelSettings, hidden: int, num_layers: int
+) -> dict[str, Any]:
+    """Return the keys of a mixture of experts: two experts a process, in groups where there are some."""
+    moe = architecture.moe
+    if moe is None:
+        return {}
+    tp, etp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_tensor_size,
+        parallel.expert_model_parallel_size,
+    )
+    topk = min(moe.router_topk, 2)
+    grouped = moe.num_groups > 1
+    experts = min(multiple(max(2 * ep, 4), math.lcm(ep, 4)), moe.num_experts)
+    if grouped:
+        experts = multiple(max(2 * ep, 8), math.lcm(ep, 4))
+    width = multiple(_EXPERT, math.lcm(tp, etp))
+    while hidden in (width, 2 * width):  # Transformers tells by shapes whether an expert's matrices are transposed
+        width += math.lcm(tp, etp)
+    small: dict[str, Any] = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    small |= {"num_experts_per_tok": topk, "moe_intermediate_size": width}
+    small |= {"shared_expert_intermediate_size": multiple(_EXPERT, tp)}
+    small |= {"n_shared_experts": min(config.get("n_shared_experts") or 1, 2)}
+    small |= {"n_group": 4 if grouped else 1, "topk_group": 2 if grouped else 1}
+    small |= {"first_k_dense_replace": min(config.get("first_k_dense_replace") or 0, 1)}
+    small |= {"mlp_only_layers": _dense_layers(config, num_layers), "num_nextn_predict_layers": 0}
+    return small
+
+
+def _dense_layers(config: Config, num_layers: int) -> list[int]:
+    """Return the dense layers among those that are left; the first one stands for later ones."""
+    named = config.get("mlp_only_layers") or []
+    return [layer for layer in named if layer < num_layers] or ([0] if named else [])
+
+
+def vision_config(config: Config, architecture: Architecture, names: Mapping[str, str], decoder: int) -> dict[str, Any]:
+    """Return the keys of vision_config that are smaller.
+
+    Args:
+        names: the key of what Vision calls hidden_size and out_hidden_size, where it is another (families/vision.py).
+        decoder: hidden size of the decoder.
+    """
+    vision = architecture.vision
+    assert vision is not None
+    mergers = min(vision.num_deepstack_mergers, _MERGERS)
+    depth = min(vision.depth, max(2, mergers + 1))
+    small: dict[str, Any] = {
+        "depth": depth,
+        "num_heads": _VISION["heads"],
+        "intermediate_size": _VISION["ffn"],
+        names.get("hidden_size", "hidden_size"): _VISION["hidden"],
+        names.get("out_hidden_size", "out_hidden_size"): decoder,
+        "deepstack_visual_indexes": list(range(mergers)),
+        "initializer_range": _VISION["hidden"] ** -0.5,
+    }
+    if vision.fullatt_block_indexes:
+        small["fullatt_block_indexes"] = [depth - 1]
+    return {name: value for name, value in small.items() if name in config}
+
+
+def multiple(least: int, of: int) -> int:
+    """Return the smallest multiple of a number that is no less than another."""
+    return -(-least // of) * of

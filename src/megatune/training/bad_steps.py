@@ -1,0 +1,179 @@
+"""Bad steps: loss or gradients that are not finite, or that spike, and what on_bad_step makes of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatune.config.settings import Settings
+from megatune.data.encode import load_tokenizer
+from megatune.data.steps import StepRows
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.training.agreement import on_rank_0
+from megatune.training.bad_steps_file import BadStepsFile
+from megatune.training.callbacks.base import Notice
+from megatune.training.checkpoint import TrainState
+from megatune.training.storage.store import CheckpointStore, checkpoint_step, list_checkpoints
+from megatune.training.train_step import StepResult, not_finite
+
+# Steps whose numbers tell what is usual, and how many of them it takes to tell.
+_WINDOW, _JUDGED_FROM = 32, 8
+_MOST_NAMED = 8  # rows in a message
+_SHOWN_TOKENS = 32  # of a row in the file
+
+
+@dataclass(slots=True)
+class BadSteps:
+    """Judges a run's steps, the same on all ranks.
+
+    Attributes:
+        rows: of the run's steps.
+        source: the folder of the model, with the tokenizer.
+        left_out: steps, counted from 1, that are not trained again after the run went back.
+        times_back: how often it did.
+    """
+
+    settings: Settings
+    state: TrainState
+    rows: StepRows
+    store: CheckpointStore
+    source: Path
+    left_out: frozenset[int]
+    times_back: int
+
+    @classmethod
+    def begin(
+        cls, settings: Settings, state: TrainState, rows: StepRows, store: CheckpointStore, source: Path, resumes: bool
+    ) -> BadSteps:
+        """Read what earlier processes of the run noted. Collective.
+
+        Raises:
+            MegatuneError: CANNOT_WRITE.
+        """
+        file, step = BadStepsFile(store.output_dir), state.step if resumes else None
+        back = on_rank_0(lambda: file.begin(step))
+        left_out = frozenset(number for record in back for number in record["left_out"])
+        return cls(settings, state, rows, store, source, left_out, len(back))
+
+    def judge(self, loss: float, grad_norm: float) -> str | None:
+        """Return what is wrong with a step, None where nothing is; see `loss_spike_bound` for the formula."""
+        if (problem := not_finite(loss, grad_norm)) is not None:
+            return problem
+        run, state = self.settings.run, self.state
+        judged = (
+            ("loss", loss, run.loss_spike_bound, state.recent_losses),
+            ("gradient norm", grad_norm, run.grad_norm_spike_bound, state.recent_grad_norms),
+        )
+        return ", ".join(text for each in judged if (text := _spike(*each))) or None
+
+    def note_good(self, result: StepResult) -> None:
+        """Remember the numbers of a step that was not bad."""
+        values = (self.state.recent_losses, result.totals.loss), (self.state.recent_grad_norms, result.grad_norm)
+        for recent, value in values:
+            recent.append(value)
+            del recent[:-_WINDOW]
+
+    def pass_over(self, step: int) -> Notice:
+        """Return what to say of a step of `left_out`, counted from 0."""
+        text = f"step {step + 1}: left out, its rows are not trained: the run went back from here"
+        return Notice(step + 1, text, {"bad_step": "left out", "action": "left_out"})
+
+    def act(self, step: int, result: StepResult, gradients: Mapping[int, list[str]]) -> Notice:
+        """Do what on_bad_step asks for about a step, counted from 0, of which nothing was used. Collective; no
+        checkpoint is being written.
+
+        Args:
+            gradients: names of those that are not finite, by rank.
+
+        Returns:
+            What to say of one that was skipped.
+
+        Raises:
+            MegatuneError: NOT_FINITE, where the run stops or goes back.
+        """
+        number, asked, most = step + 1, self.settings.run.on_bad_step, self.settings.run.max_bad_steps
+        passed, action, ends = self.state.bad_steps + self.times_back, asked, ""
+        left_out: list[int] = []
+        if asked != "stop" and passed >= most:
+            action, ends = "stop", f"{passed} bad steps were let pass before it, as many as max_bad_steps allows; "
+        if action == "go_back":
+            newest = on_rank_0(lambda: _newest(self.store))
+            # Its loss and gradients are those of weights that the step before has made.
+            left_out = [] if newest is None else [each for each in (step, number) if each > newest]
+            if newest is None:
+                action, ends = "stop", "there is no checkpoint to go back to yet; "
+        on_rank_0(lambda: self._keep(step, result, gradients, action, left_out))
+        if action == "skip":
+            self.state.bad_steps = passed + 1
+            text = f"step {number}: skipped, the weights stay as they are: {result.problem}; {self._rows_of(step)}"
+            text += f" (bad step {passed + 1} of at most {most}; {self._file.path})"
+            return Notice(number, text, {"bad_step": result.problem, "action": action})
+        raise self._ended(step, result, gradients, ends, left_out)
+
+    @property
+    def _file(self) -> BadStepsFile:
+        return BadStepsFile(self.store.output_dir)
+
+    def _rows_of(self, step: int) -> str:
+        names = self.rows.names(step)
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return f"the step's rows are {', '.join(names[:_MOST_NAMED])}{more}"
+
+    def _ended(
+        self, step: int, result: StepResult, gradients: Mapping[int, list[str]], ends: str, left_out: list[int]
+    ) -> MegatuneError:
+        """Name the step, the rows and the gradients; nothing was updated."""
+        what = f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        finite = not_finite(result.totals.loss, result.grad_norm) is None
+        where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in list(gradients.items())[:3])
+        why = (
+            result.problem if finite else f"gradients that are not finite on {where or 'no rank: their norm overflows'}"
+        )
+        why = f"{ends}{why}; {self._rows_of(step)}; the weights are as they were before the step"
+        if left_out:
+            steps = " and ".join(map(str, left_out))
+            fix = f"the run goes back to its newest checkpoint and leaves out step {steps}, as on_bad_step asks"
+        else:
+            spikes = "a higher bound, or look at those rows"
+            fix = spikes if finite else "train in bf16 instead of fp16, or look at those rows"
+            fix = f"lower learning_rate, {fix}: {self._file.path}"
+            if self.settings.run.on_bad_step == "stop":
+                fix += "; on_bad_step: skip goes on without such steps"
+        return MegatuneError(Finding(what, "", why, fix), ExitCode.NOT_FINITE)
+
+    def _keep(
+        self, step: int, result: StepResult, gradients: Mapping[int, list[str]], action: str, left_out: list[int]
+    ) -> None:
+        self._file.add({
+            "step": step + 1,
+            "problem": result.problem,
+            "loss": result.totals.loss,
+            "grad_norm": result.grad_norm,
+            "action": action,
+            "left_out": left_out,
+            "not_finite": {str(rank): names[:_MOST_NAMED] for rank, names in gradients.items()},
+            "rows": list(self._texts(step)),
+        })  # fmt: skip
+
+    def _texts(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield the step's rows, with how each of their documents begins."""
+        names, tokenizer = self.rows.names(step), load_tokenizer(self.source)
+        for name, documents in zip(names, self.rows.documents(step, range(len(names))), strict=True):
+            yield {"row": name, "begins": [tokenizer.decode(each.input_ids[:_SHOWN_TOKENS]) for each in documents]}
+
+
+def _spike(name: str, value: float, bound: float | None, recent: list[float]) -> str:
+    if bound is None or len(recent) < _JUDGED_FROM:
+        return ""
+    usual = statistics.median(recent)
+    if value <= usual + (bound - 1) * abs(usual):
+        return ""
+    return f"{name} {value:.4g} is beyond {bound:g} times the median of the last {len(recent)} steps, {usual:.4g}"
+
+
+def _newest(store: CheckpointStore) -> int | None:
+    found = list_checkpoints(store.output_dir)
+    return checkpoint_step(found[-1]) if found else None
