@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _STAGES = {"sft", "pt", "dpo", "kto", "rm"}
 VERBS = {"train", *_STAGES, "plan", "explain", "data", "verify", "infer", "serve", "demo-model", "export"}
-VERBS |= {"rl", "doctor", "megatron", "swift", "shims"}
+VERBS |= {"rl", "doctor", "rehearse", "megatron", "swift", "shims"}
 
 
 @pytest.mark.parametrize("name", ["settings.md", "settings.zh.md", "rl-settings.md", "rl-settings.zh.md"])
@@ -49,6 +49,18 @@ def test_files_and_names_that_a_page_cites_are_there(page: Path) -> None:
     assert not [name for name in cited if not any(f"/{file}".endswith(f"/{name}") for file in FILES)]
     for name, file in re.findall(r"`(\w+)` in\s+`([\w./-]+\.py)`", text):
         assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), f"{name} is not in {file}"
+
+
+def test_each_promise_of_security_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    for promise, _, tests in rows:
+        files = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+        assert files, promise
+        assert not [file for file in files if not re.search(r"^def test_", (ROOT / file).read_text(), re.MULTILINE)]
+        for name, file in re.findall(r"`(\w+)` in `([\w./]+)`", tests):
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
 
 
 def test_pages_that_sources_cite_are_there() -> None:

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 # Behind the name of a file; what a user wrote may end in more digits, or in those of another writing.
 _LINE = re.compile(r":([0-9]{1,9})\Z")
 NO_LINE = 10**9
 # Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD.
-_SECRET = re.compile(r"(_|^)(KEY|TOKEN|PASSWORD|SECRET)")
+_SECRET = re.compile(r"(_|^)(KEY|APIKEY|TOKEN|PASSWORD|PASSWD|SECRET)S?(_|$)")
+_LEAST_SECRET = 8  # characters; what is shorter is a switch or a word
+_CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # https://user:password@host
 
 
 class ExitCode(IntEnum):
@@ -88,8 +91,25 @@ class MegatuneError(Exception):
 
 
 def without_secrets(text: str) -> str:
-    """Return a text of a library's without the values of variables that hold secrets."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) > 5:
-            text = text.replace(value, "***")
-    return text
+    """Return a text of a library's without the values of variables that hold secrets, the token of the hub's own file,
+    and what stands before the host of a URL."""
+    for secret in _secrets():
+        text = text.replace(secret, "***")
+    return _CREDENTIALS.sub("://***@", text) if "@" in text else text
+
+
+def _secrets() -> list[str]:
+    """Return what must not be shown, longer ones first: one may be the start of another."""
+    found = {value.strip() for name, value in os.environ.items() if _SECRET.search(name)} | {_hub_token()}
+    return sorted((value for value in found if len(value) >= _LEAST_SECRET), key=len, reverse=True)
+
+
+@cache
+def _hub_token() -> str:
+    """Return the token that `hf auth login` keeps; "" where there is none."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    try:
+        with open(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token"))) as file:
+            return file.read(1000).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
 from megatune.data.cache import files
 from megatune.data.cache.folder import built, cache_dir, is_whole
+from megatune.data.streaming.producer import _as_finding
 from megatune.errors import ExitCode, MegatuneError
 
 # Writes one line for each build; holds it until the file `go` is there, or for ever.
@@ -325,3 +327,28 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path, overwrite: bool) -> 
 def test_an_empty_folder_can_be_tokenized_path(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert is_whole(built(with_data(tokenized_path=str(tmp_path / "mine")), "k", tokens("1234")), "k")
+
+
+def test_a_full_disk_says_what_was_written_and_what_is_free(cache: Path, tmp_path: Path) -> None:
+    """Of both places that were tried; nothing half written stays."""
+
+    def build(folder: Path) -> None:
+        (folder / "tokens.bin").write_bytes(bytes(3 * 2**20))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "tokens.bin"))
+
+    with pytest.raises(MegatuneError) as caught:
+        built(with_data(), "k", build)
+    assert caught.value.exit_code == ExitCode.CANNOT_WRITE
+    assert len(caught.value.findings) == 2
+    for finding in caught.value.findings:
+        expected = r"No space left on device: 3\.0 MiB were written and more are needed, [\d,.]+ MiB are free"
+        assert re.fullmatch(expected, finding.why)
+    assert not list(tmp_path.rglob("tokens.bin"))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError("4096 requested and 0 written")])
+def test_a_full_disk_ends_what_is_read_ahead(tmp_path: Path, error: OSError) -> None:
+    failed = _as_finding(error, tmp_path)
+    assert failed.exit_code == ExitCode.CANNOT_WRITE
+    assert "no room" in str(failed)
+    assert "MiB are free" in str(failed)

@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 # Helpers of other tests, and the injector, which processes of a run find on their PYTHONPATH.
-sys.path[:0] = [str(HERE / "inject"), str(HERE.parent / "training"), str(HERE.parent / "launch")]
+sys.path[:0] = [str(HERE / "inject"), *(str(HERE.parent / kit) for kit in ("training", "launch", "data", "bridge"))]
 
 from fault_table import PAGE, Told, render  # noqa: E402
 from launch_run import launch as launch  # noqa: E402

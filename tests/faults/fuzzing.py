@@ -86,7 +86,8 @@ TEXTS = st.one_of(
     st.text(max_size=12),
     st.text(st.characters(codec=None, categories=["Cs", "Cc", "Cf", "Mn", "Zl", "Zp", "So"]), max_size=6),
     st.sampled_from(
-        ["", " ", "\0", "..", "../..", "/", "~", "-1", "--x", "=", "null", "true", "1e-5", "０", "١", "名前", "𝒳", "\ufeff",
+        ["", " ", "\0", "..", "../..", "/", "~", "-1", "--x", "=", "null", "true", "1e-5", "０", "١", "名前", "𝒳",
+         "\ufeff",
          "\ud800", "\u2028", "a" * 300, "9" * 5000, "${x}", "{{x}}", "<image>", "<|im_end|>", "%s", "\\", "'", '"']
     ),
 )  # fmt: skip

@@ -41,9 +41,12 @@ _CONFIG = {
 _ROLL_FILES = sorted((Path(__file__).parents[1] / "config" / "roll_files").glob("*.yaml"))
 # What YAML can say and a settings file has no use for.
 _ODD = [
-    "!!int abc", "!!float 1", "!!binary aGk=", "!!python/object/apply:os.system [true]", "!!set {a, b}", "!mine x", "*a",
-    "&a [*a]", "&a {b: *a}", "{<<: {a: 1}}", "[1, [2, [3, [4, [5, [6, [7, [8, [9]]]]]]]]]", "{", "[", '"', "'", "|", ">",
-    "|\n  a\n  b", "? x", "? [a]: b", "- a\n- b", "a: b: c", "a:\n\tb: 1", "2026-01-01", "1:30", "0x1F", "0o17", "1_000",
+    "!!int abc", "!!float 1", "!!binary aGk=", "!!python/object/apply:os.system [true]", "!!set {a, b}", "!mine x",
+    "*a",
+    "&a [*a]", "&a {b: *a}", "{<<: {a: 1}}", "[1, [2, [3, [4, [5, [6, [7, [8, [9]]]]]]]]]", "{", "[", '"', "'", "|",
+    ">",
+    "|\n  a\n  b", "? x", "? [a]: b", "- a\n- b", "a: b: c", "a:\n\tb: 1", "2026-01-01", "1:30", "0x1F", "0o17",
+    "1_000",
     "1e400", "-1e400", "+.inf", ".nan", "01", "1.", ".5", "1e", "0b1", "yes", "NO", "Off", "~", "", "# nothing",
     "\t", "@x", "`x`", "%x", "---", "...", "--- x", "a # b", "a#b", "\u2028", "\x85", "1" * 400, "1" * 5000, "- - - a",
     "{a: 1, a: 2}", "{1: 2, null: 3}", "{[1]: 2}", "{? 1}", "'null'", '"1e-5"', "[", "]", "[a, b", "a, b,, c", ",",
@@ -310,22 +313,22 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Checked:
     return _Checked(tmp_path)
 
 
-@pytest.mark.extended(10_000)
-@pytest.mark.parametrize("examples", [300, 10_000])
+@pytest.mark.extended(6_000)
+@pytest.mark.parametrize("examples", [300, 6_000])
 def test_own_files(examples: int, checked: _Checked) -> None:
     fuzz(_files(), checked.own, examples)
     checked.saw_both(examples)
 
 
-@pytest.mark.extended(4_000)
-@pytest.mark.parametrize("examples", [150, 4_000])
+@pytest.mark.extended(2_000)
+@pytest.mark.parametrize("examples", [150, 2_000])
 def test_command_lines_of_megatron_swift(examples: int, checked: _Checked) -> None:
     fuzz(_command_lines(), checked.swift, examples)
     checked.saw_both(examples)
 
 
-@pytest.mark.extended(4_000)
-@pytest.mark.parametrize("examples", [100, 4_000])
+@pytest.mark.extended(2_000)
+@pytest.mark.parametrize("examples", [100, 2_000])
 def test_files_of_reinforcement_learning(examples: int, checked: _Checked) -> None:
     fuzz(_rl_files(), checked.roll, examples)
     checked.saw_both(examples)

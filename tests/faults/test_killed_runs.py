@@ -45,6 +45,7 @@ def resumed(model: Path, folder: Path, after: int, whole: dict[str, bytes]) -> E
     return ended
 
 
+@pytest.mark.extended
 def test_killed_in_a_step(model: Path, whole: dict[str, bytes], tmp_path: Path, told: Callable[..., None]) -> None:
     ended = Job(model, tmp_path / "run", [Fault("signal", "forward", rank=1, step=7)]).finish()
     assert ended.code == ExitCode.PROCESS_DIED
@@ -84,7 +85,7 @@ def test_killed_in_a_step_it_goes_on_by_itself(
 
 SAVES = {
     "T3": ("`kill -9` of a rank that has written its first file of a checkpoint", 1, 3,
-           Fault("signal", "save.write", rank=1, phase="save", step=6, when="after")),
+           Fault("signal", "megatune.bridge.file_set:SmallFile.write", rank=1, step=6, when="after")),
     "T4": ("`kill -9` of rank 0 when a checkpoint has its name, and nothing else is done", 0, 6,
            Fault("signal", "save.commit", rank=0, step=6, when="after")),
     "T10": ("`kill -9` of rank 0 when all of a checkpoint is written, before it has its name", 0, 3,
@@ -210,7 +211,7 @@ def test_two_runs_do_not_share_a_folder(model: Path, tmp_path: Path, told: Calla
 def test_a_disk_that_fills_up_in_a_save(
     model: Path, whole: dict[str, bytes], tmp_path: Path, told: Callable[..., None]
 ) -> None:
-    put = Fault("disk full", "save.write", rank=1, step=6, value=100_000)
+    put = Fault("disk full", "save.write", rank=0, step=6, value=100_000)
     ended = Job(model, tmp_path / "run", [put]).finish()
     assert ended.code == ExitCode.CANNOT_WRITE, ended.stderr
     assert "no room to write" in ended.line

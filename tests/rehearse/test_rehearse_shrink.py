@@ -75,10 +75,23 @@ _layouts = some.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @pytest.mark.parametrize("family", REAL)
 @given(values=_layouts)
 def test_a_layout_that_splits_the_real_model_splits_the_small_one(family: str, values: dict[str, Any]) -> None:
+    hold_small_model(family, values)
+
+
+@pytest.mark.extended
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("family", REAL)
+@given(values=_layouts)
+def test_many_layouts_split_small_models(family: str, values: dict[str, Any]) -> None:
+    hold_small_model(family, values)
+
+
+def hold_small_model(family: str, values: dict[str, Any]) -> None:
+    """A small model keeps the rules of a layout that the real one keeps, and what sets the real one apart."""
     real = real_model(family)
     if real.architecture.moe is None:
         values |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}

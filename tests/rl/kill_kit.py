@@ -165,7 +165,7 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
             stderr=err,
             start_new_session=True,
             preexec_fn=_heed_signals,
-        ) as process,  # fmt: skip
+        ) as process,
     ):
         phase = _Phase(output / "launch", strike, process.pid)
         looked = 0.0

@@ -116,7 +116,7 @@ def test_a_process_of_rays_own(tmp_path: Path, victim: str) -> None:
     assert (report["culprit"], report["exit_code"]) == (victim, 76)
     again = run(file, output)
     assert (again.code, again.left) == (0, []), again.errors
-    print(again.printed)
+    assert "resumed after step" in again.printed
     assert [step for step, *_ in curve(output)] == list(range(1, 9))
 
 

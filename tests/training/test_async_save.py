@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed_runs import kill_at_random
 from pool import RankPool
 from runs import assert_same_runs, metrics, run, settings_of, train
 
@@ -238,10 +237,3 @@ def test_where_memory_is_short_a_save_is_not_in_the_background(pool: RankPool, m
     assert "would take" in warning
     assert "of the 1.0 kB of memory that are free on" in warning
     assert len(list_checkpoints(tmp_path / "out")) == 3
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
-def test_killed_at_random_moments_no_checkpoint_is_lost_or_half_visible(model: Path, tmp_path: Path) -> None:
-    kill_at_random(model, tmp_path, num_kills=3, world_size=1)

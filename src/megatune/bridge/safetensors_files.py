@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
-from megatune.families.weight_index import read_weight_index
+from megatune.families.weight_index import no_weights, read_weight_index
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -116,12 +116,7 @@ class SafetensorsFolder(ModelFolder):
                     return dict.fromkeys(file.keys(), single.name)
             except (SafetensorError, OSError) as error:
                 raise _damaged(single, error) from None
-        why, fix = "", "give a folder that holds the weights"
-        pickles = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(self.folder.glob(pattern))]
-        if pickles:
-            why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
-            fix = "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
-        raise MegatuneError(Finding(f"there is no {single.name}", str(self.folder), why, fix), ExitCode.INPUT)
+        raise MegatuneError(no_weights(self.folder, single.name), ExitCode.INPUT)
 
     def _read_index(self, index: Path) -> dict[str, str]:
         file_of = read_weight_index(index)
@@ -151,9 +146,14 @@ class SafetensorsFolder(ModelFolder):
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-            return self._open[file].get_slice(name)
+            found = self._open[file].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise _damaged(self.folder / file, error) from None
+        if (dtype := found.get_dtype()) not in _DTYPE_NAMES.values():
+            what, fix = f"{name} is {dtype}", "give the model in bfloat16, float16 or float32"
+            path = str(self.folder / file)
+            raise MegatuneError(Finding(what, path, "tensors are read in 16 or 32 bits", fix), ExitCode.INPUT)
+        return found
 
     def file_shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor in the files."""

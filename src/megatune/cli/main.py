@@ -29,7 +29,7 @@ from megatune.cli import (
     train,
     verify,
 )
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell
 
@@ -163,10 +163,10 @@ def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> Megat
 
 def _internal(error: Exception) -> str:
     """Return what is said of an error that should not occur: one line, and where the rest is."""
-    text = traceback.format_exc()
+    text = without_secrets(traceback.format_exc())
     if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
         return text.rstrip()
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    line = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
     try:
         with tempfile.NamedTemporaryFile("wb", prefix="megatune-", suffix=".txt", delete=False) as file:
             file.write(text.encode())

@@ -44,8 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the real run (as few as hold its layout)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the real run (num_processes, or the fewest)")
     parser.add_argument("--gpu", metavar="KIND", help="plan memory and time for this kind of GPU, too: h100-80g")
+    parser.add_argument("--devices", metavar="FILE", help="YAML with kinds of GPUs of your own, for --gpu")
     parser.add_argument("--json", metavar="FILE", help="write what came of it as JSON")
     parser.add_argument("--keep", metavar="DIR", help="keep everything that is written, in a new folder")
 
@@ -93,7 +94,7 @@ def _swift_words(words: list[str]) -> tuple[list[str], str, list[str]] | None:
 def _started(loaded: Loaded, options: argparse.Namespace) -> int:
     smallest = loaded.settings.parallel.smallest_world
     gpus = options.gpus or loaded.settings.run.num_processes or _processes(os.environ) or smallest
-    return rehearse(loaded, gpus, _machine(options.gpu), keep=options.keep, report=options.json)
+    return rehearse(loaded, gpus, _machine(options), keep=options.keep, report=options.json)
 
 
 def _processes(env: Mapping[str, str]) -> int | None:
@@ -102,12 +103,19 @@ def _processes(env: Mapping[str, str]) -> int | None:
     return int(sizes[0]) * int(sizes[1] or 1) if sizes[0].isdigit() and (sizes[1] or "1").isdigit() else None
 
 
-def _machine(kind: str | None) -> Machine | None:
-    if kind is None:
+def _machine(options: argparse.Namespace) -> Machine | None:
+    """Return the machine that --gpu names, None without it.
+
+    Raises:
+        MegatuneError: nobody knows it (exit code 66), or --devices stands alone (64).
+    """
+    if options.gpu is None:
+        if options.devices is not None:
+            raise MegatuneError(Finding("--devices without --gpu", fix="--gpu KIND"), ExitCode.SETTINGS)
         return None
     from megatune.plan.catalogue import find_machine
 
-    return find_machine(kind)
+    return find_machine(options.gpu, devices_file=options.devices)
 
 
 def rehearse(loaded: Loaded, gpus: int, machine: Machine | None, *, keep: str | None, report: str | None) -> int:

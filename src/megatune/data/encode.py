@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "tekken.json", "*.tiktoken", "vocab.txt", "spiece.model")
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One example as tokens.
@@ -285,6 +288,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder = Path(model_dir)
+    _check_vocabulary(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_tokenizer(tokenizer, folder)
@@ -296,6 +300,16 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
             raise
         raise cannot_load(folder, error) from error
     return tokenizer
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Refuse a tokenizer without its tokens, of which Transformers makes one that knows none."""
+    # Files of a vocabulary, each with what it is nothing without.
+    for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
+        if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
+            return
+    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from where the model is from"
+    raise MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -13,6 +13,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
+from megatune.data.formats.pictures import check_inside
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -78,6 +79,8 @@ class RowReader:
         """Return what a row says, or why it cannot be trained on."""
         try:
             example = to_example(fields, self.source, self.stage, pictures=self.pictures)
+            if self.source.fetched and not isinstance(example, str):
+                check_inside(example.pictures)
             missing: list[str] = []
             if any("{{" in text for text in texts(example)):
                 chosen = 0 if fields.get(LANGUAGE_FIELD) == CHINESE else 1

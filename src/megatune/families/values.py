@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Parts that are objects where they are there.
-_OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config")
-_BOOLEANS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
+_OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config", "id2label")
+_DEPTH = 3  # of objects in them: rope_scaling in text_config
+_BOOLEANS = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
+    "rope_interleave", "mrope_interleaved",
+)  # fmt: skip
+_INDICES = ("mlp_only_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
+_NAMES = ("architectures", "layer_types")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Numbers with what they must be above, and what they must stay below.
-_NUMBERS = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (0.0, math.inf), "initializer_range": (-1e-9, math.inf)}
+# Whole numbers, from the least to the most that any model can have: loops go over layers and experts.
+_WHOLE = {
+    **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 4096)),
+    **dict.fromkeys(("first_k_dense_replace", "num_labels"), (0, 1000)),
+    **dict.fromkeys(
+        (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+            "max_position_embeddings", "original_max_position_embeddings", "num_experts_per_tok",
+            "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "n_shared_experts",
+            "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+            "v_head_dim", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "in_channels",
+            "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
+            "tokens_per_second",
+        ),
+        (1, 2**31 - 1),
+    ),
+    **dict.fromkeys(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
+    ),
+}  # fmt: skip
+# Numbers with what they must be above, and what they must stay below; of those that are only finite the last.
+_FINITE = 1e30
+_NUMBERS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "initializer_range": (-1e-9, _FINITE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (-1e-9, _FINITE)),
+    **dict.fromkeys(
+        (
+            "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+            "attention_factor", "routed_scaling_factor", "partial_rotary_factor",
+        ),
+        (0.0, _FINITE),
+    ),
+}  # fmt: skip
 
 
 def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what no model can have, and why; of a part that is an object, what is in it, too. Null is left out."""
-    yield from _problems(config, "")
-    for name in _OBJECTS:
-        if isinstance(part := config.get(name), Mapping):
-            yield from _problems(part, f"{name}: ")
+    yield from _problems(config, "", _DEPTH)
 
 
-def _problems(config: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[str, str]]:
     said = {key: value for key, value in config.items() if value is not None}
     for key in (key for key in _OBJECTS if key in said):
         if not isinstance(said[key], Mapping):
             yield f"{of}{key} = {_short(said[key])} is no object", "it holds settings by name"
+        elif depth:
+            yield from _problems(said[key], f"{of}{key}: ", depth - 1)
     for key in (key for key in _BOOLEANS if key in said):
         # Some published files say 0 and 1.
         if said[key] not in (True, False):
             yield f"{of}{key} = {_short(said[key])} is neither true nor false", ""
-    for key in (key for key in _COUNTS if key in said):
-        if isinstance(said[key], bool) or not isinstance(said[key], int) or said[key] < 1:
-            yield f"{of}{key} = {_short(said[key])} is no whole number above 0", ""
+    for key, (least, most) in _WHOLE.items():
+        if key not in said:
+            continue
+        if not _is_whole(said[key]) or said[key] < least:
+            wanted = f"above {least - 1}" if least else "from 0"
+            yield f"{of}{key} = {_short(said[key])} is no whole number {wanted}", ""
+        elif said[key] > most:
+            yield f"{of}{key} = {_short(said[key])} is impossible", f"no model has more than {most:,}"
     for key, (low, high) in _NUMBERS.items():
         if key not in said:
             continue
@@ -42,17 +83,36 @@ def _problems(config: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"{of}{key} = {_short(value)} is no number", ""
         elif not low < value < high:
-            at_most = f" and below {high:g}" if math.isfinite(high) else ""
-            yield f"{of}{key} = {value!r} is impossible", f"it is a finite number above {max(low, 0):g}{at_most}"
+            below = f" and below {high:g}" if high < _FINITE else ""
+            yield f"{of}{key} = {_short(value)} is impossible", f"it is a finite number above {max(low, 0):g}{below}"
+    yield from _list_problems(said, of)
     kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
-    if kinds is not None and not (isinstance(kinds, list) and (layers is None or len(kinds) == layers)):
-        number = f"{len(kinds)} layers" if isinstance(kinds, list) else _short(kinds)
-        yield f"{of}layer_types is of {number}, and num_hidden_layers is {_short(layers)}", "it has one for each layer"
+    if isinstance(kinds, list) and layers is not None and len(kinds) != layers:
+        what = f"{of}layer_types is of {len(kinds)} layers, and num_hidden_layers is {_short(layers)}"
+        yield what, "it has one for each layer"
     for key in (key for key in ("dtype", "torch_dtype") if key in said):
         if str(said[key]).removeprefix("torch.") not in _DTYPES:
             yield f"{of}{key} = {_short(said[key])} is no dtype of weights", f"one of {', '.join(_DTYPES)}"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def _list_problems(said: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+    for key in (key for key in (*_INDICES, *_NAMES) if key in said):
+        value, fits, kind = said[key], _is_whole, "layers' numbers"
+        if key in _NAMES:
+            fits, kind = _is_text, "names"
+        if not isinstance(value, list | tuple) or not all(map(fits, value)):
+            yield f"{of}{key} = {_short(value)} is no list of {kind}", ""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _short(value: Any) -> str:
+    # Python writes no integers of more than 4300 digits.
+    text = "a number of hundreds of digits" if _is_whole(value) and abs(value) > 10**300 else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -12,7 +12,7 @@ from typing import Any
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import RowPicture
 from megatune.data.formats import Question, to_question
-from megatune.data.formats.pictures import TAG
+from megatune.data.formats.pictures import TAG, check_inside
 from megatune.data.media.sources import picture_source
 from megatune.data.samples import drawn_rows
 from megatune.data.sources import DatasetSource, resolve_datasets
@@ -79,6 +79,8 @@ def read_questions(sources: Sequence[DatasetSource], outcome: Outcome, *, pictur
                 if row.error is not None:
                     raise row.error
                 question = to_question(row.fields, source, pictures=pictures)
+                if source.fetched:
+                    check_inside(question.conversation.pictures)
             except RowError as error:
                 _leave_out(row.where, error, outcome)
                 continue

@@ -73,7 +73,7 @@ def described_by(folder: str | Path) -> str | None:
     for place in places:
         try:
             said = json.loads((place / ARGS).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         names = [said[key] for key in ("model_dir", "model") if isinstance(said, dict) and said.get(key)]
         here = [name for name in names if isinstance(name, str) and (Path(name) / _CONFIG).is_file()]

@@ -9,12 +9,12 @@ import re
 import socket
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
 
 if TYPE_CHECKING:
     from megatune.launch.context import RankContext
@@ -87,11 +87,15 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
         time=time.time(),
         exit_code=exit_code,
         kind=kind,
-        summary="".join(traceback.format_exception_only(error)).strip(),
+        summary=without_secrets("".join(traceback.format_exception_only(error)).strip()),
         timed_out=kind is not Kind.RELAYED and _is_timeout(error),
-        findings=error.findings if isinstance(error, MegatuneError) else (),
-        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        findings=tuple(map(_shown, error.findings)) if isinstance(error, MegatuneError) else (),
+        traceback=without_secrets("".join(traceback.format_exception(type(error), error, frames))),
     )
+
+
+def _shown(finding: Finding) -> Finding:
+    return Finding(*map(without_secrets, astuple(finding)))
 
 
 # Errors of torch.distributed by class name, since this room imports no torch.

@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, without_secrets
 
 _STDOUT, _STDERR = 1, 2
 _GONE = {errno.EPIPE, errno.EIO}  # the reader of a pipe has ended, a terminal was closed
@@ -96,13 +96,24 @@ class _Output(io.FileIO):
         super().__init__(number, "w", closefd=False)
         self._on_loss = on_loss
 
-    def write(self, data: object) -> int | None:  # type: ignore[override]
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Write bytes, of whoever prints in this process, without secrets that are among them."""
+        text = bytes(data).decode("utf-8", "surrogateescape")
+        shown = without_secrets(text)
+        if shown == text:
+            return self._write(data)
+        rest = shown.encode("utf-8", "surrogateescape")
+        while rest:
+            rest = rest[self._write(rest) or len(rest) :]
+        return len(data)
+
+    def _write(self, data: Any) -> int | None:
         for _ in range(2):
             try:
-                return super().write(data)  # type: ignore[arg-type]
+                return super().write(data)
             except OSError as error:
                 self._on_loss(error)
-        return super().write(data)  # type: ignore[arg-type]
+        return super().write(data)
 
 
 def _point(number: int, path: str | Path) -> None:

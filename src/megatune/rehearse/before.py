@@ -108,7 +108,8 @@ def look_at_data(loaded: Loaded, settings: Settings, folder: Path, *, real_token
     except MegatuneError as error:
         return Rows(refused(DATA, error))
     report = prepared.report
-    whole = all(one.read < (read.data.max_samples or 0) for one in report.datasets)
+    most = read.data.max_samples or 0
+    whole = most == settings.data.max_samples or all(one.read < most for one in report.datasets)
     which = "all" if whole else f"the first {CHECKED_ROWS:,} of each data set"
     found = f"{counted(sum(one.read for one in report.datasets), 'row')} read ({which}): {report.train.line()}"
     if not real_tokenizer:
@@ -133,6 +134,7 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
         "data.preprocessing_num_workers": None,
         "data.tokenized_path": None,
         "data.overwrite_cache": False,
+        "data.streaming": False,
     }
     if not real_tokenizer:
         changes |= {"data.cutoff_len": _DEMO_TOKENS * data.cutoff_len, "data.truncation_strategy": "budget"}
@@ -153,12 +155,13 @@ def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Row
     from megatune.training.before import check_checkpoint, check_output, check_weights
     from megatune.training.storage.files import amount
 
-    name = settings.model.model_name_or_path or ""
     checked = Checked()
     checked.run(partial(check_output, settings))
     checked.run(partial(check_checkpoint, settings))
-    if Path(name).is_dir() and settings.model.mcore_model is None and (Path(name) / "config.json").is_file():
-        checked.run(partial(check_weights, Path(name)))
+    named = None if settings.model.mcore_model else settings.model.model_name_or_path
+    for folder in (Path(name) for name in (named, settings.preference.ref_model) if name):
+        if (folder / "config.json").is_file():
+            checked.run(partial(check_weights, folder))
     findings = [finding for error in checked.errors for finding in error.findings]
     code = min((error.exit_code for error in checked.errors), default=ExitCode.CANNOT_WRITE)
     assert settings.run.output_dir is not None

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from megatune.data.report import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _WIDTH = 118
@@ -59,8 +60,7 @@ def passed(act: str, found: str) -> Outcome:
 def failed(act: str, findings: Iterable[Finding], exit_code: ExitCode) -> Outcome:
     """Return what did not."""
     findings = tuple(findings)
-    more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
-    found = f"{findings[0].what}{more}" if findings else f"ended with exit code {int(exit_code)}"
+    found = f"{counted(len(findings), 'problem')}, exit code {int(exit_code)}"
     return Outcome(act=act, verdict=Verdict.FAIL, found=found, findings=findings, exit_code=exit_code)
 
 

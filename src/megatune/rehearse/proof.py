@@ -10,7 +10,7 @@ from megatune.config.settings import BatchSettings, ExpertSettings, FinetuningSe
 from megatune.errors import ExitCode, Finding
 from megatune.families import read_config
 from megatune.rehearse.outcome import Outcome, failed, left, passed
-from megatune.rehearse.ranks import local_world, output_into
+from megatune.rehearse.ranks import Watcher, local_world, output_into, too_late
 
 if TYPE_CHECKING:
     from megatune.rehearse.acts import Scene
@@ -24,11 +24,9 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     """Compute both in fp32, where a difference is one of the layout and not of rounding.
 
     Args:
-        limit: seconds of one start of ranks.
+        limit: seconds of all of it.
     """
     settings = scene.settings
-    if settings.finetuning.quantization_bit is not None:
-        return left(act, "a quantized base is not compared: Transformers would hold other numbers")
     from megatune.verify.adapters import with_adapters
     from megatune.verify.run import RanksFailed, verify_layout
 
@@ -39,11 +37,17 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     proven = _settings(scene)
     log = scene.folder / "launch" / "verify.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    watcher = Watcher(limit)
     try:
-        with output_into(log), with_adapters(proven, model_dir, scene.architecture) as adapted:
+        with output_into(log), watcher, with_adapters(proven, model_dir, scene.architecture) as adapted:
             verdict = verify_layout(model_dir, adapted, samples, local_world(scene.world_size))
     except RanksFailed as ended:
-        return failed(act, [Finding("the numbers could not be computed", str(log))], ExitCode(ended.args[0]))
+        why = (
+            too_late(limit)
+            if watcher.late
+            else Finding("the numbers could not be computed", fix=f"--keep DIR keeps {log.name}")
+        )
+        return failed(act, [why], ExitCode(ended.args[0]))
     wrong = [one for one in verdict.differences if not one.passes]
     if wrong:
         findings = [
@@ -54,6 +58,8 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     gradients = len(verdict.differences) - 3
     found = f"logits, loss and {gradients} gradients within their tolerance in fp32; nearest to it {worst.name}: "
     found += f"{worst.error:.1e} of {worst.tolerance:.0e}"
+    if bits := settings.finetuning.quantization_bit:
+        found += f"; the base is whole on both sides, not in {bits} bits"
     stage = settings.run.stage
     if stage in (*PAIR_STAGES, "kto"):
         found += f"; the loss of {stage} is not among them, which Transformers does not have"
@@ -89,6 +95,7 @@ def _settings(scene: Scene) -> Settings:
     if finetuning.finetuning_type != "lora":
         frozen = scene.architecture.vision is None  # what there is not may not be said to be trained
         finetuning = FinetuningSettings(freeze_vision_tower=frozen, freeze_multi_modal_projector=frozen)
+    finetuning = finetuning.model_copy(update={"quantization_bit": None})
     plain = ExpertSettings()
     routing = {
         name: getattr(plain, name)

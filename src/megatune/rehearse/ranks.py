@@ -65,16 +65,21 @@ def run_alone(
     world = local_world(processes)
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "output.log"
-    watcher = _Watcher(limit, strike, f"megatune-rank{processes - 1}"[:15])
+    watcher = Watcher(limit, strike, f"megatune-rank{processes - 1}"[:15])
     with output_into(log), watcher:
         code = run_ranks(target, payload, world, run_dir, hang_timeout=limit)
     if not watcher.late and not watcher.struck and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
         raise Interrupted(code)
     findings = _reported(run_dir)
     if watcher.late:
-        findings = (Finding(f"not done within {limit:.0f} s", why="every wait of a rehearsal has a limit"), *findings)
+        findings = (too_late(limit), *findings)
         code = ExitCode.PROCESS_DIED
     return Ended(ExitCode(code), findings, watcher.struck, log)
+
+
+def too_late(limit: float) -> Finding:
+    """Say that ranks were ended at their limit."""
+    return Finding(f"not done within {limit:.0f} s", why="every wait of a rehearsal has a limit")
 
 
 def local_world(processes: int) -> World:
@@ -109,21 +114,26 @@ def _reported(run_dir: Path) -> tuple[Finding, ...]:
     return ()
 
 
-class _Watcher(contextlib.AbstractContextManager["_Watcher"]):
+class Watcher(contextlib.AbstractContextManager["Watcher"]):
     """A thread beside the supervisor, which waits for its ranks.
+
+    Args:
+        limit: seconds until all of them are killed.
+        strike: one is killed once this returns True; None kills none.
+        name: of its process.
 
     Attributes:
         struck: the rank was killed.
         late: all were, at the limit.
     """
 
-    def __init__(self, limit: float, strike: Callable[[], bool] | None, name: str) -> None:
+    def __init__(self, limit: float, strike: Callable[[], bool] | None = None, name: str = "") -> None:
         self._deadline, self._strike, self._name = time.monotonic() + limit, strike, name
         self.struck = self.late = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> _Watcher:
+    def __enter__(self) -> Watcher:
         self._thread.start()
         return self
 

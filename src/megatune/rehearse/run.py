@@ -32,7 +32,7 @@ from megatune.rehearse.before import (
 )
 from megatune.rehearse.layouts import MOST_PROCESSES, layout_words, rehearsed_world
 from megatune.rehearse.model import RealModel, SmallModel, find_real_model, shrink, write_model
-from megatune.rehearse.outcome import Change, Outcome, Verdict, left, refused
+from megatune.rehearse.outcome import Change, Outcome, Verdict, failed, left, refused
 from megatune.rehearse.smaller import smaller
 
 PROCESS_BYTES = 450 * 2**20  # of one rank, without its part of the model
@@ -96,7 +96,11 @@ class Rehearsal:
                     self._play(name, partial(act, scene))
 
     def _look_at_settings(self) -> Outcome:
-        self._real = find_real_model(self.loaded.settings)
+        try:
+            self._real = find_real_model(self.loaded.settings)
+        except MegatuneError as error:
+            others = self.loaded.check(None, self.world_size)
+            return failed(SETTINGS, [*others, *error.findings], ExitCode.SETTINGS if others else error.exit_code)
         folder = self.folder / "real"
         outcome, checked = look_at_settings(self.loaded, self._real, self.world_size, self.machine, folder)
         self._settings = None if checked is None else checked.settings

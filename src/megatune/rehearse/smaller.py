@@ -11,7 +11,8 @@ from megatune.config.values import shown
 from megatune.plan.changes.variation import with_settings
 from megatune.rehearse.outcome import Change
 
-STEPS, SAVED = 6, 3  # three steps after a resume: an optimizer's wrong state shows in the second
+_SAVED, _AFTER = 3, 3  # steps after a resume: an optimizer's wrong state shows in the second
+_SCALED = 24  # in fp16 about 20 steps are skipped, until the loss scale has fallen from 2^32
 _TEXT, _WITH_PICTURES = 256, 1024  # tokens
 _PIXELS = 128 * 128
 _ROWS = 96
@@ -58,8 +59,10 @@ def _batch(settings: Settings) -> _Changes:
     least = 2 * pp if parallel.virtual_stages and pp < 4 else max(pp, 2)
     steps = min(batch.gradient_accumulation_steps, least)
     yield "batch.gradient_accumulation_steps", steps, "a full pipeline, and sums over micro-batches"
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        yield f"batch.{name}", min(getattr(batch, name), 2), "two rows show what more do"
+    why = "two rows show what more do"
+    yield "batch.per_device_train_batch_size", min(batch.per_device_train_batch_size, 2), why
+    evaluates = settings.evaluation.eval_strategy != "no"
+    yield "batch.per_device_eval_batch_size", min(batch.per_device_eval_batch_size, 2), why if evaluates else ""
 
 
 def _data(settings: Settings, architecture: Architecture) -> _Changes:
@@ -70,9 +73,8 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     if longest < data.cutoff_len and data.truncation_strategy in ("drop", "error"):
         yield "data.truncation_strategy", "budget", "rows that the file's own cutoff_len holds are to stay"
     if has_pictures:
-        pixels = {"image_max_pixels": _PIXELS, "video_max_pixels": _PIXELS}
-        for name, most in pixels.items():
-            yield f"data.{name}", min(getattr(data, name), most), "small pictures"
+        for name in ("image_max_pixels", "video_max_pixels"):
+            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small pictures"
         yield "data.video_maxlen", min(data.video_maxlen, 4), "few frames"
     yield "data.max_samples", min(data.max_samples or _ROWS, _ROWS), "act 1 reads more of them"
     if data.val_size:
@@ -88,16 +90,17 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
 
 def _steps(settings: Settings) -> _Changes:
     optimizer, evaluation = settings.optimizer, settings.evaluation
-    yield "optimizer.max_steps", STEPS, "enough to save, resume and compare"
+    saved = _SCALED if settings.precision.fp16 else _SAVED
+    yield "optimizer.max_steps", saved + _AFTER, "enough to save, resume and compare"
     if optimizer.warmup_steps > 1:
         yield "optimizer.warmup_steps", 1.0, "fewer steps"
     yield "optimizer.lr_scheduler_kwargs", _scheduler(optimizer.lr_scheduler_kwargs), "fewer steps"
-    yield "checkpoint.save_strategy", "steps", f"a checkpoint at step {SAVED}"
-    yield "checkpoint.save_steps", SAVED, f"a checkpoint at step {SAVED}"
+    yield "checkpoint.save_strategy", "steps", f"a checkpoint at step {saved}"
+    yield "checkpoint.save_steps", saved, f"a checkpoint at step {saved}"
     yield "checkpoint.save_total_limit", None, "what is compared stays"
     if evaluation.eval_strategy != "no":
-        yield "evaluation.eval_strategy", "steps", f"an evaluation at step {SAVED}"
-        yield "evaluation.eval_steps", SAVED, f"an evaluation at step {SAVED}"
+        yield "evaluation.eval_strategy", "steps", f"an evaluation at step {saved}"
+        yield "evaluation.eval_steps", saved, f"an evaluation at step {saved}"
     yield "logging.logging_steps", 1, "every step is compared"
 
 

@@ -63,8 +63,8 @@ def is_rl_file(source: str | Path) -> bool:
         node = compose(read_text(Path(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
-    keys = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-    return not keys.isdisjoint(("actor_train", "student_train", "actor_infer", "defaults"))
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
+    return any(key in keys for key in ("actor_train", "student_train", "actor_infer", "defaults"))
 
 
 def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: ModelOf | None = None) -> ReadRL:

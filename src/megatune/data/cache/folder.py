@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -33,8 +34,8 @@ FILES_FILE = "files.json"
 
 _Identity = tuple[int, int] | None  # of a folder, None where there is none
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_CANNOT_WRITE = (*NO_ROOM, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
 def cache_dir() -> Path:
@@ -87,11 +88,31 @@ def is_whole(folder: Path, key: str) -> bool:
     return whole and _stored_key(folder) == key
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether a disk, or a quota of it, is full; numpy says so without a number: 1024 requested and 0 written."""
+    return error.errno in _FULL or (error.errno is None and str(error).endswith("written"))
+
+
+def room_left(folder: Path, written: Path | None = None) -> str:
+    """Say how much is free where a folder is, and how much of what did not fit was written before that."""
+    free = _mib(shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free)
+    files = [] if written is None else [path for path in written.rglob("*") if path.is_file()]
+    before = f"{_mib(sum(path.stat().st_size for path in files))} were written and more are needed, " if files else ""
+    return f"{before}{free} are free"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
 class _CannotWriteError(Exception):
     """Nothing can be written at a place."""
 
-    def __init__(self, folder: Path, error: OSError) -> None:
-        self.folder, self.reason = folder, error.strerror or str(error)
+    def __init__(self, folder: Path, error: OSError, building: Path | None = None) -> None:
+        self.folder, self.reason = folder, error.strerror or os.strerror(error.errno or errno.ENOSPC)
+        if is_full(error):
+            with suppress(OSError):  # the folder goes while it is looked at
+                self.reason += f": {room_left(folder, building)}"
         super().__init__(f"cannot write {folder}: {self.reason}")
 
 
@@ -185,11 +206,9 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if building is not None:
             elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(building)
-            # numpy reports a full disk without a number: "1024 requested and 0 written"
-            full = error.errno is None and str(error).endswith("written")
-            if not full and (elsewhere or error.errno not in _CANNOT_WRITE):
+            if not (error.errno is None and is_full(error)) and (elsewhere or error.errno not in _CANNOT_WRITE):
                 raise
-        raise _CannotWriteError(folder, error) from error
+        raise _CannotWriteError(folder, error, building) from error
 
 
 def _stored_key(folder: Path) -> str | None:

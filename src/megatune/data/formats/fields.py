@@ -10,6 +10,8 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
 from megatune.data.readers import json_type
 
+_MOST_LISTED = 40  # fields of a row
+
 
 def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0) -> str:
     """Read a required string.
@@ -76,7 +78,8 @@ def first_present(row: Mapping[str, Any], names: Sequence[str | None]) -> str | 
 
 def listed(row: Mapping[str, Any]) -> str:
     """Name a row's fields, for error messages."""
-    return ", ".join(map(repr, row)) or "no fields"
+    names = ", ".join(repr(name[:100]) for name in list(row)[:_MOST_LISTED]) or "no fields"
+    return f"{names} and {len(row) - _MOST_LISTED} more" if len(row) > _MOST_LISTED else names
 
 
 def short(value: object) -> str:

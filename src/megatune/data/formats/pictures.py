@@ -18,6 +18,8 @@ _KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 # Types of OpenAI's parts of messages, and of Transformers' chat templates.
 PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
 
+_LONGEST_PATH = 4096  # bytes, as in Linux
+
 # The values of a message's tags in order, of messages that have parts, by their index; None is a file of a column.
 Inline = dict[int, list[object]]
 
@@ -73,6 +75,27 @@ def check_count(tag: str, tags: int, files: int) -> None:
     if tags != files:
         reason = f"the row has not as many {tag} tags as {_KINDS[tag]}s"
         raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
+
+
+def check_inside(pictures: Sequence[RowPicture]) -> None:
+    """Refuse pictures that a row names by an absolute path or by one that leads out of media_dir.
+
+    Of rows that come from a hub: they name no file of this machine that was not put where pictures are.
+    """
+    waiting = [(each.kind, each.value) for each in pictures]
+    while waiting:
+        kind, value = waiting.pop()
+        if isinstance(value, list | tuple):  # frames
+            waiting += [(kind, frame) for frame in value]
+        if isinstance(value, Mapping):
+            value = value.get("path") if value.get("bytes") is None else None
+        if not isinstance(value, str) or value.startswith("data:"):
+            continue
+        path = value.removeprefix("file://").replace("\\", "/")
+        # An absolute path of an image in base64, /9j/..., is longer than any path.
+        if ".." in path.split("/") or (path.startswith("/") and len(path) < _LONGEST_PATH):
+            what = f"{kind}: a data set from a hub names a file outside of media_dir"
+            raise RowError("picture-outside", what, path)
 
 
 def check_without(messages: Sequence[Message]) -> None:

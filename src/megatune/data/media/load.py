@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from PIL import Image
@@ -49,6 +50,9 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     joint, images = _read(folder / JOINT_FILE) or {}, _read(folder / IMAGE_FILE)
     image = joint.get("image_processor") or images
     video = joint.get("video_processor") or _read(folder / VIDEO_FILE) or images or {}
+    if wrong := [each for each in (image, video) if not isinstance(each, Mapping | NoneType)]:
+        what = f"its processor is {wrong[0]!r:.60}, and no object"
+        raise MegatuneError(Finding(what, str(folder / JOINT_FILE)), ExitCode.INPUT)
     if image is None:
         why, fix = "it says how images are made into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
@@ -73,7 +77,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MegatuneError(Finding(f"cannot be read: {error}", str(path)), ExitCode.INPUT) from None
     if not isinstance(content, dict):
         raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
@@ -130,4 +134,9 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
 
 
 def _is_by_channel(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, int | float) for each in value)
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_small, value))
+
+
+def _is_small(value: object) -> bool:
+    """Return whether a value is a number of what pixels may be, which is finite."""
+    return isinstance(value, int | float) and abs(value) < 1e6

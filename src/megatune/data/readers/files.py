@@ -22,6 +22,7 @@ BUFFER_BYTES = 1 << 20
 
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COLUMNAR = (".parquet", ".arrow")
+MOST_ROW_BYTES = 2**29  # 512 MiB, pictures and videos in it included
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
 
 _RUNS_CODE = frozenset((".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"))
@@ -222,6 +223,24 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
             raise _cannot_read(path, error) from error
         what = f"the {COMPRESSIONS.get(compression or '', '')} file is damaged or breaks off"
         raise unreadable(path, what, str(error), "fetch or compress it again") from error
+
+
+def lines_of(stream: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
+    """Yield lines with their ends, of which the first is the file's line `number` + 1.
+
+    Raises:
+        MegatuneError: one is longer than any row, as the little that is compressed can be (exit code 65).
+    """
+    while line := stream.readline(MOST_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MOST_ROW_BYTES:
+            raise too_long(f"{path}:{number}")
+        yield line
+
+
+def too_long(where: str) -> MegatuneError:
+    """Return the error of a row that is longer than any."""
+    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="is it data?")
 
 
 def check_content(path: Path) -> None:

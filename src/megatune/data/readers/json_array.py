@@ -12,6 +12,7 @@ from typing import BinaryIO
 from megatune.data.bad_rows import RowError
 from megatune.data.readers.files import (
     DECODER,
+    MOST_ROW_BYTES,
     UTF8_BOM,
     DuplicateKeyError,
     Position,
@@ -19,8 +20,10 @@ from megatune.data.readers.files import (
     file_not_utf8,
     json_error,
     json_problem,
+    lines_of,
     not_an_object,
     open_bytes,
+    too_long,
     unreadable,
 )
 from megatune.errors import MegatuneError
@@ -29,6 +32,7 @@ HEAD_BYTES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST_TOKEN = 16  # characters of a word or escape that an error may be placed before
 
+_MOST_OBJECT_BYTES = 2**26  # of a file that is looked at for being one object
 _PLAIN_DECODER = json.JSONDecoder()  # for the end of an element that has a key twice
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _ARRAY = re.compile(rb"\s*\[")
@@ -49,7 +53,7 @@ def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
     if not may_be_lines and _ARRAY.match(head):
         return True
     with open_bytes(path) as stream:
-        lines = (line.removeprefix(UTF8_BOM) for line in stream if line.strip())
+        lines = (line.removeprefix(UTF8_BOM) for line in lines_of(stream, path) if line.strip())
         first, second = next(lines, b""), next(lines, b"")
     if _ARRAY_OF_OBJECTS.match(head):
         return not _is_object(second)
@@ -139,6 +143,8 @@ class _Text:
         """Read at least as much as is kept, so that a long element is not decoded again and again; False at the end."""
         if self._whole:
             return False
+        if len(self._text) - self.position > MOST_ROW_BYTES:
+            raise too_long(f"{self._path}:{self._place(self.position)[0]}")
         raw = self._stream.read(max(CHUNK_BYTES, len(self._text) - self.position))
         self._whole = not raw
         try:
@@ -167,7 +173,7 @@ def _is_object(line: bytes) -> bool:
 def _refuse_object_over_lines(path: Path) -> None:
     """Refuse a first line that begins an object over several lines; any other one that is no row is a bad row."""
     with open_bytes(path) as stream:
-        text = stream.read().decode("utf-8-sig", "replace")
+        text = stream.read(_MOST_OBJECT_BYTES).decode("utf-8-sig", "replace")
     start = _space_end(text, 0)
     try:
         value, end = _PLAIN_DECODER.raw_decode(text, start)
@@ -183,7 +189,7 @@ def _refuse_object_over_lines(path: Path) -> None:
 
 def _not_utf8(path: Path) -> MegatuneError:
     with open_bytes(path) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(lines_of(stream, path), start=1):
             try:
                 line.decode()
             except UnicodeDecodeError:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from megatune.data.bad_rows import RowError
 from megatune.data.readers.files import (
     DECODER,
+    MOST_ROW_BYTES,
     UTF8_BOM,
     Position,
     RawRow,
     file_not_utf8,
     json_problem,
     line_not_utf8,
+    lines_of,
     not_an_object,
     open_bytes,
     unique_keys,
@@ -35,11 +36,11 @@ def read_lines(path: Path, after: Position, fields_of: Callable[[bytes], Fields 
     """Read the rows that `fields_of` makes of lines; a line that it makes None of is no row."""
     name, row, offset, number = f"{path}:", after.row, after.offset, after.line
     with open_bytes(path, offset) as stream:
-        lines: Iterable[bytes] = stream
+        lines = lines_of(stream, path, number)
         if offset == 0:
-            first = stream.readline()
+            first = next(lines, b"")
             offset = len(UTF8_BOM) if first.startswith(UTF8_BOM) else 0
-            lines = chain((first[offset:],), stream)
+            lines = chain((first[offset:],), lines)
         for line in lines:
             number += 1
             offset += len(line)
@@ -96,7 +97,7 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
     Raises:
         MegatuneError: the header is faulty, the file is not UTF-8, or a quoted field has no end (exit code 65).
     """
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MOST_ROW_BYTES)  # a quote that nothing closes takes in the rest of the file
     taken: list[str] = []  # the lines of the record that is being read
     records = csv.reader(_decoded_lines(path, taken), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -140,7 +141,7 @@ def _check_header(where: str, header: list[str]) -> None:
 def _decoded_lines(path: Path, taken: list[str]) -> Iterator[str]:
     """Decode lines with their ends; each is added to `taken` too."""
     with open_bytes(path) as stream:
-        for number, raw in enumerate(stream, start=1):
+        for number, raw in enumerate(lines_of(stream, path), start=1):
             line = raw.removeprefix(UTF8_BOM) if number == 1 else raw
             try:
                 text = line.decode()

@@ -162,7 +162,8 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
             if entry.hub is not None and not hubs:
                 return None
             files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
-            return source_of(text, files, entry.form, reference.num_samples or entry.num_samples)
+            fetched = entry.hub is not None or directory.repository is not None
+            return source_of(text, files, entry.form, reference.num_samples or entry.num_samples, fetched=fetched)
         if (path := directory.path(reference.name)) is not None:
             return told.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
@@ -180,7 +181,7 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
     if not hubs:
         return None
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
-    return told.source(text, reference, files)
+    return told.source(text, reference, files, fetched=True)
 
 
 def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:

@@ -31,19 +31,21 @@ class Detection:
     columns: Mapping[str, str]
     seen: set[str] = field(default_factory=set)
 
-    def source(self, text: str, reference: DatasetReference, files: tuple[Path, ...]) -> DatasetSource:
+    def source(
+        self, text: str, reference: DatasetReference, files: tuple[Path, ...], *, fetched: bool = False
+    ) -> DatasetSource:
         """Resolve a data set: its form is that of its first readable row whose fields are known."""
         readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
         rows = list(islice(readable, ROWS_FOR_DETECTION))
         names = list(dict.fromkeys(name for row in rows for name in row))
         self.seen.update(names)
         if not rows:  # an empty form will do: the report on the rows says what is wrong with them
-            return source_of(text, files, Form(), reference.num_samples)
+            return source_of(text, files, Form(), reference.num_samples, fetched=fetched)
         own = own_names(self.columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):
             if form := next((form for row in rows if (form := detect_named(row, known))), None):
-                return source_of(text, files, self._of_stage(form, text), reference.num_samples)
+                return source_of(text, files, self._of_stage(form, text), reference.num_samples, fetched=fetched)
         what = f"{text}: no known form has the fields {', '.join(rows[0]) or 'of a row without fields'}"
         fix = f"write columns: {{{next(iter(rows[0]), 'FIELD')}: query, ...}}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)

@@ -128,7 +128,7 @@ def read_registry(path: Path, where: str) -> dict[str, Any]:
     """
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         place = f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
         raise MegatuneError(Finding(f"cannot read: {error}", place), ExitCode.INPUT) from error
     if not isinstance(info, dict):

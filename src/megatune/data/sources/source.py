@@ -25,11 +25,13 @@ class DatasetSource(Form):
     Attributes:
         files: read in this order; all of one kind. Files of a hub lie in its library's cache.
         num_samples: rows to draw, None for all; more than there are repeats rows.
+        fetched: from a hub: whoever wrote its rows is not asked what files of this machine they may name.
     """
 
     name: str
     files: tuple[Path, ...]
     num_samples: int | None = None
+    fetched: bool = False
 
     def rows(self) -> Iterator[RawRow]:
         """Read every row of every file, in order."""
@@ -45,6 +47,8 @@ class DatasetSource(Form):
                 yield row, SourcePosition(index, row.next)
 
 
-def source_of(name: str, files: tuple[Path, ...], form: Form, num_samples: int | None) -> DatasetSource:
+def source_of(
+    name: str, files: tuple[Path, ...], form: Form, num_samples: int | None, *, fetched: bool = False
+) -> DatasetSource:
     own = (form.formatting, form.columns, form.tags, form.ranking)
-    return DatasetSource(*own, name=name, files=files, num_samples=num_samples)
+    return DatasetSource(*own, name=name, files=files, num_samples=num_samples, fetched=fetched)

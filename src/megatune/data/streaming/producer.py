@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from pydantic import TypeAdapter
 
-from megatune.data.cache.folder import NO_ROOM, built
+from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
@@ -154,8 +154,10 @@ def main() -> int:
     except MegatuneError as error:
         folder.fail(error)
     except BaseException as error:
-        traceback.print_exc()
-        folder.fail(_as_finding(error))
+        failed = _as_finding(error, folder.path)
+        if failed.exit_code != ExitCode.CANNOT_WRITE:
+            traceback.print_exc()
+        folder.fail(failed)
     return 1
 
 
@@ -172,12 +174,14 @@ def _starts(stream: MixedStream) -> tuple[SetState, ...]:
     return starts
 
 
-def _as_finding(error: BaseException) -> MegatuneError:
+def _as_finding(error: BaseException, folder: Path) -> MegatuneError:
+    if isinstance(error, OSError) and is_full(error):
+        what = "no room for the rows that are read ahead"
+        fix = "name a folder with more room as $MEGATUNE_CACHE, or make buffer_size smaller"
+        return MegatuneError(Finding(what, str(folder), room_left(folder), fix), ExitCode.CANNOT_WRITE)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip()
     code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        code = ExitCode.CANNOT_WRITE
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)
 

@@ -49,7 +49,7 @@ def _has_chat_template(folder: Path) -> bool:
         return True
     try:
         return bool(json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return True  # what reads the tokenizer says what is wrong with it
 
 

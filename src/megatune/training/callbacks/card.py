@@ -14,7 +14,7 @@ import yaml
 
 from megatune import __version__
 from megatune.config.settings import SECRETS, Settings, all_settings, setting_value
-from megatune.config.values import shown
+from megatune.config.values import compose, shown
 from megatune.errors import MegatuneError
 from megatune.hub.repository import is_repository_id
 from megatune.hub.upload import CARD, OWN_CARD
@@ -169,7 +169,9 @@ def _license(source: Path | None) -> str | None:
     """Return the license that a model's card names."""
     try:
         text = (source / CARD).read_text(encoding="utf-8") if source is not None else ""
-        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+        block = text.split("---")[1] if text.startswith("---") else ""
+        compose(block)  # refuses what would grow without end
+        front = yaml.safe_load(block) or {}
         found = front.get("license")
     except (OSError, ValueError, yaml.YAMLError, AttributeError, IndexError):
         return None
