@@ -172,3 +172,28 @@ def test_there_must_be_something_to_go_back_to(pool: RankPool, models: Callable[
     with pytest.raises(AssertionError, match="why: there is no checkpoint to go back to yet; gradients"):
         run(pool, 1, settings, tmp_path, {1: NAN}, {}, [], 0)
     assert [record["action"] for record in bad_steps(tmp_path / "out")] == ["stop"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_preferences_skip_a_step_without_a_trace(
+    stage: str, pool: RankPool, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    columns = {
+        "dpo": {"prompt": "instruction", "chosen": "yes", "rejected": "no"},
+        "kto": {"prompt": "instruction", "response": "yes", "kto_tag": "wanted"},
+    }
+    rows = [
+        {"instruction": f"Is {each}?", "yes": f"Yes, {each}.", "no": "No.", "wanted": each % 3 > 0}
+        for each in range(24)
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    entry = {"file_name": "rows.json", "ranking": stage == "dpo", "columns": columns[stage]}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": entry}))
+    values = {**SIX, **TP2, "stage": stage, "dataset_dir": tmp_path, "dataset": "rows"}
+    run(pool, 2, settings_of(models("qwen3"), tmp_path / "out", **values, on_bad_step="skip"), tmp_path, {4: NAN})
+    run(pool, 2, settings_of(models("qwen3"), tmp_path / "whole", **values), tmp_path, {}, {}, [4])
+    for folder in (".", "checkpoint-6/training"):
+        assert_same_tensors(tmp_path / "out" / folder, tmp_path / "whole" / folder)
+    (record,) = bad_steps(tmp_path / "out")
+    assert record["step"] == 4
