@@ -221,3 +221,19 @@ def test_a_disk_that_fills_up_in_a_save(
     resumed(model, tmp_path / "run", 3, whole)
     told(case="T16", fault="the disk is full in the middle of a save", got=ended.line, seconds=ended.seconds,
          lost="3 steps of work, from the checkpoint before: trained again")  # fmt: skip
+
+
+@pytest.mark.extended
+def test_a_run_goes_back_by_itself(model: Path, tmp_path: Path, told: Callable[..., None]) -> None:
+    put = Fault("nan", "megatune.engine.step:_compute", rank=1, step=8, once=False)
+    ended = Job(model, tmp_path / "run", [put], on_bad_step="go_back").finish()
+    assert ended.code == ExitCode.DONE, ended.stderr
+    assert re.search(r"step 8: loss [\d.]+, gradient norm nan", ended.line)  # rank 0 has the loss
+    assert "the step's rows are row " in ended.stderr
+    assert "megatune: goes back to checkpoint-6" in ended.stderr
+    assert "step 7: left out" in ended.stdout
+    assert "step 8: left out" in ended.stdout
+    (restart,) = ended.report["restarts"]
+    assert (restart["from"], restart["exit_code"]) == ("checkpoint-6", ExitCode.NOT_FINITE)
+    told(case="T46", fault="NaN in a rank's forward pass, with on_bad_step: go_back", got=ended.line,
+         seconds=restart["ended"] - ended.fired[0]["time"], lost="the rows of two steps")  # fmt: skip
