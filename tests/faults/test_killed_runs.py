@@ -191,7 +191,7 @@ def test_an_error_of_a_rank_is_told_once(model: Path, tmp_path: Path, told: Call
 
 @pytest.mark.extended
 def test_two_runs_do_not_share_a_folder(model: Path, tmp_path: Path, told: Callable[..., None]) -> None:
-    job = Job(model, tmp_path / "run", max_steps=200, save_strategy="no")
+    job = Job(model, tmp_path / "run", max_steps=5000, save_strategy="no")
     job.until("step 1/")
     began = time.monotonic()
     second = Job(model, tmp_path / "run").finish()
