@@ -4,6 +4,7 @@ happened."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -129,10 +130,14 @@ def test_stopped_it_is_named_as_hung(model: Path, tmp_path: Path, told: Callable
 def test_a_rank_that_skips_a_collective_ends_the_run(model: Path, tmp_path: Path, told: Callable[..., None]) -> None:
     put = Fault("skip", "torch.distributed:all_reduce", rank=1, step=5, phase="train")
     ended = Job(model, tmp_path / "run", [put], ddp_timeout=10).finish()
-    assert ended.code in (ExitCode.PROCESS_DIED, ExitCode.NOT_FINITE), ended.stderr
+    assert ended.code == ExitCode.PROCESS_DIED, ended.stderr
     assert ended.seconds is not None
     assert ended.seconds < 60  # a busy machine is slow to tell
-    told(case="T6", fault="a rank leaves one all-reduce out, with ddp_timeout: 10", got=ended.line,
+    # Both ranks are right: what one left out, the other waits in.
+    said = re.search(r"(operation \d+ of group \w+ is not the same: [^;\n]*|rank \d has called .*)", ended.stderr)
+    assert said, ended.stderr
+    assert "all_reduce of [" in said[1]
+    told(case="T6", fault="a rank leaves one all-reduce out, with ddp_timeout: 10", got=f"{ended.line}: {said[1]}",
          seconds=ended.seconds, lost="steps since the last checkpoint")  # fmt: skip
 
 
