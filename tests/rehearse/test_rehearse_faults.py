@@ -220,7 +220,11 @@ def test_reinforcement_learning_is_refused_by_name(tmp_path: Path, capsys: pytes
     assert "share devices through Ray" in said
 
 
-def test_a_command_line_of_megatron_swift(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", str(model), "--dataset", "gone.jsonl", "--tensor_model_parallel_size", "3"]
-    assert main(["rehearse", "--gpus", "3", "megatron", "sft", *words, "--save", str(tmp_path / "out")]) == 64
-    assert "--tensor_model_parallel_size 3 does not split the model's" in capsys.readouterr().out
+@pytest.mark.parametrize(("tp", "code", "said"), [("3", 64, "--tensor_model_parallel_size 3 does not split"),
+                                                  ("2", 66, "no such file or folder: gone.jsonl")])  # fmt: skip
+def test_a_command_line_of_megatron_swift(
+    tp: str, code: int, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--dataset", "gone.jsonl", "--tensor_model_parallel_size", tp, "--train_iters", "9"]
+    assert main(["rehearse", "--gpus", tp, "megatron", "sft", *words, "--save", str(tmp_path / "out")]) == code
+    assert said in capsys.readouterr().out

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return _started(load(words.source, words.overrides, words.flags), options)
     from megatune.cli.swift import read_command
 
-    with read_command(swift[1], swift[2], on_cpu=False) as found:
+    with read_command(swift[1], swift[2], on_cpu=False, processes=options.gpus) as found:
         return _started(found.loaded, options)
 
 

@@ -102,8 +102,12 @@ def _train(verb: str, words: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def read_command(verb: str, words: Sequence[str], *, on_cpu: bool) -> Iterator[SwiftRun]:
+def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: int | None = None) -> Iterator[SwiftRun]:
     """Read a command line that trains, with what the model's config.json decides, and yield it in its environment.
+
+    Args:
+        on_cpu: whether the machine that it is for has no GPU.
+        processes: of the run, where no variable says it.
 
     Raises:
         MegatuneError: there is no such verb.
@@ -112,10 +116,11 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool) -> Iterator[S
 
     if verb not in _TRAINING:
         raise _no_verb("megatron", verb)
-    asked = read_swift(verb, words, env=os.environ)
+    env = {**({"NPROC_PER_NODE": f"{processes}"} if processes else {}), **os.environ}
+    asked = read_swift(verb, words, env=env)
     with _environment(asked.command.variables):
         config = _config(asked.loaded.settings)
-        yield read_swift(verb, words, env=os.environ, config=config, on_cpu=on_cpu)
+        yield read_swift(verb, words, env=env | os.environ, config=config, on_cpu=on_cpu)
 
 
 def _hand_over(verb: str, words: Sequence[str]) -> int:

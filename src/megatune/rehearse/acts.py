@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,6 +209,7 @@ def _start(
         "run_yaml": dump(settings, {}),
         "case": None,
         "asked": Loaded(settings, []),
+        "began": time.monotonic(),
     }
     run_dir = scene.folder / "launch" / name
     return run_alone(_TARGET, payload, world_size or scene.world_size, run_dir, limit=LIMIT, strike=strike)
@@ -217,7 +219,10 @@ def _not_done(ended: Ended) -> tuple[list[Finding], ExitCode] | None:
     """Return what is wrong with a run that did not end as it should; None where it did."""
     if ended.code == ExitCode.DONE:
         return None
-    # What a run advises names logs that may go with the rehearsal, and a checkpoint that nobody resumes.
-    kept = "--keep DIR keeps the logs and everything else"
-    found = [replace(each, fix=kept) if str(ended.log.parent) in each.fix else each for each in ended.findings]
-    return found or [Finding(f"ended with exit code {int(ended.code)}", fix=kept)], ended.code
+    # What a run advises names files that may go with the rehearsal.
+    folder, kept = str(ended.log.parents[2]), "; --keep DIR keeps these files"
+    found = [
+        replace(each, fix=each.fix.replace(folder, "DIR") + kept) if folder in each.fix else each
+        for each in ended.findings
+    ]
+    return found or [Finding(f"ended with exit code {int(ended.code)}", fix="--keep DIR keeps its logs")], ended.code

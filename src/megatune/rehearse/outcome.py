@@ -96,7 +96,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row an act, below those that failed what is wrong with its fix, and a summary."""
     wide = max(len(one.act) for one in outcomes)
-    indent = wide + len(Verdict.LEFT) + 13
+    indent = wide + len(Verdict.LEFT) + 15
     shown = []
     for one in outcomes:
         head = f"{one.act:<{wide}}  {one.verdict:<{len(Verdict.LEFT)}}  {one.seconds:7.1f} s  "

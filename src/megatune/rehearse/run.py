@@ -166,7 +166,7 @@ class Rehearsal:
         self.changes += said
         if problems := check(small_settings, architecture, world, rules=(*RULES, *trainable.RULES)):
             raise MegatuneError(problems, ExitCode.INTERNAL)
-        self.show(f"rehearsed as {words} on {world} CPU process{'es' * (world > 1)}")
+        self.show(f"rehearsed as {words} on {world} CPU processes" if world > 1 else "rehearsed in one process")
         return acts.Scene(small_settings, world, architecture, self._model_dir, self.folder)
 
     def _reason(self) -> str:

@@ -134,6 +134,7 @@ def _around(settings: Settings, model_dir: str, output_dir: str) -> _Changes:
         yield f"run.{name}", value, ""
     yield "run.ddp_timeout", min(settings.run.ddp_timeout, _LOOK_SECONDS), "nothing here waits longer"
     yield "run.max_restarts", 0, "what dies is to be seen"
+    yield "run.exit_duration_in_mins", None, "a rehearsal is short"
     yield "run.memory_check", "off", "it is of the real model, in act 1"
     if preference.ref_model:
         yield "preference.ref_model", model_dir, "the small model itself"
