@@ -264,6 +264,11 @@ def rewrite_manifest(path: Path, **changes: Any) -> None:
         ),
         (
             "training/manifest.json",
+            lambda path: path.write_text("[" * 100_000),
+            "training/manifest.json cannot be read",
+        ),
+        (
+            "training/manifest.json",
             lambda path: rewrite_manifest(path, format_version=99),
             "training/manifest.json has format version 99; this megatune reads version 1",
         ),
