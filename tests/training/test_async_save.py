@@ -237,6 +237,3 @@ def test_where_memory_is_short_a_save_is_not_in_the_background(pool: RankPool, m
     assert "would take" in warning
     assert "of the 1.0 kB of memory that are free on" in warning
     assert len(list_checkpoints(tmp_path / "out")) == 3
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------

@@ -62,10 +62,11 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """Any other file that this rank writes; `name` is its path in the folder."""
+    """Any other file that this rank writes; `name` is its path in the folder, and it has no tensors."""
 
     name: str
     content: bytes
+    tensors: tuple[()] = ()
 
     def held(self) -> SmallFile:
         """Return the file itself, whose content does not change."""

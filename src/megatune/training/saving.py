@@ -8,10 +8,11 @@ operations is that of training, which goes on meanwhile.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatune import __version__
@@ -180,9 +181,20 @@ class _Save(threading.Thread):
             post_outcome(_KEY, str(self._folder), error)
 
     def _write(self) -> list[FileDigest]:
-        files, self._files = self._files, ()  # so that copies go when they are written
+        files, self._files = iter(self._files), ()  # so that copies go when they are written
         with writing(self._folder, self._needed):
-            return self._store.digest(self._step, [file.write(self._folder) for file in files])
+            return self._store.digest(self._step, [self._written(file, files) for file in files])
+
+    def _written(self, file: WrittenFile, later: Iterator[WrittenFile]) -> Path:
+        """Write a file; where that fails, read on to the end of all files: other ranks gather these tensors in the same
+        collective operations, and would wait for this one."""
+        try:
+            return file.write(self._folder)
+        except OSError:
+            for each in itertools.chain([file], later):
+                for _ in each.tensors:
+                    pass
+            raise
 
     def result(self) -> Path:
         """Wait until the checkpoint is committed, and return it. Collective.
