@@ -51,6 +51,18 @@ def test_files_and_names_that_a_page_cites_are_there(page: Path) -> None:
         assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), f"{name} is not in {file}"
 
 
+def test_each_promise_of_security_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    for promise, _, tests in rows:
+        files = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+        assert files, promise
+        assert not [file for file in files if not re.search(r"^def test_", (ROOT / file).read_text(), re.MULTILINE)]
+        for name, file in re.findall(r"`(\w+)` in `([\w./]+)`", tests):
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
+
+
 def test_pages_that_sources_cite_are_there() -> None:
     cited = {
         name

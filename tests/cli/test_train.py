@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,14 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from pool_launch import CommandLine
 from safetensors import safe_open
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.plan.run.record import read_records
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 LIMIT = 240.0  # seconds for one run; the machine may be busy with other tests
@@ -147,12 +144,6 @@ def lines_until(process: subprocess.Popen[str], beginning: str) -> Iterator[str]
     pytest.fail(f"the run ended before {beginning!r}")
 
 
-def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
-    """The process of one rank of this run."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    return next(child for child in family if child.name() == f"megatune-rank{number}")
-
-
 def tensors(folder: Path) -> dict[str, bytes]:
     found = {}
     for path in folder.glob("model*.safetensors"):
@@ -172,61 +163,6 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 
 def _write_run_file(model: Path, folder: Path) -> Path:
     return run_file.__wrapped__(model, folder)  # type: ignore[attr-defined,no-any-return]
-
-
-def test_killed_in_a_step_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    process = start("train", run_file, cache=tmp_path)
-    list(lines_until(process, "model "))
-    victim = rank(process, 1)  # looked for before the first step: on a busy machine that takes longer than some steps
-    list(lines_until(process, "step 7/"))
-    victim.kill()
-    code, output = finish(process)
-    assert code == 76, output
-    assert "rank 1" in output
-    assert "SIGKILL" in output
-    assert "Traceback" not in output
-    assert not list((tmp_path / "out").glob("model*"))
-    code, output = megatune("train", run_file, cache=tmp_path)
-    assert code == 0, output
-    assert tensors(tmp_path / "out") == whole
-    first, second = read_records(tmp_path / "out")
-    assert first.outcome != "finished"
-    assert first.measured is not None  # noted at its last save, step 6, at the latest
-    assert (first.first_step, second.outcome, second.first_step) == (0, "finished", 6)
-
-
-@pytest.mark.extended
-def test_killed_in_a_step_it_goes_on_by_itself(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    process = start("train", run_file, "max_restarts=2", cache=tmp_path)
-    list(lines_until(process, "model "))
-    victim = rank(process, 1)
-    list(lines_until(process, "step 7/"))
-    victim.kill()
-    code, output = finish(process)
-    assert code == 0, output
-    assert "megatune: restart 1 of 2, from checkpoint-6, in 5 s" in output
-    assert "resumed after step 6" in output
-    assert tensors(tmp_path / "out") == whole
-    (restart,) = json.loads((tmp_path / "out/launch/report.json").read_text())["restarts"]
-    assert "was killed by SIGKILL" in restart["cause"]
-
-
-@pytest.mark.extended
-def test_killed_inside_a_save_and_resumed(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    process = start("train", run_file, cache=tmp_path)
-    list(lines_until(process, "model "))
-    victim = rank(process, 0)
-    list(lines_until(process, "step 5/"))
-    deadline = time.monotonic() + LIMIT
-    while not (tmp_path / "out/.checkpoint-6.partial").exists() and time.monotonic() < deadline:
-        pass
-    victim.kill()
-    code, output = finish(process)
-    assert code == 76, output
-    code, output = megatune("train", run_file, cache=tmp_path)
-    assert code == 0, output
-    assert tensors(tmp_path / "out") == whole
-    assert not list((tmp_path / "out").glob(".checkpoint*"))
 
 
 def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
@@ -255,19 +191,6 @@ def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
     told = output.index("changed    learning_rate: 0.001 in the run before, 0.5 now")
     assert told < output.index("12 steps done of 12, so nothing is left to train")
     assert tensors(tmp_path / "out") == whole
-
-
-def test_ctrl_c_ends_everything(run_file: Path, tmp_path: Path) -> None:
-    # Long enough that it cannot be done before it is told to end.
-    process = start("train", run_file, "max_steps=1000", "save_strategy=no", cache=tmp_path)
-    list(lines_until(process, "step 2/"))
-    family = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    code, output = finish(process)
-    assert code == 130, output
-    assert "Traceback" not in output
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert not alive
 
 
 def test_torchrun_starts_the_same_run(run_file: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -345,14 +268,3 @@ def test_data_without_one_usable_row_is_65(run_file: Path, tmp_path: Path) -> No
     assert code == 65, output
     assert "bad.jsonl:1" in output
     assert "Traceback" not in output
-
-
-@pytest.mark.extended
-def test_two_runs_do_not_share_a_folder(run_file: Path, tmp_path: Path) -> None:
-    process = start("train", run_file, cache=tmp_path)
-    list(lines_until(process, "step 1/"))
-    code, output = megatune("train", run_file, cache=tmp_path)
-    assert code == 73, output
-    assert str(process.pid) in output
-    code, output = finish(process)
-    assert code == 0, output

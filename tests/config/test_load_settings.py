@@ -232,6 +232,17 @@ WRONG = [
         "run.yaml:2: a second document starts here\n    fix: remove the line `---`, or split the file",
     ),
     ("[a]: 1", "run.yaml:1: a key must be text\n    fix: write `key: value`"),
+    (
+        "output_dir: " + "a" * 300,
+        f"run.yaml:1: output_dir is '{'a' * 100}...'\n"
+        "    why: no file system has such names: 255 bytes between two /, 4095 in all\n"
+        "    fix: write a shorter one",
+    ),
+    (
+        'default_system: "\\0"',
+        "run.yaml:1: not readable as YAML\n    why: '\\x00' is in a text\n"
+        "    fix: write one `key: value` a line; quote text that holds `: `",
+    ),
     (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    fix: save the file as UTF-8"),
 ]
 
@@ -246,7 +257,7 @@ HOSTILE = [
     "lr_scheduler_kwargs: &a [*a]",
     "lr_scheduler_kwargs: {a: 1, a: 2}", "run_name: \x07", "learning_rate: .nan", "learning_rate: .inf", "seed: 1e400",
     "learning_rate: " + "9" * 400, "seed: " + "9" * 5000, "? {a: 1}\n: 2", "<<: {seed: 1}", "*a : 1", "a: *b",
-    "%YAML 9",
+    "%YAML 9", 'run_name: "\\ud800"', 'lr_scheduler_kwargs: {"a\\0": 1}', "dataset: [a, " + "/b" * 2100 + "]",
 ]  # fmt: skip
 
 
@@ -288,6 +299,12 @@ def test_a_refused_setting_is_not_judged_again_by_rules(read):
 
 
 WRONG_COMMAND_LINE = [
+    (
+        ["seed=a:²"],
+        [],
+        "seed=a:²: seed is 'a:²'\n    why: expected a whole number, at least 0, below 4294967296\n"
+        "    fix: write seed: 42, the default",
+    ),
     (["seed"], [], "'seed' is not an override\n    fix: write key=value, without spaces around ="),
     (["=1"], [], "'=1' is not an override\n    fix: write key=value, without spaces around ="),
     (["sed=1"], [], "sed=1: unknown setting 'sed'\n    fix: did you mean seed?"),

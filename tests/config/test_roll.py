@@ -281,4 +281,14 @@ def test_files_of_rl_are_told_from_others(tmp_path):
     (tmp_path / "sft.yaml").write_text("stage: sft\nmodel_name_or_path: x\n", encoding="utf-8")
     assert not is_rl_file(tmp_path / "sft.yaml")
     assert not is_rl_file(tmp_path / "nothing.yaml")
+    (tmp_path / "odd.yaml").write_text("? [a]\n: 1\n", encoding="utf-8")
+    assert not is_rl_file(tmp_path / "odd.yaml")
     assert all(is_rl_file(path) for path in FILES.glob("*.yaml"))
+
+
+def test_a_variable_has_a_name(read):
+    found = read(SMALL + "system_envs: {'A=B': 1, '': 2}\n")
+    assert [finding.what for finding in found.findings] == [
+        "system_envs: 'A=B' is no name of a variable",
+        "system_envs: '' is no name of a variable",
+    ]

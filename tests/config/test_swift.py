@@ -368,3 +368,18 @@ def test_every_line_is_of_one_flag_and_aligned():
     assert len({line.index("learning_rate") for line in lines if " learning_rate: " in line}) == 1
     assert any("--masked_softmax_fusion true" in line and "ignored: " in line for line in lines)
     assert isinstance(run.loaded.settings, Settings)
+
+
+@pytest.mark.parametrize("count", ["²", "9" * 5000])
+def test_a_number_of_processes_that_is_none_is_found_elsewhere(count):
+    """Where the processes are decided, for every verb."""
+    run = read(NPROC_PER_NODE=count)
+    assert value(run, "run.num_processes") is None
+
+
+def test_a_variable_of_a_file_has_a_name(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
+    run = read_swift("sft", [str(path)], env={}, config=CONFIG)
+    assert any("ENV: 'A=B' is no name of a variable" in finding for finding in findings(run))
+    assert "A=B" not in run.command.variables

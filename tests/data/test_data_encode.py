@@ -365,3 +365,15 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, name: str, con
     with pytest.raises(MegatuneError, match="the tokenizer cannot be loaded") as caught:
         load_tokenizer(tmp_path)
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+@pytest.mark.parametrize("left", [(), ("vocab.json",)])
+def test_a_tokenizer_without_its_tokens_is_refused(tmp_path: Path, left: tuple[str, ...]) -> None:
+    """Transformers makes one of its configuration alone, which knows no token."""
+    qwen_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    for name in left:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(MegatuneError, match="there is no tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.exit_code == ExitCode.INPUT

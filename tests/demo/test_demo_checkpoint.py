@@ -224,7 +224,7 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatune.demo.checkpoint._publish_tokenizer_config", disk_full)
+    monkeypatch.setattr("megatune.demo.checkpoint.publish_tokenizer_config", disk_full)
     with pytest.raises(MegatuneError, match="No space left") as raised:
         make_checkpoint("qwen3", tmp_path / "m", **SMALL)
     assert raised.value.exit_code == ExitCode.CANNOT_WRITE

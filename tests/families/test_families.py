@@ -93,7 +93,10 @@ def test_what_families_add(tmp_path):
         ({"rope_scaling": {"type": "yarn"}}, "rotary scaling 'yarn' has no number 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "has no number 'low_freq_factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has sliding_attention",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized (fp8)"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is no whole number above 0"),
         ({"model_type": "qwen2", "rope_scaling": {"rope_type": "llama3", **SCALING}}, "rotary scaling 'llama3'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "OFT"}, "peft_type is 'OFT'"),
     ({"r": 0}, "r is 0"),
     ({"lora_alpha": None}, "lora_alpha is None"),
+    ({"lora_alpha": math.inf}, "lora_alpha is inf"),
+    ({"lora_alpha": math.nan}, "lora_alpha is nan"),
+    ({"lora_dropout": "much"}, "lora_dropout is 'much'"),
+    ({"lora_dropout": 1}, "lora_dropout is 1"),
+    ({"alpha_pattern": {"q_proj": math.nan}}, "alpha_pattern of 'q_proj' is nan"),
     ({"bias": "lora_only"}, "bias is 'lora_only'"),
     ({"lora_bias": True}, "lora_bias is true"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),

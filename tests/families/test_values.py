@@ -42,6 +42,16 @@ def _load(folder: Path, content: str) -> None:
         ({"head_dim": -16}, "head_dim = -16 is no whole number"),
         ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long' is no whole number"),
         ({"hidden_size": "64"}, "hidden_size = '64' is no whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is impossible"),
+        ({"vocab_size": 10**400}, "vocab_size = a number of hundreds of digits is impossible"),
+        ({"rope_theta": 10**400}, "rope_theta = a number of hundreds of digits is impossible"),
+        ({"hidden_size": True}, "hidden_size = True is no whole number"),
+        ({"layer_types": [None, None]}, "layer_types = [None, None] is no list of names"),
+        ({"mlp_only_layers": [[]]}, "mlp_only_layers = [[]] is no list of layers' numbers"),
+        ({"architectures": 7}, "architectures = 7 is no list of names"),
+        ({"q_lora_rank": float("nan")}, "q_lora_rank = nan is no whole number"),
+        ({"routed_scaling_factor": "2"}, "routed_scaling_factor = '2' is no number"),
+        ({"text_config": {"rope_scaling": {"factor": 0}}}, "text_config: rope_scaling: factor = 0 is impossible"),
         ({"initializer_range": []}, "initializer_range = [] is no number"),
     ],
 )
@@ -53,6 +63,10 @@ def test_an_impossible_value_is_named(tmp_path: Path, change: dict[str, Any], wh
     assert caught.value.exit_code == ExitCode.INPUT
     assert what in finding.what
     assert finding.where == str(tmp_path / "config.json")
+
+
+def test_null_is_what_is_not_said(tmp_path: Path) -> None:
+    _load(tmp_path, json.dumps({**WHOLE, "rope_parameters": {"rope_type": "default", "rope_theta": None}}))
 
 
 def test_all_impossible_values_are_named_at_once(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import pytest
 
 from megatune import errors
 from megatune.cli import main
+from megatune.config.settings import Settings
+from megatune.data.cache.folder import built
+from megatune.data.streaming.folder import StreamFolder
 from megatune.errors import Finding, MegatuneError, without_secrets
 from megatune.launch.failure import describe_failure, write_failure
 
@@ -115,3 +120,27 @@ def test_words_and_switches_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SOME_KEY", "true")
     text = "true enabled-by-me https://hub.example/a@b user@host"
     assert without_secrets(text) == text
+
+
+def test_temporary_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask; and nothing in the sources takes a name in a shared folder by itself."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "shared").mkdir(mode=0o777)
+    (tmp_path / "file").touch()  # no folder, so that temporary files are taken
+    before = os.umask(0)
+    try:
+        stream = StreamFolder.make(tmp_path / "file" / "cache", "stream")
+        rows = built(Settings(), "k", lambda folder: None)
+    finally:
+        os.umask(before)
+    assert stream.path.stat().st_mode & 0o777 == 0o700
+    assert rows.is_relative_to(tmp_path / "shared")
+    (private,) = (tmp_path / "shared").glob("megatune-[0-9]*")
+    assert private.stat().st_mode & 0o777 == 0o700
+    source = Path(main.__file__).parents[1]
+    text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    assert "mktemp(" not in text
+    # The user's own folder in it, and where a short name for mkdtemp is needed.
+    assert re.findall(r'(\w+) .*"/tmp', text) == ["temporary", "usual"]

@@ -16,7 +16,7 @@ from megatune.data.templates import load_template
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.training.before import _check_weights
+from megatune.training.before import check_weights
 
 Tell = Callable[..., None]
 
@@ -96,12 +96,12 @@ def test_answers_that_nothing_ends(model: Path, told: Tell) -> None:
     ({"layer_types": "full_attention"}, "layer_types is of 'full_attention', and num_hidden_layers is 4"),
 ])  # fmt: skip
 def test_layers_that_the_weights_do_not_have(model: Path, values: dict[str, Any], what: str) -> None:
-    _check_weights(model)
+    check_weights(model)
     change(model / "config.json", **values)
 
     def look() -> None:
         load_architecture(model)
-        _check_weights(model)
+        check_weights(model)
 
     assert refused(look)[0].startswith(what)
 
@@ -110,4 +110,4 @@ def test_layers_are_counted_by_the_index_too(model: Path) -> None:
     names = {f"model.layers.{layer}.mlp.up_proj.weight": "a.safetensors" for layer in range(3)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (model / "a.safetensors").touch()
-    assert refused(lambda: _check_weights(model))[0].startswith("config.json has 4 layers, and the weights 3")
+    assert refused(lambda: check_weights(model))[0].startswith("config.json has 4 layers, and the weights 3")

@@ -4,6 +4,7 @@ of itself is held against what the others say, and nothing of another shape, and
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -29,13 +30,13 @@ from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.errors import ExitCode, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.weights import Segment, hf_shapes, layers_of
 from megatune.training.before import check_before
 from megatune.training.checkpoint import read_state
 from megatune.training.storage.manifest import problem_of, read_manifest
-from megatune.training.storage.store import CheckpointStore
+from megatune.training.storage.store import CheckpointStore, list_checkpoints, newest_verified
 
 Loaded = dict[str, Any]
 
@@ -75,10 +76,9 @@ def _adapter(folder: Path, architecture: Any) -> Loaded:
 
 def _training(folder: Path) -> Loaded:
     """A training checkpoint: first its digests, then all that a resumed run reads."""
-    manifest = read_manifest(folder)
-    if problems := [problem for file in manifest.files if (problem := problem_of(folder, file))]:
-        raise MegatuneError("; ".join(problems), ExitCode.INPUT)
-    assert manifest.resumable
+    if problems := _problems(folder):
+        raise MegatuneError(problems, ExitCode.INPUT)
+    assert read_manifest(folder).resumable
     optimizer = SafetensorsFolder(folder / "training", "optimizer")
     shapes = {name: optimizer.file_shape(name) for name in optimizer.names()}
     return {**_model(folder), "state": read_state(folder), **_tensors(optimizer, shapes)}
@@ -163,6 +163,36 @@ def _as_adapter(model: Path, folder: Path, factor: float) -> Path:
     write_adapter(folder / "adapter_model.safetensors", Tensors(values), architecture, lora())
     write_adapter_config(folder, architecture, lora(), str(model))
     return folder
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-*.safetensors", "training/optimizer.safetensors", "tokenizer.json"])
+def test_a_flipped_bit_is_named(name: str, models: list[Path], tmp_path: Path, told: Callable[..., None]) -> None:
+    """And the checkpoint before it is resumed from."""
+    for step in (10, 20):
+        _as_training(models[0], tmp_path / "out", step)
+    (path,) = (tmp_path / "out" / "checkpoint-20").glob(name)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # its bytes are the model's own
+    path.write_bytes(content)
+    began = time.monotonic()
+    chosen, problems = newest_verified(list_checkpoints(tmp_path / "out"), _problems)
+    seconds = time.monotonic() - began
+    assert chosen == tmp_path / "out" / "checkpoint-10"
+    (problem,) = problems
+    assert problem.where.endswith("checkpoint-20")
+    relative = path.relative_to(tmp_path / "out" / "checkpoint-20").as_posix()
+    assert problem.what == f"{relative} is damaged: its digest does not match"
+    got = f"{problem.what}; goes on from checkpoint-10"
+    told(case="T13", fault=f"a bit of {name} is flipped", got=got, seconds=seconds, lost="steps since the one before")
+
+
+def _problems(checkpoint: Path) -> list[Finding]:
+    try:
+        files = read_manifest(checkpoint).files
+    except MegatuneError as error:
+        return list(error.findings)
+    return [Finding(problem, str(checkpoint)) for file in files if (problem := problem_of(checkpoint, file))]
 
 
 @pytest.mark.extended(200)

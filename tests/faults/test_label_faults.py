@@ -13,6 +13,7 @@ from pool import RankPool
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
+from megatune.engine.optimizer import step
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -25,8 +26,7 @@ def loss_and_norm(model: Path, settings: Settings) -> tuple[float, float]:
         replace(each, labels=(-100,) * len(each.labels)) if number % 2 else each for number, each in enumerate(samples)
     ]
     loss = measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
-    squares = sum(float(local.parameter.main_grad.square().sum()) for local in assembly.parameters)
-    return loss, math.sqrt(squares)
+    return loss, step(assembly.optimizer, 0.0)[1]
 
 
 def test_a_rank_without_labels(pool: RankPool, model_dir: MakeModel, told: Callable[..., None]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatune.config.dialects.swift import read_swift
 from megatune.config.load import load
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_architecture
@@ -22,9 +23,9 @@ _EXPERTS = {
 # Lines of which the first has what does not divide.
 LAYOUTS = (
     "tensor_model_parallel_size: 8\nsequence_parallel: true",
-    "pipeline_model_parallel_size: 4",
+    "pipeline_model_parallel_size: 8",
     "expert_model_parallel_size: 4",
-    "context_parallel_size: 3",
+    "virtual_pipeline_model_parallel_size: 4\npipeline_model_parallel_size: 2\ngradient_accumulation_steps: 2",
 )
 
 
@@ -43,7 +44,7 @@ def told_of(text: str, folder: Path, world_size: int = 8) -> tuple[tuple[Finding
 def test_what_does_not_divide_is_told_with_what_does(lines: str, tmp_path: Path, told: Tell) -> None:
     findings, seconds = told_of(_BASE + lines + "\n", tmp_path)
     name = lines.partition(":")[0]
-    (finding,) = [each for each in findings if name in each.what]
+    (finding,) = findings
     assert finding.where == f"{tmp_path / 'run.yaml'}:5"
     assert f"{name}: " in finding.fix
     # Whoever does what is said is told of it no more.
@@ -61,21 +62,8 @@ def _written(folder: Path, text: str) -> Path:
 
 def test_a_batch_that_the_ranks_do_not_divide(tmp_path: Path, told: Tell) -> None:
     """Of Megatron-SWIFT's global_batch_size, which is a number of rows."""
-    from megatune.config.dialects.swift import read_swift
-
-    words = [
-        "--model",
-        "MODEL",
-        "--dataset",
-        "a",
-        "--save",
-        "out",
-        "--global_batch_size",
-        "12",
-        "--micro_batch_size",
-        "2",
-    ]
-    loaded = read_swift("sft", words, env={"NPROC_PER_NODE": "4"}).loaded
+    flags = "--model MODEL --dataset a --save out --global_batch_size 12 --micro_batch_size 2"
+    loaded = read_swift("sft", flags.split(), env={"NPROC_PER_NODE": "4"}).loaded
     (finding,) = [each for each in loaded.check(world_size=4) if "global_batch_size" in each.what]
     assert "8 or 16" in finding.fix
     told(case="T41", fault="a global batch that the ranks do not divide", got=f"{finding.what}; fix: {finding.fix}")

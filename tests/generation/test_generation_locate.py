@@ -72,7 +72,7 @@ def test_everything_missing_is_named_at_once(model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / "tokenizer.json").unlink()
     message = refusal(model)
-    assert "there are no weights" in message
+    assert "there is no model.safetensors" in message
     assert "there is no tokenizer" in message
 
 

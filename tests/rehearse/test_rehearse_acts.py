@@ -19,7 +19,14 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.rehearse import acts
 from megatune.rehearse.before import DISK, TEMPLATE
-from megatune.rehearse.compare import different_rows, different_steps, different_tensors, largest_difference, not_finite
+from megatune.rehearse.compare import (
+    different_rows,
+    different_steps,
+    different_tensors,
+    largest_difference,
+    not_finite,
+    trained_steps,
+)
 from megatune.rehearse.outcome import Verdict
 from megatune.rehearse.ranks import run_alone
 from megatune.rehearse.run import Rehearsal
@@ -109,7 +116,7 @@ def written_data(folder: Path) -> Path:
     return folder
 
 
-def logged(folder: Path, *steps: tuple[int, float | None, float, int]) -> Path:
+def logged(folder: Path, *steps: tuple[int, float | None, float | None, int]) -> Path:
     """A run's metrics.jsonl, of (step, loss, grad_norm, tokens)."""
     folder.mkdir()
     names = ("step", "loss", "grad_norm", "num_tokens")
@@ -134,6 +141,16 @@ def test_a_loss_that_is_no_number_is_found(tmp_path: Path) -> None:
     assert not_finite(broken) == ["loss of step 1"]
     assert not not_finite(one)
     assert largest_difference(one, broken) == float("inf")
+
+
+def test_steps_that_were_skipped_are_no_numbers_that_are_missing(tmp_path: Path) -> None:
+    one = logged(tmp_path / "one", (1, 2.0, None, 10), (2, 2.0, 0.5, 10))
+    records = [{**json.loads(line), "num_skipped": 0} for line in (one / "metrics.jsonl").read_text().splitlines()]
+    assert not_finite(one) == ["grad_norm of step 1"]
+    records[0]["num_skipped"] = 1
+    (one / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    assert not not_finite(one)
+    assert list(trained_steps(one)) == [2]
 
 
 def test_a_tensor_that_differs_is_found(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.rehearse import acts
 from megatune.rehearse.before import DATA, DISK, SETTINGS, TEMPLATE
 from megatune.rehearse.outcome import Outcome, Verdict, exit_code, table
 from megatune.rehearse.run import Rehearsal
@@ -32,8 +34,15 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen2_vl", tmp_path_factory.mktemp("models") / "qwen2_vl")
 
 
-def look(model: object, folder: Path, rows: list[Any] = ROWS, gpus: int = 1, **changes: Any) -> dict[str, Outcome]:
-    """The first act of a file that names a model and rows, by name."""
+def look(
+    model: object,
+    folder: Path,
+    rows: list[Any] = ROWS,
+    gpus: int = 1,
+    played: Mapping[str, acts.Act] | None = None,
+    **changes: Any,
+) -> dict[str, Outcome]:
+    """The first act of a file that names a model and rows, by name; `played` has others."""
     data = folder / "rows.jsonl"
     data.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     values: dict[str, Any] = {
@@ -43,7 +52,7 @@ def look(model: object, folder: Path, rows: list[Any] = ROWS, gpus: int = 1, **c
     loaded = load(None, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()])
     (folder / "rehearsal").mkdir()
     rehearsal = Rehearsal(loaded.for_world(gpus), gpus, None, folder / "rehearsal", lambda line: None)
-    rehearsal.run({})
+    rehearsal.run(played or {})
     assert "\n".join(table(rehearsal.outcomes)).endswith(f"exit code {int(exit_code(rehearsal.outcomes))}")
     return {one.act: one for one in rehearsal.outcomes}
 
@@ -166,6 +175,22 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path) -> None:
     assert "1,001 checkpoints of" in text
     assert "save_total_limit" in text
     assert exit_code(list(found.values())) == 73
+
+
+def test_a_machine_that_is_too_small(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatune.rehearse.run.free_memory", lambda: 10**9)
+    found = look(model, tmp_path, gpus=4, tensor_model_parallel_size=2, played=acts.ACTS)
+    assert found[DATA].verdict is Verdict.PASS
+    assert {found[name].verdict for name in acts.ACTS} == {Verdict.LEFT}
+    assert found[acts.TRAIN].found == "4 processes need about 1.9 GB of memory, and 0.8 GB are free"
+    assert exit_code(list(found.values())) == 0
+
+
+def test_a_layout_of_too_many_processes(tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8}
+    found = look("meta-llama/Llama-3.1-70B", tmp_path, gpus=64, template="llama3", played=acts.ACTS, **sizes)
+    assert found[SETTINGS].verdict is Verdict.PASS
+    assert found[acts.TRAIN].found == "one copy takes 64 processes, and a rehearsal starts 32 at most"
 
 
 def test_the_command_ends_with_the_first_failure(

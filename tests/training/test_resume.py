@@ -91,6 +91,17 @@ def test_all_ranks_pass_over_what_one_of_them_finds_damaged(pool: RankPool, tmp_
         assert code == ["66"]
 
 
+def test_a_file_that_was_added_is_named(pool: RankPool, tmp_path: Path) -> None:
+    """An index of another checkpoint would lead to other weights than those that were verified; notes lead nowhere."""
+    folder = save(tmp_path, 4, [10])
+    (folder / "README.md").write_text("mine")
+    assert pool.run(1, choose, tmp_path, 0)[0][0] == "checkpoint-4"
+    (folder / "model.safetensors.index.json").write_text("{}")
+    text, code, _ = pool.run(1, choose, tmp_path, 0, str(folder))[0]
+    assert "model.safetensors.index.json is not of this checkpoint: remove it" in text
+    assert code == ["66"]
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_shares_are_of_bytes(world_size: int) -> None:
     from megatune.training.resume import shares

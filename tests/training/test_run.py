@@ -41,74 +41,6 @@ def straight(pool: RankPool, model: Path, tmp_path_factory: pytest.TempPathFacto
     return folder / "out"
 
 
-SAME_LAYOUT = {
-    "fp32, one process": (*layout(1), {}),
-    "bf16, tp2 pp2 vpp2": (*layout(4, **{TP: 2, PP: 2, VPP: 2}), {"bf16": True}),
-    "fp16, tp2 sp dp2": (*layout(4, **{TP: 2, SP: True}), {"fp16": True}),
-    "bf16, pp2 dp2, overlaps": (*layout(4, **{PP: 2}, **OVERLAPS), {"bf16": True}),
-    "averages in bf16, one process": (*layout(1), {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
-    "gradients and an average in bf16, dp2": (
-        *layout(2),
-        {"bf16": True, "accumulate_allreduce_grads_in_fp32": False, "exp_avg_dtype": "bf16"},
-    ),
-    "sgd, dp2, no distributed optimizer": (
-        *layout(2),
-        {"optimizer": "sgd", "use_distributed_optimizer": False, "learning_rate": 0.05},
-    ),
-}
-
-
-@pytest.mark.extended(
-    "bf16, pp2 dp2, overlaps",
-    "fp32, one process",
-    "averages in bf16, one process",
-    "sgd, dp2, no distributed optimizer",
-)
-@pytest.mark.parametrize("name", SAME_LAYOUT)
-def test_a_crashed_run_ends_as_if_nothing_had_happened(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
-    world_size, parallel, changes = SAME_LAYOUT[name]
-    whole, crashed = (
-        settings_of(model, tmp_path / each, max_steps=9, **parallel, **changes) for each in ("whole", "crashed")
-    )
-    assert pool.run(world_size, train, whole, tmp_path) == [0] * world_size
-    assert pool.run(world_size, train, crashed, tmp_path, 7) == [-1] * world_size
-    assert [path.name for path in list_checkpoints(tmp_path / "crashed")] == ["checkpoint-3", "checkpoint-6"]
-    assert pool.run(world_size, train, crashed, tmp_path) == [0] * world_size
-    assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
-    assert_same_tensors(tmp_path / "whole/checkpoint-9/training", tmp_path / "crashed/checkpoint-9/training")
-    one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
-    assert list(other) == list(range(1, 10))
-    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
-    assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in other]
-
-
-OTHER_LAYOUTS = {
-    "one process to tp2 + sp": (layout(1), layout(2, **{TP: 2, SP: True})),
-    "tp2 pp2 to dp2": (layout(4, **{TP: 2, PP: 2}), layout(2)),
-    "dp4 to pp2 vpp2": (layout(4), layout(2, **{PP: 2, VPP: 2})),
-    "pp2 vpp2 to tp2 dp2, no distributed optimizer": (
-        layout(2, **{PP: 2, VPP: 2}),
-        layout(4, **{TP: 2}, use_distributed_optimizer=False),
-    ),
-}
-
-
-@pytest.mark.extended("tp2 pp2 to dp2", "dp4 to pp2 vpp2")
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_a_run_goes_on_in_another_layout(
-    name: str, pool: RankPool, model: Path, straight: Path, tmp_path: Path
-) -> None:
-    (first_size, first), (second_size, second) = OTHER_LAYOUTS[name]
-    output_dir = tmp_path / "out"
-    assert pool.run(first_size, train, settings_of(model, output_dir, **first), tmp_path, 7) == [-1] * first_size
-    assert pool.run(second_size, train, settings_of(model, output_dir, **second), tmp_path) == [0] * second_size
-    expected, seen = metrics(straight), metrics(output_dir)
-    for step in range(7, 13):
-        assert seen[step]["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5), f"step {step}"
-        assert seen[step]["num_input_tokens"] == expected[step]["num_input_tokens"], f"step {step}: other rows"
-        assert seen[step]["num_tokens"] == expected[step]["num_tokens"]
-
-
 def test_the_final_model_loads_in_transformers(straight: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -197,25 +129,6 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_are_saved(
     assert "gradients that are not finite on rank 0: model." in str(refusal.value)
     for checkpoint in list_checkpoints(tmp_path / "out"):
         assert all(tensor.isfinite().all() for tensor in tensors(checkpoint).values())
-
-
-def test_a_damaged_checkpoint_is_passed_over(pool: RankPool, model: Path, straight: Path, tmp_path: Path) -> None:
-    settings = settings_of(model, tmp_path / "out")
-    assert pool.run(1, train, settings, tmp_path, 7) == [-1]
-    weights = tmp_path / "out/checkpoint-6/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert pool.run(1, train, settings, tmp_path) == [0]
-    assert_same_tensors(tmp_path / "out", straight)
-
-
-def test_without_a_sound_checkpoint_a_run_never_starts_over(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    settings = settings_of(model, tmp_path / "out", max_steps=3)
-    assert pool.run(1, train, settings, tmp_path) == [0]
-    (tmp_path / "out/checkpoint-3/training/state.json").unlink()
-    with pytest.raises(AssertionError, match=r"state\.json is missing"):
-        pool.run(1, train, settings, tmp_path)
 
 
 def test_checkpoints_of_another_course_go_only_where_the_user_says_so(

@@ -242,45 +242,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def rewrite_manifest(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "finding"),
-    [
-        (SHARD, flip_a_bit, f"{SHARD} is damaged: its digest does not match"),
-        ("model.safetensors", flip_a_bit, "model.safetensors is damaged: its digest does not match"),
-        (SHARD, lambda path: os.truncate(path, 700), f"{SHARD} has 700 of 2000 bytes"),
-        (SHARD, Path.unlink, f"{SHARD} is missing"),
-        ("config.json", Path.unlink, "config.json is missing"),
-        ("training/manifest.json", Path.unlink, "training/manifest.json is missing"),
-        ("training/manifest.json", lambda path: os.truncate(path, 60), "training/manifest.json cannot be read"),
-        ("training/manifest.json", lambda path: path.write_text("[]"), "training/manifest.json cannot be read"),
-        (
-            "training/manifest.json",
-            lambda path: rewrite_manifest(path, metadata={"consumed_samples": 9}),
-            "training/manifest.json is damaged",
-        ),
-        (
-            "training/manifest.json",
-            lambda path: rewrite_manifest(path, format_version=99),
-            "training/manifest.json has format version 99; this megatune reads version 1",
-        ),
-    ],
-)
-def test_damage_is_named_and_an_older_checkpoint_taken(
-    tmp_path: Path, name: str, damage: Callable[[Path], object], finding: str
-) -> None:
-    older, newer = save(tmp_path, 9), save(tmp_path, 10)
-    damage(newer / name)
-    taken, passed_over = newest_verified(tmp_path)
-    assert taken == older
-    assert len(passed_over) == 1
-    assert passed_over[0].what.startswith(finding)
-    assert passed_over[0].where == str(newer)
-
-
 def test_all_damage_is_named_at_once(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip_a_bit(path / "config.json")

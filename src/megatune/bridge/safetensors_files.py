@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
-from megatune.families.weight_index import read_weight_index
+from megatune.families.weight_index import no_weights, read_weight_index
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -116,12 +116,7 @@ class SafetensorsFolder(ModelFolder):
                     return dict.fromkeys(file.keys(), single.name)
             except (SafetensorError, OSError) as error:
                 raise _damaged(single, error) from None
-        why, fix = "", "give a folder that holds the weights"
-        pickles = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(self.folder.glob(pattern))]
-        if pickles:
-            why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
-            fix = "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
-        raise MegatuneError(Finding(f"there is no {single.name}", str(self.folder), why, fix), ExitCode.INPUT)
+        raise MegatuneError(no_weights(self.folder, single.name), ExitCode.INPUT)
 
     def _read_index(self, index: Path) -> dict[str, str]:
         file_of = read_weight_index(index)

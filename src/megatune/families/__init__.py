@@ -83,6 +83,8 @@ def read_architecture(config: Config, where: str) -> Architecture:
         near = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         why = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
+        if "auto_map" in config:
+            why = f"it is made by code of its repository, which is never run; {why}"
         what, fix = f"model_type {model_type!r} is not supported", "train a checkpoint of one of these families"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)
     findings = family.check(config, where)

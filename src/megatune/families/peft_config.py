@@ -168,8 +168,11 @@ def _problems(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         yield Finding(f"r is {rank!r}", path, "it is the rank, a whole number above 0")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        yield Finding(f"lora_alpha is {alpha!r}", path, "it is a number")
+    if not _is_number(alpha):
+        yield Finding(f"lora_alpha is {alpha!r:.60}", path, "it is a number")
+    dropout = config.get("lora_dropout") or 0
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        yield Finding(f"lora_dropout is {dropout!r:.60}", path, "it is a number from 0 to 1")
     for key in ("rank_pattern", "alpha_pattern"):
         yield from _pattern_problems(key, config.get(key), path)
     for key in ("target_parameters", "modules_to_save"):
@@ -197,12 +200,17 @@ def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
         yield Finding(f"{key} is {_short(patterns)}", path, "it is a mapping of names to numbers")
         return
     for pattern, value in (patterns or {}).items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or (key == "rank_pattern" and value < 1):
-            yield Finding(f"{key} of {pattern!r} is {value!r}", path, "it is a number, of a rank above 0")
+        if not _is_number(value) or (key == "rank_pattern" and value < 1):
+            yield Finding(f"{key} of {pattern!r:.60} is {value!r:.60}", path, "it is a number, of a rank above 0")
         try:
             re.compile(pattern)
         except re.error as error:
             yield Finding(f"{key} has {pattern!r}", path, f"it is no regular expression: {error}")
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a finite number, of a size that can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,8 @@ _NUMBERS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_fa
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta
     and rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
-    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    written = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    parameters = {key: value for key, value in written.items() if value is not None}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -66,5 +66,15 @@ def check_layers(folder: Path, config: Mapping[str, object]) -> None:
         raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
 
 
+def no_weights(folder: Path, name: str = "model.safetensors") -> Finding:
+    """Return what to say of a folder without this file, whose weights may be a pickle."""
+    why, fix = "", "give a folder that holds the weights as safetensors"
+    pickles = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(folder.glob(pattern))]
+    if pickles:
+        why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
+        fix = "save the model as safetensors with Transformers: model.save_pretrained(OUT)"
+    return Finding(f"there is no {name}", str(folder), why, fix)
+
+
 def _no_index(index: Path, why: str) -> MegatuneError:
     return MegatuneError(Finding(f"is not an index of weights: {why}", str(index)), ExitCode.INPUT)

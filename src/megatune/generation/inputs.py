@@ -11,7 +11,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
 from megatune.families.peft_config import has_score
 from megatune.families.scores import num_labels
-from megatune.families.weight_index import read_weight_index
+from megatune.families.weight_index import no_weights, read_weight_index
 
 CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -99,5 +99,4 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
             what = f"{len(missing)} of {len(shards)} weight files are missing: {named}"
             yield Finding(what, str(folder), f"{index.name} names them", "copy or download the whole model again")
     elif not (folder / "model.safetensors").is_file():
-        why = "neither model.safetensors nor model.safetensors.index.json is there"
-        yield Finding("there are no weights", str(folder), why, "name a folder with safetensors weights")
+        yield no_weights(folder)

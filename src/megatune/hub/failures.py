@@ -122,6 +122,8 @@ def why(error: BaseException) -> str:
         return "it refuses the connection"
     if type(root) is OSError:
         return "what it sent is cut short"
+    if type(root).__name__ in ("RemoteProtocolError", "ReadError", "IncompleteRead", "ConnectionResetError"):
+        return "it breaks the connection off"
     return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
 
 

@@ -94,20 +94,19 @@ def find_desync(run_dir: Path, ranks: Sequence[int]) -> Desync | None:
 
 
 def _read(run_dir: Path, ranks: Sequence[int]) -> list[_Group]:
+    left: dict[int, list[dict[str, Any]]] = {}
+    for rank in ranks:
+        with contextlib.suppress(OSError, ValueError):
+            left[rank] = json.loads(operations_path(run_dir, rank).read_text())
     groups: dict[tuple[Any, ...], _Group] = {}
-    left = {rank for rank in ranks if operations_path(run_dir, rank).exists()}
-    for rank in left:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            for entry in json.loads(operations_path(run_dir, rank).read_text()):
-                members = tuple(entry["ranks"])
-                key = (entry["group"], members)
-                group = groups.setdefault(key, _Group(entry["kind"].lower().removesuffix("_group")))
-                for member in members:
-                    if member in left:
-                        group.called.setdefault(member, {})
-                group.called[rank] = {
-                    number: (name, sizes, waits) for number, name, sizes, waits in entry["operations"]
-                }
+    for rank, entries in left.items():
+        for entry in entries:
+            members = tuple(entry["ranks"])
+            kind = entry["kind"].lower().removesuffix("_group")
+            group = groups.setdefault((entry["group"], members), _Group(kind))
+            for member in left.keys() & {*members}:
+                group.called.setdefault(member, {})
+            group.called[rank] = {number: (name, sizes, waits) for number, name, sizes, waits in entry["operations"]}
     return [group for group in groups.values() if len(group.called) > 1]
 
 

@@ -21,11 +21,11 @@ from megatune.rehearse.compare import (
     largest_difference,
     not_finite,
     steps_of,
+    trained_steps,
 )
 from megatune.rehearse.layouts import layout_words, other_layout
 from megatune.rehearse.outcome import Outcome, failed, left, passed
 from megatune.rehearse.ranks import Ended, run_alone
-from megatune.rehearse.smaller import SAVED, STEPS
 
 TRAIN, RESUME, OTHER = "2 train, evaluate, save", "3 kill, resume", "4 resume in another layout"
 FINAL, PROOF = "5 final model in Transformers", "6 against Transformers"
@@ -56,9 +56,19 @@ class Scene:
         return self.folder / name
 
     @property
+    def steps(self) -> int:
+        """Of a whole run."""
+        return self.settings.optimizer.max_steps
+
+    @property
+    def resumed(self) -> int:
+        """The step that runs are resumed from."""
+        return self.settings.checkpoint.save_steps
+
+    @property
     def saved(self) -> Path:
-        """The checkpoint that runs are resumed from."""
-        return self.output(WHOLE) / f"checkpoint-{SAVED}"
+        """The checkpoint of that step."""
+        return self.output(WHOLE) / f"checkpoint-{self.resumed}"
 
 
 def train(scene: Scene) -> Outcome:
@@ -71,15 +81,20 @@ def train(scene: Scene) -> Outcome:
         return failed(TRAIN, [Finding(what, "", why, "lower learning_rate; look at the rows")], ExitCode.NOT_FINITE)
     if not scene.saved.is_dir():
         return failed(TRAIN, [Finding(f"there is no {scene.saved.name}")], ExitCode.CANNOT_WRITE)
-    losses = [record["loss"] for record in steps_of(output).values()]
+    losses = [record["loss"] for record in trained_steps(output).values()]
+    if not losses:
+        what, why = f"all {scene.steps} steps were skipped", "gradients overflowed in each"
+        return failed(TRAIN, [Finding(what, "", why, "write bf16: true, or lower learning_rate")], ExitCode.NOT_FINITE)
     found = f"{len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    if skipped := scene.steps - len(losses):
+        found += f", after {skipped} that were skipped while the loss scale fell"
     if evaluated := evaluations_of(output):
         last = evaluated[max(evaluated)]
         value = "" if last.get("eval_loss") is None else f", the last loss {last['eval_loss']:.4f}"
         found += f"; {len(evaluated)} evaluations{value}"
     else:
         found += "; the file evaluates nothing"
-    return passed(TRAIN, f"{found}; checkpoints at steps {SAVED} and {STEPS}")
+    return passed(TRAIN, f"{found}; checkpoints at steps {scene.resumed} and {scene.steps}")
 
 
 def resume(scene: Scene) -> Outcome:
@@ -88,7 +103,7 @@ def resume(scene: Scene) -> Outcome:
         return left(RESUME, why)
     output, whole = scene.output(_KILLED), scene.output(WHOLE)
     settings = with_settings(scene.settings, {"run.output_dir": str(output)})
-    newest = output / f"checkpoint-{SAVED}"
+    newest = output / scene.saved.name
     ended = _start(scene, settings, _KILLED, strike=newest.is_dir)
     if not ended.struck:
         early = [Finding("the run ended before a rank could be killed")], ExitCode.INTERNAL
@@ -100,7 +115,7 @@ def resume(scene: Scene) -> Outcome:
         return failed(RESUME, *wrong)
     apart = different_steps(whole, output, ("loss", "grad_norm"))
     number = 0
-    for place in (".", f"checkpoint-{STEPS}", f"checkpoint-{STEPS}/training"):
+    for place in (".", f"checkpoint-{scene.steps}", f"checkpoint-{scene.steps}/training"):
         count, different = different_tensors(whole / place, output / place)
         number += count
         apart += [f"{name} in {place}" for name in different]
@@ -108,11 +123,11 @@ def resume(scene: Scene) -> Outcome:
         what = f"the resumed run differs from the one that nobody killed: {apart[0]}"
         why = f"{len(apart)} numbers differ, and in one layout all are to be equal bit for bit"
         return failed(RESUME, [Finding(what, "", why, "report this with the folder of --keep")], ExitCode.INTERNAL)
-    return passed(
-        RESUME,
-        f"rank {scene.world_size - 1} killed after step {SAVED}; resumed: losses, gradient norms and {number} tensors "
-        "of weights and training state are equal bit for bit to those of a run that nobody killed",
+    found = (
+        f"rank {scene.world_size - 1} killed after step {scene.resumed}; resumed: losses, gradient norms and {number} "
     )
+    found += "tensors of weights and training state are equal bit for bit to those of a run that nobody killed"
+    return passed(RESUME, found)
 
 
 def resume_elsewhere(scene: Scene) -> Outcome:
@@ -129,7 +144,7 @@ def resume_elsewhere(scene: Scene) -> Outcome:
     if wrong := _not_done(_start(scene, with_settings(settings, own), _OTHER, world)):
         return failed(OTHER, *wrong)
     resumed = steps_of(output)
-    if rows := different_rows(whole, output, first=SAVED + 1):
+    if rows := different_rows(whole, output, first=scene.resumed + 1):
         return failed(OTHER, [Finding(f"in {words} other rows were trained: {rows[0]}")], ExitCode.INTERNAL)
     dtype = settings.precision.params_dtype
     apart, tolerance = largest_difference(whole, output), TOLERANCES[dtype]
@@ -176,7 +191,7 @@ def _cannot_resume(scene: Scene) -> str | None:
     if scene.settings.checkpoint.save_only_model:
         return "save_only_model: true writes no training state, so a run that dies begins again"
     if not scene.saved.is_dir():
-        return f"act 2 left no checkpoint of step {SAVED}"
+        return f"act 2 left no checkpoint of step {scene.resumed}"
     return None
 
 

@@ -55,11 +55,16 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(apart)
 
 
+def trained_steps(output_dir: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the steps of a run that were not skipped, as those of fp16 are until the loss scale fits."""
+    return {step: record for step, record in steps_of(output_dir).items() if not record.get("num_skipped")}
+
+
 def not_finite(output_dir: Path) -> list[str]:
-    """Name numbers of steps that are none: they are logged as null."""
+    """Name numbers of trained steps that are none: they are logged as null."""
     return [
         f"{name} of step {step}"
-        for step, record in steps_of(output_dir).items()
+        for step, record in trained_steps(output_dir).items()
         for name in ("loss", "grad_norm")
         if record.get(name) is None
     ]

@@ -11,7 +11,8 @@ from megatune.config.values import shown
 from megatune.plan.changes.variation import with_settings
 from megatune.rehearse.outcome import Change
 
-STEPS, SAVED = 6, 3  # three steps after a resume: an optimizer's wrong state shows in the second
+_SAVED, _AFTER = 3, 3  # steps after a resume: an optimizer's wrong state shows in the second
+_SCALED = 24  # in fp16 about 20 steps are skipped, until the loss scale has fallen from 2^32
 _TEXT, _WITH_PICTURES = 256, 1024  # tokens
 _PIXELS = 128 * 128
 _ROWS = 96
@@ -89,16 +90,17 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
 
 def _steps(settings: Settings) -> _Changes:
     optimizer, evaluation = settings.optimizer, settings.evaluation
-    yield "optimizer.max_steps", STEPS, "enough to save, resume and compare"
+    saved = _SCALED if settings.precision.fp16 else _SAVED
+    yield "optimizer.max_steps", saved + _AFTER, "enough to save, resume and compare"
     if optimizer.warmup_steps > 1:
         yield "optimizer.warmup_steps", 1.0, "fewer steps"
     yield "optimizer.lr_scheduler_kwargs", _scheduler(optimizer.lr_scheduler_kwargs), "fewer steps"
-    yield "checkpoint.save_strategy", "steps", f"a checkpoint at step {SAVED}"
-    yield "checkpoint.save_steps", SAVED, f"a checkpoint at step {SAVED}"
+    yield "checkpoint.save_strategy", "steps", f"a checkpoint at step {saved}"
+    yield "checkpoint.save_steps", saved, f"a checkpoint at step {saved}"
     yield "checkpoint.save_total_limit", None, "what is compared stays"
     if evaluation.eval_strategy != "no":
-        yield "evaluation.eval_strategy", "steps", f"an evaluation at step {SAVED}"
-        yield "evaluation.eval_steps", SAVED, f"an evaluation at step {SAVED}"
+        yield "evaluation.eval_strategy", "steps", f"an evaluation at step {saved}"
+        yield "evaluation.eval_steps", saved, f"an evaluation at step {saved}"
     yield "logging.logging_steps", 1, "every step is compared"
 
 

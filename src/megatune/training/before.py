@@ -13,7 +13,7 @@ from megatune.config.settings import Settings
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
-from megatune.families.weight_index import check_layers, read_weight_index
+from megatune.families.weight_index import check_layers, no_weights, read_weight_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 from megatune.training.storage.manifest import read_manifest
@@ -93,7 +93,6 @@ def check_weights(folder: Path) -> None:
             what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
             raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
     elif not (folder / "model.safetensors").is_file():
-        fix = "give a folder that holds the weights as safetensors"
-        raise MegatuneError(Finding("there is no model.safetensors", str(folder), fix=fix), ExitCode.INPUT)
+        raise MegatuneError(no_weights(folder), ExitCode.INPUT)
     if (folder / "config.json").is_file():
         check_layers(folder, read_config(folder))

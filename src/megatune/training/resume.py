@@ -18,7 +18,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import amount
-from megatune.training.storage.manifest import FileDigest, problem_of, read_manifest
+from megatune.training.storage.manifest import FileDigest, added_files, problem_of, read_manifest
 from megatune.training.storage.store import checkpoint_step, list_checkpoints, newest_verified, remove_checkpoints
 
 _POLL_SECONDS = 0.2
@@ -93,6 +93,8 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -
         return list(error.findings)
     if not manifest.resumable:
         return [Finding("holds a model without training state, so no run can resume from it", where=str(checkpoint))]
+    if added := on_rank_0(lambda: added_files(checkpoint, manifest)):
+        return [Finding(each, where=str(checkpoint)) for each in added]
     began = time.monotonic()
     key, total = f"verify/{checkpoint.name}", sum(file.size for file in manifest.files)
     progress = _Progress(context, key, total)

@@ -22,6 +22,7 @@ from megatune.training.storage.files import write_atomically
 FORMAT_VERSION = 1
 MANIFEST_NAME = "training/manifest.json"
 TRAINING_FOLDER = "training/"
+_READ_BY_NAME = (".safetensors", ".index.json", ".distcp", ".metadata", "config.json")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -122,6 +123,16 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
     return "" if digest == file.xxh3_128 else f"{file.name} is damaged: its digest does not match"
+
+
+def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Say which files of a checkpoint would be read and are not in its manifest, as where two folders were merged: an
+    index beside weights in one file leads to others."""
+    known = {MANIFEST_NAME, *(file.name for file in manifest.files)}
+    found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    return [
+        f"{name} is not of this checkpoint: remove it" for name in sorted(found - known) if name.endswith(_READ_BY_NAME)
+    ]
 
 
 def digest_file(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
