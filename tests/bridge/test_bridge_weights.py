@@ -151,6 +151,14 @@ def test_output_layer_beside_tied_embeddings_is_ignored(model_dir, tmp_path):
     open_checkpoint(tmp_path / "copy", load_architecture(tmp_path / "copy"))
 
 
+def test_tensors_of_other_dtypes_are_refused(copy):
+    """Integers would be cast to weights without a word."""
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(64, dtype=torch.int64)
+    save_file(weights, copy / "model.safetensors")
+    assert "model.norm.weight is I64" in str(refusal(copy))
+
+
 def test_pickles_are_refused(copy):
     (copy / "model.safetensors").unlink()
     torch.save({}, copy / "pytorch_model.bin")

@@ -196,7 +196,11 @@ REFUSED: list[tuple[Case, str, int]] = [
         f"dataset: cannot get team/down from HOST\n    why: it answered HTTP 500{MIRROR}",
         69,
     ),
-    (case("hf::team/dropped"), f"dataset: cannot get team/dropped from HOST\n    why: RemoteProtocolError{MIRROR}", 69),
+    (
+        case("hf::team/dropped"),
+        f"dataset: cannot get team/dropped from HOST\n    why: it breaks the connection off{MIRROR}",
+        69,
+    ),
     (
         case("team/pairs"),
         "dataset: team/pairs: its rows are preference pairs, which stage sft does not train\n"

@@ -342,3 +342,7 @@ def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     message, code = refused("a", tmp_path)
     assert message.startswith("dataset_info.json:1: cannot read: Expecting property name")
     assert code == ExitCode.INPUT
+    write(tmp_path / "dataset_info.json", "[" * 100_000)
+    message, code = refused("a", tmp_path)
+    assert message.startswith("dataset_info.json: cannot read")
+    assert code == ExitCode.INPUT

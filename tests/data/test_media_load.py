@@ -81,7 +81,14 @@ def test_what_is_not_built_is_said_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "there is no preprocessor_config.json"), ("{", "cannot be read"), ("[]", "is not a JSON object")],
+    [
+        (None, "there is no preprocessor_config.json"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "is not a JSON object"),
+        ('{"image_mean": [NaN, 0, 0]}', "image_mean make no sense"),
+        ('{"min_pixels": true}', "its least and most pixels make no sense"),
+    ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
@@ -89,3 +96,8 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None, message
     with pytest.raises(MegatuneError, match=message) as caught:
         load(tmp_path)
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+def test_a_joint_file_holds_objects(tmp_path: Path) -> None:
+    with pytest.raises(MegatuneError, match=r"its processor is \[1\], and no object"):
+        load(tmp_path, processor_config={"image_processor": [1]}, preprocessor_config={})

@@ -116,7 +116,8 @@ class Ended:
     @property
     def line(self) -> str:
         """The first line that a user reads of it."""
-        return next(line for line in self.stderr.splitlines() if line.startswith("megatune:"))
+        lines = self.stderr.splitlines()
+        return next((line for line in lines if line.startswith("megatune:")), lines[0])  # the launcher's, or a refusal
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -44,7 +44,7 @@ def fuzz(values: st.SearchStrategy[Any], check: Callable[[Any], None], examples:
 
 @contextlib.contextmanager
 def limited(seconds: int = _SECONDS, mib: int = _MIB) -> Iterator[None]:
-    """End what takes longer than `seconds`, or more than `mib` beside what this process has."""
+    """End what takes longer than `seconds` of this process's own time, or more than `mib` beside what it has."""
 
     def ring(*_: object) -> None:
         raise TookTooLongError(f"still busy after {seconds} s")
@@ -52,15 +52,15 @@ def limited(seconds: int = _SECONDS, mib: int = _MIB) -> Iterator[None]:
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGPROF, ring)
     resource.setrlimit(resource.RLIMIT_AS, (held + mib * 2**20, hard))
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def bad_steps(output_dir: Path) -> list[dict[str, Any]]:
     return read_json_lines(output_dir / "bad_steps.jsonl")
 
 
-@pytest.mark.extended("pp2", "cp2", "ep2 experts", "packed", "streamed", "lora dp2", "biased experts")
+@pytest.mark.extended("pp2", "dp2", "cp2", "ep2 experts", "packed", "streamed", "lora dp2", "biased experts")
 @pytest.mark.parametrize(
     ("name", "family", "changes"),
     [
@@ -94,7 +94,7 @@ def test_what_overflows_at_the_smallest_loss_scale_is_bad(
 
 
 def test_a_spike_is_skipped_and_a_resume_goes_on_bit_for_bit(
-    pool: RankPool, models: Callable[[str], Path], tmp_path: Path
+    pool: RankPool, models: Callable[[str], Path], tmp_path: Path, told: Callable[..., None]
 ) -> None:
     """The medians are part of a checkpoint: a process that starts again judges as the one before would have."""
     changes = {"max_steps": 13, "save_steps": 5, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
@@ -112,6 +112,11 @@ def test_a_spike_is_skipped_and_a_resume_goes_on_bit_for_bit(
     ]
     assert states[0] == states[1]
     assert states[0]["bad_steps"] == 2
+    told(
+        case="T46", fault="a loss and a gradient norm that spike, with on_bad_step: skip",
+        got=f"step 12: {bad_steps(tmp_path / 'one')[1]['problem']}",
+        lost="the rows of these steps; a resume goes on bit for bit",
+    )  # fmt: skip
     for name in ("one", "other"):
         records = bad_steps(tmp_path / name)
         assert [(record["step"], record["action"]) for record in records] == [(11, "skip"), (12, "skip")]
@@ -141,7 +146,7 @@ def test_more_bad_steps_than_allowed_end_the_run(
 
 @pytest.mark.parametrize("layout", [OVERLAPS], ids=["dp2"])
 def test_a_run_that_goes_back_leaves_out_the_step_and_the_one_before(
-    layout: dict[str, Any], pool: RankPool, models: Callable[[str], Path], tmp_path: Path
+    layout: dict[str, Any], pool: RankPool, models: Callable[[str], Path], tmp_path: Path, told: Callable[..., None]
 ) -> None:
     values = {**SIX, **layout, "save_steps": 2}
     settings = settings_of(models("qwen3"), tmp_path / "out", **values, on_bad_step="go_back")
@@ -156,6 +161,10 @@ def test_a_run_that_goes_back_leaves_out_the_step_and_the_one_before(
     logged = [each for each in read_json_lines(tmp_path / "out" / "metrics.jsonl") if "bad_step" in each]
     assert [(each["step"], each["action"]) for each in logged] == [(3, "left_out"), (4, "left_out")]
     assert [record["left_out"] for record in bad_steps(tmp_path / "out")] == [[3, 4]]
+    told(
+        case="T46", fault="NaN in a gradient of one of two ranks, with on_bad_step: go_back", got=logged[1]["notice"],
+        lost="the rows of two steps; all else is as in a run without them",
+    )  # fmt: skip
 
 
 def test_there_must_be_something_to_go_back_to(pool: RankPool, models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -163,3 +172,28 @@ def test_there_must_be_something_to_go_back_to(pool: RankPool, models: Callable[
     with pytest.raises(AssertionError, match="why: there is no checkpoint to go back to yet; gradients"):
         run(pool, 1, settings, tmp_path, {1: NAN}, {}, [], 0)
     assert [record["action"] for record in bad_steps(tmp_path / "out")] == ["stop"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_preferences_skip_a_step_without_a_trace(
+    stage: str, pool: RankPool, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    columns = {
+        "dpo": {"prompt": "instruction", "chosen": "yes", "rejected": "no"},
+        "kto": {"prompt": "instruction", "response": "yes", "kto_tag": "wanted"},
+    }
+    rows = [
+        {"instruction": f"Is {each}?", "yes": f"Yes, {each}.", "no": "No.", "wanted": each % 3 > 0}
+        for each in range(24)
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    entry = {"file_name": "rows.json", "ranking": stage == "dpo", "columns": columns[stage]}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": entry}))
+    values = {**SIX, **TP2, "stage": stage, "dataset_dir": tmp_path, "dataset": "rows"}
+    run(pool, 2, settings_of(models("qwen3"), tmp_path / "out", **values, on_bad_step="skip"), tmp_path, {4: NAN})
+    run(pool, 2, settings_of(models("qwen3"), tmp_path / "whole", **values), tmp_path, {}, {}, [4])
+    for folder in (".", "checkpoint-6/training"):
+        assert_same_tensors(tmp_path / "out" / folder, tmp_path / "whole" / folder)
+    (record,) = bad_steps(tmp_path / "out")
+    assert record["step"] == 4

@@ -68,6 +68,9 @@ DAMAGE: dict[str, tuple[str, str, Callable[[Path], object], str]] = {
     "half of a manifest": ("T14", MANIFEST, halve, f"{MANIFEST} cannot be read"),
     "an empty manifest": ("T14", MANIFEST, lambda path: path.write_text(""), f"{MANIFEST} cannot be read"),
     "a manifest of something else": ("T14", MANIFEST, lambda path: path.write_text("[]"), f"{MANIFEST} cannot be read"),
+    "a manifest that nests without end": (
+        "T14", MANIFEST, lambda path: path.write_text("[" * 100_000), f"{MANIFEST} cannot be read",
+    ),
     "a manifest that was edited": (
         "T14", MANIFEST, lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": 9')),
         f"{MANIFEST} is damaged",

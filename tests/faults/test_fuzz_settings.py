@@ -314,21 +314,21 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Checked:
 
 
 @pytest.mark.extended(6_000)
-@pytest.mark.parametrize("examples", [300, 6_000])
+@pytest.mark.parametrize("examples", [150, 6_000])
 def test_own_files(examples: int, checked: _Checked) -> None:
     fuzz(_files(), checked.own, examples)
     checked.saw_both(examples)
 
 
 @pytest.mark.extended(2_000)
-@pytest.mark.parametrize("examples", [150, 2_000])
+@pytest.mark.parametrize("examples", [80, 2_000])
 def test_command_lines_of_megatron_swift(examples: int, checked: _Checked) -> None:
     fuzz(_command_lines(), checked.swift, examples)
     checked.saw_both(examples)
 
 
 @pytest.mark.extended(2_000)
-@pytest.mark.parametrize("examples", [100, 2_000])
+@pytest.mark.parametrize("examples", [50, 2_000])
 def test_files_of_reinforcement_learning(examples: int, checked: _Checked) -> None:
     fuzz(_rl_files(), checked.roll, examples)
     checked.saw_both(examples)

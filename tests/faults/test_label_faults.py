@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from layouts import LAYOUTS
 from model_sizes import MakeModel
 from pool import RankPool
@@ -29,6 +30,7 @@ def loss_and_norm(model: Path, settings: Settings) -> tuple[float, float]:
     return loss, step(assembly.optimizer, 0.0)[1]
 
 
+@pytest.mark.extended
 def test_a_rank_without_labels(pool: RankPool, model_dir: MakeModel, told: Callable[..., None]) -> None:
     model = model_dir("qwen3")
     ((loss, norm),) = pool.run(1, loss_and_norm, model, LAYOUTS["1"].settings())

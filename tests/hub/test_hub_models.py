@@ -182,7 +182,7 @@ REFUSED = {
     "team/gated": (66, "access to team/gated on HOST has to be asked for\n    fix: ask for access on its page, then"),
     "team/denied": (66, "HOST refuses the token for team/denied\n    fix: log in: hf auth login, or set HF_TOKEN"),
     "team/down": (69, "cannot get team/down from HOST\n    why: it answered HTTP 500\n    fix: set HF_ENDPOINT to a"),
-    "team/dropped": (69, "cannot get team/dropped from HOST\n    why: RemoteProtocolError"),
+    "team/dropped": (69, "cannot get team/dropped from HOST\n    why: it breaks the connection off"),
     "team/pickles": (66, "team/pickles on HOST has no model.safetensors\n    why: pytorch_model.bin is a pickle"),
     "team/bare": (66, "team/bare on HOST has no config.json"),
     "team/short": (66, "team/short on HOST lacks 1 of 2 weight files: model-00003-of-00002.safetensors"),

@@ -43,6 +43,7 @@ def caused_by(error: BaseException, cause: BaseException) -> BaseException:
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), Kind.ERROR, 71),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), Kind.ERROR, 71),
         (MemoryError(), Kind.ERROR, 71),
+        (RuntimeError("can't start new thread"), Kind.ERROR, 71),
         (OSError(errno.ENOSPC, "No space left on device"), Kind.ERROR, 73),
         (MegatuneError("no peer", ExitCode.UNAVAILABLE), Kind.UNAVAILABLE, 69),
         (MegatuneError("loss is nan", ExitCode.NOT_FINITE), Kind.ERROR, 77),

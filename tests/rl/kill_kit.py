@@ -254,10 +254,11 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def curve(output: Path) -> list[tuple[Any, ...]]:
-    """Return numbers of every step and validation."""
+    """Return numbers of every step and validation; a resume validates the step that it begins at once more."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [tuple(record.get(name) for name in _CURVE) for record in records if "reward" in record]
-    return steps + [(record["step"], record["eval_reward"]) for record in records if "eval_reward" in record]
+    validations = ((record["step"], record["eval_reward"]) for record in records if "eval_reward" in record)
+    return [*steps, *dict.fromkeys(validations)]
 
 
 def weights(output: Path) -> dict[str, bytes]:

@@ -143,8 +143,18 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
         code = run_restarting(run_once, settings, run_dir, stop_file)
     if code == ExitCode.OUT_OF_MEMORY and first and ran_out_of_memory(output_dir):
-        print(advice, file=sys.stderr)
+        print(_diagnosis(output_dir) or advice, file=sys.stderr)
     return code
+
+
+def _diagnosis(output_dir: Path) -> str:
+    """Return what `megatune explain OUTPUT` says of memory beyond how the run ended; "" where nothing was planned."""
+    from megatune.plan.run.trouble import diagnose
+
+    with contextlib.suppress(MegatuneError):
+        _, *lines = diagnose(output_dir)
+        return "\n".join([f"megatune: `megatune explain {output_dir}`:", *lines])
+    return ""
 
 
 def _preflight(

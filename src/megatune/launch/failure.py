@@ -105,7 +105,10 @@ _COLLECTIVE_TEXTS = (
     "|timed out waiting|caused pair closure|monitoredbarrier"
 )
 _TIMEOUT_TEXTS = "timed out|timeout"
-_OUT_OF_MEMORY_TEXTS = "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory"
+# A thread needs memory for its stack.
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory|can't start new thread"
+)
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 

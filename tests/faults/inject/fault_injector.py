@@ -53,7 +53,7 @@ class Fault:
         times: for how many calls from that one on.
         when: "before" or "after" the function; what changes a result or a file is after it.
         value: of an exception its text, of an exit its code, of a signal its name, of a delay or a jump of the clock
-            its seconds, of a full disk the bytes that still fit in a file.
+            its seconds, of a full disk the bytes that still fit in a file, of full memory those that can still be had.
         once: not again in processes that are started later, such as those of a restart.
     """
 
@@ -262,6 +262,22 @@ def _disk_full(fault: Fault, result: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault.value or 0, resource.RLIM_INFINITY))
 
 
+def _memory_full(fault: Fault, result: Any) -> None:
+    """This process gets no more than so many bytes from here on, as where RLIMIT_AS or a container ends it."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (fault.value or 0), resource.RLIM_INFINITY))
+
+
+def _device_full(fault: Fault, result: Any) -> None:
+    """As torch says it, of a device that there is none of here."""
+    import torch
+
+    raise torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {(fault.value or 0) / 2**30:.2f} GiB. GPU 0 has a total capacity of "
+        "79.10 GiB of which 0.50 GiB is free."
+    )
+
+
 def _short_write(fault: Fault, path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -297,6 +313,8 @@ KINDS: dict[str, Callable[[Fault, Any], Any]] = {
     "stop": _stop,
     "slow": _slow,
     "disk full": _disk_full,
+    "memory full": _memory_full,
+    "device full": _device_full,
     "short write": _short_write,
     "bit flip": _bit_flip,
     "clock jump": _clock_jump,

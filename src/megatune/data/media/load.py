@@ -123,7 +123,7 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
     ]
     least, most = _areas(config)
     sane = {
-        "its least and most pixels": isinstance(least, int) and isinstance(most, int) and 0 < least <= most,
+        "its least and most pixels": type(least) is int and type(most) is int and 0 < least <= most,
         "image_mean": _is_by_channel(config["image_mean"]),
         "image_std": _is_by_channel(config["image_std"]) and all(config["image_std"]),
         "resample": config["resample"] in list(Image.Resampling),
