@@ -12,7 +12,7 @@ from megatune.plan.changes.variation import with_settings
 from megatune.rehearse.outcome import Change
 
 _SAVED, _AFTER = 3, 3  # steps after a resume: an optimizer's wrong state shows in the second
-_SCALED = 24  # in fp16 about 20 steps are skipped, until the loss scale has fallen from 2^32
+_SCALED = 28  # in fp16 about 24 steps are skipped, until the loss scale has fallen from 2^32
 _TEXT, _WITH_PICTURES = 256, 1024  # tokens
 _PIXELS = 128 * 128
 _ROWS = 96
