@@ -51,8 +51,7 @@ class Job:
         (folder / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         base = {**os.environ, "MEGATUNE_CACHE": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
         # Every process of the run has it in its environment, wherever it was born.
-        self._mark = f"MEGATUNE_TEST_JOB={folder}"
-        base["MEGATUNE_TEST_JOB"] = str(folder)
+        base["MEGATUNE_TEST_JOB"] = self._mark = f"{folder} {time.monotonic_ns()}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatune", "train", str(folder / "run.yaml"), *words],
             env=environment(faults, self.fired, base) if faults else base,
@@ -84,7 +83,7 @@ class Job:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                named = process.environ().get("MEGATUNE_TEST_JOB") == self._mark.partition("=")[2]
+                named = process.environ().get("MEGATUNE_TEST_JOB") == self._mark
                 if named and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
