@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
+from megatune.families.patterns import is_whole_match
 from megatune.families.selection import Selection, is_frozen
 from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weight, layers_of
 
@@ -91,7 +92,7 @@ def is_target(target: str, weight: Weight, tensor: HFTensor, architecture: Archi
         return weight.stack is not Stack.PROJECTOR
     if _NO_NAME.search(target):
         numbered = (path.format(layer=layer, expert=0) for layer in layers_of(weight, architecture))
-        return all(re.fullmatch(target, one) for one in numbered)
+        return all(is_whole_match(target, one) for one in numbered)
     return target in (path, engine_layer(weight)) or path.endswith(f".{target}")
 
 

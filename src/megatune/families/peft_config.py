@@ -13,6 +13,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.dense import SCORE
+from megatune.families.patterns import is_whole_match
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -82,7 +83,7 @@ class PeftConfig:
 
 def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that holds for a module or for the end of its path, as peft does."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    found = (value for pattern, value in patterns.items() if is_whole_match(rf"(.*\.)?({pattern})", module))
     return next(found, default)
 
 

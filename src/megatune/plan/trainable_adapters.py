@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
@@ -13,6 +12,7 @@ from megatune.config.rules.problem import Context, Problem
 from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.patterns import is_whole_match
 from megatune.families.peft_form import peft_problems
 from megatune.families.selection import is_frozen
 from megatune.families.trained import module_of, modules
@@ -184,7 +184,7 @@ def _layers_that_match(target: str, architecture: Architecture) -> str:
     found: dict[int, None] = {}
     for weight, tensor in _matrices(architecture):
         for layer in layers_of(weight, architecture):
-            if weight.per_layer and re.fullmatch(target, module_path(tensor).format(layer=layer, expert=0)):
+            if weight.per_layer and is_whole_match(target, module_path(tensor).format(layer=layer, expert=0)):
                 found[layer] = None
     return f"layer{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}" if found else ""
 
