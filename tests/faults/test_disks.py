@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -52,8 +54,8 @@ def test_no_room_is_said_before_a_checkpoint_is_begun(
          lost="steps since the checkpoint before")  # fmt: skip
 
 
-def lose_folder(settings: Settings, folder: Path, how: str) -> int:
-    """A rank's run whose output_dir goes in its third step: removed, or a file in its place."""
+def lose_folder(settings: Settings, folder: Path, how: str) -> tuple[int, str]:
+    """A rank's run whose output_dir goes in its third step: removed, or a file in its place; and what it said."""
     beat, output_dir = RankContext.beat, Path(str(settings.run.output_dir))
 
     def beat_and_lose(context: RankContext, phase: str, step: int, **more: float | None) -> None:
@@ -64,8 +66,11 @@ def lose_folder(settings: Settings, folder: Path, how: str) -> int:
                 output_dir.write_text("in its place")
 
     RankContext.beat = beat_and_lose  # type: ignore[method-assign]
+    said = io.StringIO()
     try:
-        return train(settings, folder)
+        with contextlib.redirect_stdout(said):
+            code = train(settings, folder)
+        return code, said.getvalue()
     finally:
         RankContext.beat = beat  # type: ignore[method-assign]
 
@@ -85,12 +90,13 @@ def test_a_folder_that_goes_while_the_run_writes_to_it_is_made_anew(
     pool: RankPool, model: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
     settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, gradient_accumulation_steps=2)
-    assert pool.run(2, lose_folder, settings, tmp_path / "launch", "nothing") == [0, 0]
+    (code, said), (other, _) = pool.run(2, lose_folder, settings, tmp_path / "launch", "nothing")
+    assert (code, other) == (0, 0)
+    got = next(line for line in said.splitlines() if "was removed while the run writes to it" in line)
     (last,) = list_checkpoints(tmp_path / "out")
     assert last.name == "checkpoint-4"
     assert not [problem for file in read_manifest(last).files if (problem := problem_of(last, file))]
-    told(case="T17", fault="output_dir is removed while the run trains", got="saved checkpoint-4, into a new folder",
-         lost="what was in the folder")  # fmt: skip
+    told(case="T17", fault="output_dir is removed while the run trains", got=got, lost="what was in the folder")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(

@@ -16,7 +16,7 @@ def is_whole_match(pattern: str, text: str) -> bool:
         MegatuneError: SETTINGS, where that takes longer than a second.
     """
     try:
-        return regex.fullmatch(pattern, text, timeout=_SECONDS) is not None
+        return bool(regex.fullmatch(pattern, text, timeout=_SECONDS))
     except TimeoutError as error:
         what = f"the regular expression {pattern!r:.100} does not come to an end on {text!r:.60}"
         why = f"after {_SECONDS:g} s it was still trying: repetitions in repetitions have too many ways to match"

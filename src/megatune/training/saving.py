@@ -46,6 +46,7 @@ class CheckpointSaver:
         self._store, self._assembly, self._settings, self._source = store, assembly, settings, source
         self._in_flight: _Save | None = None
         self._said: set[str] = set()
+        self._had_place = store.output_dir.is_dir()
 
     @property
     def in_flight(self) -> bool:
@@ -77,7 +78,7 @@ class CheckpointSaver:
         needed = sum(num_bytes for _, num_bytes, _ in claims)
         if self._settings.checkpoint.save_format == "torch_dist":
             needed += groups.total(files.model_bytes)
-        on_rank_0(lambda: ensure_room(self._store.output_dir, needed))
+        on_rank_0(lambda: self._ensure_place(needed))
         folder = on_rank_0(lambda: self._store.begin(state.step))
         background = background and self._has_memory(claims)
         written: Iterable[WrittenFile] = [file.held() for file in files] if background else files
@@ -116,6 +117,13 @@ class CheckpointSaver:
             return path
 
         return finish
+
+    def _ensure_place(self, num_bytes: int) -> None:
+        output_dir = self._store.output_dir
+        if self._had_place and not output_dir.is_dir():
+            gone = "it is made anew, and checkpoints and logs that were in it are gone"
+            print(f"warning: {output_dir} was removed while the run writes to it: {gone}", flush=True)
+        ensure_room(output_dir, num_bytes)
 
     def _has_memory(self, claims: Sequence[tuple[str, int, int]]) -> bool:
         """Return whether every machine holds the copies of its ranks, and say once what that takes, or where it is
