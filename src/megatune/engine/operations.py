@@ -25,10 +25,12 @@ def recent_operations() -> list[dict[str, Any]]:
     """Return of each group its "group" (number), "kind" (what Megatron-Core calls it), "ranks" and "operations": their
     number in the group, name, sizes of inputs, and whether this process waits in them. Safe in any thread."""
     remember_groups()
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in _entries():
         name, kind = entry["process_group"]
-        group = found.setdefault(name, {"group": name, "kind": kind, "ranks": _ranks.get(name, []), "operations": []})
+        group = found.setdefault(
+            (name, kind), {"group": name, "kind": kind, "ranks": _ranks.get(name, []), "operations": []}
+        )
         waits = not entry["retired"] and entry["state"] != "completed"
         operation = entry["profiling_name"].rpartition(":")[2]
         group["operations"].append([entry["collective_seq_id"], operation, entry["input_sizes"], waits])
