@@ -305,6 +305,12 @@ WRONG_COMMAND_LINE = [
         "seed=a:²: seed is 'a:²'\n    why: expected a whole number, at least 0, below 4294967296\n"
         "    fix: write seed: 42, the default",
     ),
+    (
+        ["packing=[" + 5000 * "9" + "]"],
+        [],
+        f"packing=[{191 * '9'}...: packing is '[{99 * '9'}...'\n    why: expected true or false, or null\n"
+        "    fix: remove packing, or give it true or false",
+    ),
     (["seed"], [], "'seed' is not an override\n    fix: write key=value, without spaces around ="),
     (["=1"], [], "'=1' is not an override\n    fix: write key=value, without spaces around ="),
     (["sed=1"], [], "sed=1: unknown setting 'sed'\n    fix: did you mean seed?"),

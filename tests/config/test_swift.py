@@ -274,6 +274,7 @@ REFUSED = [
     ("--loss_scale react", "--loss_scale"),
     ("--log_interval 5 --hidden_size 8", "--hidden_size"),
     ("--optimizer muon", "--optimizer"),
+    ("--do_train=false", "--do_train"),
     ("--add_version true", "--add_version"),  # on two machines
 ]
 

@@ -209,6 +209,11 @@ def test_bad_conversations(row: dict[str, Any], message: str) -> None:
             '(message 1 has {"type": "file", "id": 1})',
         ),
         (
+            openai(said("user", [{"type": [], "text": "hi"}])),
+            "bad-content-part: a part of a message is not text, an image or a video "
+            '(message 1 has {"type": [], "text": "hi"})',
+        ),
+        (
             openai(said("user", ["hi"])),
             'bad-content-part: a part of a message is not text, an image or a video (message 1 has "hi")',
         ),

@@ -13,6 +13,8 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+_LONGEST_PLACE = 200  # characters
+
 
 @dataclass(frozen=True, slots=True)
 class SettingEntry:
@@ -151,10 +153,15 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[F
     for override in overrides:
         key, equals, text = override.partition("=")
         if equals and key.strip():
-            entries.append(SettingEntry(key.strip(), parse(text), override, "override"))
+            entries.append(SettingEntry(key.strip(), parse(text), place_of(override), "override"))
         else:
             findings.append(Finding(f"{override!r} is not an override", fix="write key=value, without spaces around ="))
     return entries, findings
+
+
+def place_of(word: str) -> str:
+    """Return what a message says of a word of a command line as its place: the word, cut where it is long."""
+    return word if len(word) <= _LONGEST_PLACE else f"{word[:_LONGEST_PLACE]}..."
 
 
 def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from megatune.config.entry import SettingEntry, yaml_finding
+from megatune.config.entry import SettingEntry, place_of, yaml_finding
 from megatune.config.values import TooLarge, Value, compose, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -217,9 +217,9 @@ def _override(word: str, reading: Reading) -> None:
     except yaml.YAMLError:
         node = None if not text.strip() else yaml.ScalarNode("tag:yaml.org,2002:str", text)
     if node is None:
-        tree[parts[-1]] = SettingEntry(dotted, Value(None, ""), word, "override")
+        tree[parts[-1]] = SettingEntry(dotted, Value(None, ""), place_of(word), "override")
     else:
-        made = _Nodes("", reading, where=word).node(node, dotted, word)
+        made = _Nodes("", reading, where=place_of(word)).node(node, dotted, place_of(word))
         _merge(tree, {parts[-1]: made})
 
 

@@ -232,6 +232,7 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
     given: list[object] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        kind = kind if isinstance(kind, str) else None
         has = f"{place} has a part of type {kind!r}"
         if kind in _AUDIO_PARTS:
             raise UnsupportedRow(f"{has}: training on audio is not built")
