@@ -275,6 +275,7 @@ REFUSED = [
     ("--log_interval 5 --hidden_size 8", "--hidden_size"),
     ("--optimizer muon", "--optimizer"),
     ("--do_train=false", "--do_train"),
+    ("--save_hf_model=false", "--save_hf_model"),
     ("--add_version true", "--add_version"),  # on two machines
 ]
 

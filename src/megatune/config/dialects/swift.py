@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects import swift_meaning, swift_run_meaning
-from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.dialect import Dialect, Refused
+from megatune.config.dialects.llamafactory_refused import NOT_BUILT
 from megatune.config.dialects.swift_command import MEANT, Command, by_current_name
 from megatune.config.dialects.swift_defaults import DEFAULTS, VERSION_3
 from megatune.config.dialects.swift_ignored import IGNORED
@@ -47,13 +48,18 @@ def _keys(newest_first: bool) -> dict[str, Any]:
     return {name: keys[name] for name in ordered}
 
 
+def _of_our_names() -> dict[str, Refused]:
+    """Return what values are refused of settings that a command line may name as a file does: do_train."""
+    return {name: refused for name, refused in NOT_BUILT.items() if refused.values and name in setting_paths()}
+
+
 @cache
 def dialect_of(generation: int) -> Dialect:
     """Return the dialect; its messages name flags as version 3 or 4 does."""
     return Dialect(
         name=f"Megatron-SWIFT {generation}",
         keys=_keys(generation == 4),
-        not_built=REFUSED,
+        not_built={**_of_our_names(), **REFUSED},
         prefix="--",
         separator=" ",
     )

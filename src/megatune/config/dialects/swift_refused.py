@@ -42,7 +42,6 @@ REFUSED: dict[str, Refused] = {
         fix="write --rlhf_type dpo, kto or rm",
     ),
     # Training.
-    "do_train": Refused("training is what this command does", values=(False,), fix="write --do_train true"),
     "cross_entropy_fusion_impl": Refused(_KERNEL, off=("native",)),
     "optimizer_cuda_graph": Refused(_KERNEL, off=(False,)),
     "main_params_dtype": Refused("the optimizer's copy of the weights is fp32", off=("fp32",)),
