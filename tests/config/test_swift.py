@@ -275,6 +275,7 @@ REFUSED = [
     ("--log_interval 5 --hidden_size 8", "--hidden_size"),
     ("--optimizer muon", "--optimizer"),
     ("--do_train=false", "--do_train"),
+    ("--output_dir out --mcore_model " + 300 * "a", "--mcore_model"),
     ("--save_hf_model=false", "--save_hf_model"),
     ("--add_version true", "--add_version"),  # on two machines
 ]
@@ -385,3 +386,11 @@ def test_a_variable_of_a_file_has_a_name(tmp_path):
     run = read_swift("sft", [str(path)], env={}, config=CONFIG)
     assert any("ENV: 'A=B' is no name of a variable" in finding for finding in findings(run))
     assert "A=B" not in run.command.variables
+
+
+def test_a_system_message_of_a_file_that_is_no_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "system.txt").write_bytes(b"\xff")
+    (finding,) = read("--system system.txt").loaded.findings
+    assert finding.where == "--system"
+    assert "cannot be read" in finding.why

@@ -72,7 +72,7 @@ for _tag, _pattern, _first in (
 
 
 def read_text(path: Path) -> str:
-    """Read a file of YAML.
+    """Read a file of settings, or of a text among them.
 
     Raises:
         OSError, UnicodeDecodeError: as `Path.read_text`.

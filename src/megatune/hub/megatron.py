@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def is_hugging_face(folder: str | Path) -> bool:
 
 
 def _has(folder: str | Path, *names: str) -> bool:
-    return any((Path(folder) / name).is_file() for name in names)
+    # os.path says False of names that no file system has, where Path raises.
+    return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
 def iteration_name(iteration: int) -> str:

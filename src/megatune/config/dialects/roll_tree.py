@@ -100,7 +100,7 @@ def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> P
         why = "Hydra puts the keys of such a file below the names of its folders"
         reading.findings.append(Finding(f"defaults: {item} without @_here_", listed.where, why, fix))
         return None
-    if other.is_file():
+    if os.path.isfile(other):
         return other
     if Path(name).name.startswith("deepspeed_zero"):
         reading.lines.append(f"{item} of defaults is not read: DeepSpeed takes no part")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.swift_command import Command
+from megatune.config.values import TooLarge, read_text
 from megatune.hub.megatron import is_torch_dist
 
 _OURS = "training/manifest.json"  # what a checkpoint of this program has
@@ -47,7 +49,7 @@ def _start(command: Command, *, is_megatron: bool) -> None:
     """Whether more than weights is read: of a checkpoint of this program, and of no other."""
     model, starts_anew = command.value("model"), command.value("finetune", command.generation == 4)
     if not starts_anew and command.given("finetune"):
-        if isinstance(model, str) and (Path(model) / _OURS).is_file():
+        if isinstance(model, str) and os.path.isfile(os.path.join(model, _OURS)):
             command.sets("finetune", "resume_from_checkpoint", model, "a checkpoint of this program")
             command.flags.pop("finetune")
         elif is_megatron:
@@ -93,7 +95,7 @@ def _add_version(command: Command) -> None:
         why = "every machine would name another folder by its clock"
         command.refuse("add_version", why, "write --output_dir with a name of its own, and --add_version false")
         return
-    found = [re.match(r"v(\d+)-", each.name) for each in folder.glob("v*-*")] if folder.is_dir() else []
+    found = [re.match(r"v(\d+)-", each.name) for each in folder.glob("v*-*")] if os.path.isdir(folder) else []
     number = 1 + max((int(each[1]) for each in found if each), default=-1)
     versioned = str(folder / f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")
     entry = command.flags.pop("add_version")
@@ -113,7 +115,7 @@ def hub(command: Command) -> None:
         command.whys[command.flags.pop("use_hf").where] = f"what is no folder or file here is taken from {host}"
         return
     names = [command.value("model"), *(command.value("dataset") or ())]
-    ids = [name for name in names if isinstance(name, str) and "/" in name and not Path(name.split("#")[0]).exists()]
+    ids = [name for name in names if isinstance(name, str) and "/" in name and not os.path.exists(name.split("#")[0])]
     if ids and not on_hugging_face:
         command.whys["hub"] = "what is no folder or file here is taken from ModelScope; --use_hf: from Hugging Face"
 
@@ -174,8 +176,12 @@ def rows(command: Command) -> None:
     why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
     command.ignore("train_dataloader_shuffle", why)
     system = command.value("system")
-    if isinstance(system, str) and system.endswith(".txt") and Path(system).is_file():
-        command.becomes("system", Path(system).read_text(encoding="utf-8"), "the text of the file")
+    if isinstance(system, str) and system.endswith(".txt") and os.path.isfile(system):
+        try:
+            command.becomes("system", read_text(Path(system)), "the text of the file")
+        except (OSError, UnicodeDecodeError, TooLarge) as error:
+            why = getattr(error, "problem", None) or str(error)
+            command.refuse("system", f"the file cannot be read: {why}", "name a file of UTF-8 text")
     if not command.given("interleave_prob"):
         command.ignore("stopping_strategy", "it is of interleave_prob")
     elif not command.given("stopping_strategy"):
