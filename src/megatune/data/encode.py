@@ -16,7 +16,7 @@ from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
 from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
-from megatune.data.tokenizer_files import cannot_load, check_tokenizer
+from megatune.data.tokenizer_files import cannot_load, check_tokenizer, check_vocabulary
 from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns, unnumbered
 from megatune.data.vision import Placed, VisionInput
 from megatune.data.words import Words, words_of
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatune.config.settings import Settings
-
-
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "tekken.json", "*.tiktoken", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +285,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder = Path(model_dir)
-    _check_vocabulary(folder)
+    check_vocabulary(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_tokenizer(tokenizer, folder)
@@ -300,16 +297,6 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
             raise
         raise cannot_load(folder, error) from error
     return tokenizer
-
-
-def _check_vocabulary(folder: Path) -> None:
-    """Refuse a tokenizer without its tokens, of which Transformers makes one that knows none."""
-    # Files of a vocabulary, each with what it is nothing without.
-    for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
-        if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
-            return
-    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from where the model is from"
-    raise MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the model's: its ids within the vocabulary, and its class one that reads tokenizer.json."""
+"""Whether a tokenizer is there, and is the model's: ids within the vocabulary, a class that reads tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,8 +15,23 @@ _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _OWN_FILE = "the tokenizer that was published with the weights"
 # Read tokenizer.json as it is, whatever the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "tekken.json", "*.tiktoken", "vocab.txt", "spiece.model")
 # Words, digits, space and letters that classes of tokenizers split in ways of their own.
 _PROBE = "Hello world, it's 2024:\n\n    def f(x): return x + 1\n你好，世界 naïve  1,000.50"
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Refuse a tokenizer without its tokens, of which Transformers makes one that knows none.
+
+    Raises:
+        MegatuneError: INPUT.
+    """
+    # Files of a vocabulary, each with what it is nothing without.
+    for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
+        if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
+            return
+    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from where the model is from"
+    raise MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
 
 def cannot_load(folder: Path, error: Exception) -> MegatuneError:

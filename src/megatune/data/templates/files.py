@@ -7,11 +7,10 @@ from pathlib import Path
 
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.tokenizer_files import check_vocabulary
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# One of these is what a tokenizer is read from.
-_TOKENIZERS = (TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 _CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -33,10 +32,7 @@ def check_template(name: str | None, folder: Path | None) -> None:
         template = named_template(name)
     if folder is None:
         return
-    if not any((folder / each).exists() for each in _TOKENIZERS):
-        fix = f"put {TOKENIZER} and {TOKENIZER_CONFIG} beside the weights"
-        finding = Finding("the tokenizer cannot be loaded", str(folder), "there is none in the folder", fix)
-        raise MegatuneError(finding, ExitCode.INPUT)
+    check_vocabulary(folder)
     if template is None:
         if not _has_chat_template(folder):
             raise _refused("default", folder, "the tokenizer has no chat template")
