@@ -196,7 +196,7 @@ def test_mask_history_can_keep_earlier_thoughts() -> None:
     assert ("hm" in context(True), "hm" in context(False)) == (True, False)
 
 
-PAIR = PreferencePair(
+PAIR = PreferencePair.of_answers(
     CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea.")
 )
 PAIR_PROMPT = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2)["input_ids"]
@@ -267,7 +267,7 @@ def test_a_pair_is_as_long_as_its_longer_answer(strategy: str) -> None:
 
 def test_a_thought_in_one_answer_belongs_to_the_answers() -> None:
     """With enable_thinking: null, an answer without a thought is asked for with an empty one."""
-    thoughtful = PreferencePair(
+    thoughtful = PreferencePair.of_answers(
         (Message("user", "a"),), Message("assistant", "<think>\nhm\n</think>\n\nb"), Message("assistant", "c")
     )
     (result,) = Encoder(TOKENIZER, load_template("qwen3", TOKENIZER), 100, enable_thinking=None).encode([thoughtful])

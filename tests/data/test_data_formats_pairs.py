@@ -66,12 +66,12 @@ U, G, B = said("user", "q"), said("assistant", "good"), said("assistant", "bad")
     ],
 )
 def test_pairs(row: dict[str, Any]) -> None:
-    assert to_example(row, detected(row), "dpo") == PreferencePair((Q,), GOOD, BAD)
+    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers((Q,), GOOD, BAD)
 
 
 def test_system_history_and_tools() -> None:
     prompt = (Message("user", "a"), Message("assistant", "b"), Message("user", "c\nd"))
-    pair = PreferencePair(prompt, GOOD, BAD, "s", ({"name": "f"},))
+    pair = PreferencePair.of_answers(prompt, GOOD, BAD, "s", ({"name": "f"},))
     row: dict[str, Any] = {"chosen": "good", "rejected": "bad", "system": "s", "tools": '[{"name": "f"}]'}
     alpaca = {**row, "instruction": "c", "input": "d", "history": [["a", "b"]]}
     assert to_example(alpaca, detected(alpaca), "dpo") == pair
@@ -89,13 +89,15 @@ def test_tool_answers_and_calls() -> None:
     call = said("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
     row = {"messages": [U, call, said("tool", "1")], "chosen": G, "rejected": call}
     called = Message("assistant", "", (ToolCall("f", {}),))
-    assert to_example(row, detected(row), "dpo") == PreferencePair((Q, called, Message("tool", "1")), GOOD, called)
+    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers(
+        (Q, called, Message("tool", "1")), GOOD, called
+    )
 
 
 def test_columns_of_other_names() -> None:
     columns = Columns(prompt="question", query=None, chosen="better", rejected="worse")
     source = Form("alpaca", columns, ranking=True)
-    assert to_example({"question": "q", "better": "good", "worse": "bad"}, source, "dpo") == PreferencePair(
+    assert to_example({"question": "q", "better": "good", "worse": "bad"}, source, "dpo") == PreferencePair.of_answers(
         (Q,), GOOD, BAD
     )
 
@@ -244,7 +246,7 @@ def test_a_margin_is_of_reward_models(value: Any, margin: float) -> None:
     pair = to_example(row, detected(row), "rm")
     assert isinstance(pair, PreferencePair)
     assert pair.margin == margin
-    assert to_example(row, detected(row), "dpo") == PreferencePair((Q,), GOOD, BAD)
+    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers((Q,), GOOD, BAD)
 
 
 @pytest.mark.parametrize(("value", "got"), [("much", '"much"'), (True, "true"), (float("nan"), "NaN")])

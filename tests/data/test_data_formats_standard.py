@@ -91,7 +91,7 @@ def test_conversations(tmp_path: Path, row: dict[str, Any], example: Conversatio
     assert read(tmp_path, "sft", {"messages": SINGLE}, row)[1] == example if "messages" in row else True
 
 
-PAIR = PreferencePair((ASKED,), ANSWERED, Message("assistant", "b"), "s")
+PAIR = PreferencePair.of_answers((ASKED,), ANSWERED, Message("assistant", "b"), "s")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ def test_tokens_and_labels_are_those_of_transformers(backend: Callable[[], Token
 
 def test_pairs_share_their_prompt() -> None:
     tokenizer = wrapped(prepending(), plain(MIXTRAL))
-    pair = PreferencePair((Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No."))
+    pair = PreferencePair.of_answers(
+        (Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No.")
+    )
     encoder = Encoder(tokenizer, load_template(None, tokenizer), cutoff_len=100, whole_text=True)
     (encoded,) = encoder.encode([pair])
     assert isinstance(encoded, Encoded)

@@ -87,7 +87,7 @@ def test_processes_send_what_one_computes() -> None:
         examples += [
             Conversation((question, answer)),
             Conversation((Message("user", "weather " * 100), answer)),
-            PreferencePair((question,), answer, Message("assistant", "No.")),
+            PreferencePair.of_answers((question,), answer, Message("assistant", "No.")),
             RowError("code", "reason", f"detail {number}"),
         ]
     samples = [Sample(str(i), example, 1, RawRow(str(i), {})) for i, example in enumerate(examples)]

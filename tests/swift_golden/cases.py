@@ -7,7 +7,6 @@ the command line, "rows": rows of a JSONL file}`, with "env" (variables) and "fi
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

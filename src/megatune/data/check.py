@@ -52,7 +52,8 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
         invalid: "group.name" of settings that were refused.
     """
     if settings.run.stage != "pt" and not {"data.template", "run.stage"} & set(invalid):
-        checked.run(lambda: check_template(settings.data.template, tokenizer))
+        is_swift = bool(settings.data.swift_version)
+        checked.run(lambda: check_template(settings.data.template, tokenizer, is_swift=is_swift))
     if asked := settings.data.preprocessing_num_workers:
         usable, why = usable_processes(asked)
         if usable < asked:

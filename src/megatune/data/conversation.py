@@ -16,7 +16,7 @@ class ToolCall:
     """A call of a function by the assistant."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Any  # an object; ms-swift's rows may have any value of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Message:
     """One message; what a tool returns has the role "tool".
 
     Attributes:
-        trained: False for an answer that is masked: context only.
+        trained: whether an answer is trained where its row says so; None leaves it to the settings.
     """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    trained: bool = True
+    trained: bool | None = None
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
         # The default of dataclasses with slots takes five times as long, and worker processes get every message.
@@ -50,14 +50,14 @@ class Conversation:
     """Turns of (user or tools, assistant), ending with the assistant.
 
     Attributes:
-        system: the system message, "" where the row has none.
+        system: the system message; None where the row has none, and "" where it says that there is none.
         tools: JSON schemas of the tools on offer, as the row has them.
         pictures: of the tags <image> and <video> in the messages, in their order.
         desirable: whether the last answer is one that is wanted; None where nobody asked.
     """
 
     messages: tuple[Message, ...]
-    system: str = ""
+    system: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     pictures: tuple[RowPicture, ...] = ()
     desirable: bool | None = None
@@ -68,29 +68,35 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to one conversation, of which the first is preferred.
+    """Two conversations, of which the first is preferred.
+
+    Most begin alike and differ in the last answer; ms-swift's may differ anywhere.
 
     Attributes:
-        prompt: ends with the user's, or a tool's, message.
-        chosen, rejected: the assistant's.
-        system, tools: as those of a `Conversation`.
-        pictures: of the tags in the prompt.
         margin: by how much the chosen answer is better, where the row says it and a reward model is trained.
     """
 
-    prompt: tuple[Message, ...]
-    chosen: Message
-    rejected: Message
-    system: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
-    pictures: tuple[RowPicture, ...] = ()
+    chosen: Conversation
+    rejected: Conversation
     margin: float = 0.0
 
-    def conversations(self) -> tuple[Conversation, Conversation]:
-        """Return the conversation with the chosen answer, and with the rejected one."""
-        chosen, rejected = (*self.prompt, self.chosen), (*self.prompt, self.rejected)
-        common = self.system, self.tools, self.pictures
-        return Conversation(chosen, *common), Conversation(rejected, *common)
+    @classmethod
+    def of_answers(
+        cls,
+        prompt: tuple[Message, ...],
+        chosen: Message,
+        rejected: Message,
+        system: str | None = None,
+        tools: tuple[dict[str, Any], ...] = (),
+        pictures: tuple[RowPicture, ...] = (),
+    ) -> PreferencePair:
+        """Make a pair of two answers to one prompt."""
+        common = (system, tools, pictures)
+        return cls(Conversation((*prompt, chosen), *common), Conversation((*prompt, rejected), *common))
+
+    @property
+    def pictures(self) -> tuple[RowPicture, ...]:
+        return self.chosen.pictures
 
 
 # Rows of stage pt, of sft and kto, and of dpo and rm.
@@ -106,14 +112,17 @@ PLACEHOLDERS = {
 
 
 def texts(example: Example) -> Iterable[str]:
-    """Return every text that someone wrote, in order: the system message first, then the messages."""
+    """Return every text that someone wrote, in order: the system message first, then the messages.
+
+    Of a pair, what both conversations begin with counts once.
+    """
     if isinstance(example, str):
         return (example,)
-    if isinstance(example, PreferencePair):
-        messages = (*example.prompt, example.chosen, example.rejected)
-    else:
-        messages = example.messages
-    return (example.system, *(message.content for message in messages))
+    if isinstance(example, Conversation):
+        return (example.system or "", *(message.content for message in example.messages))
+    chosen, rejected = example.chosen.messages, example.rejected.messages
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(rejected))
+    return (example.chosen.system or "", *(message.content for message in (*chosen, *rejected[shared:])))
 
 
 def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tuple[Example, list[str]]:
@@ -133,12 +142,12 @@ def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tup
                 text = text.replace(placeholder, value)
         return text
 
-    def of(*messages: Message) -> tuple[Message, ...]:
-        return tuple(replace(message, content=filled(message.content)) for message in messages)
+    def conversation(given: Conversation) -> Conversation:
+        messages = tuple(replace(message, content=filled(message.content)) for message in given.messages)
+        return replace(given, messages=messages, system=None if given.system is None else filled(given.system))
 
     if isinstance(example, str):
         return filled(example), missing
     if isinstance(example, Conversation):
-        return replace(example, messages=of(*example.messages), system=filled(example.system)), missing
-    prompt, (chosen, rejected) = of(*example.prompt), of(example.chosen, example.rejected)
-    return replace(example, prompt=prompt, chosen=chosen, rejected=rejected, system=filled(example.system)), missing
+        return conversation(example), missing
+    return replace(example, chosen=conversation(example.chosen), rejected=conversation(example.rejected)), missing

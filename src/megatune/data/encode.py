@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,20 @@ from megatune.data.conversation import Example, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template
-from megatune.data.templates.turns import TurnTokens, needs_whole_text, tokens_of_whole_texts
+from megatune.data.templates.swift import SwiftRules
+from megatune.data.templates.swift_table import swift_template
+from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
 from megatune.data.tokenizer_files import cannot_load, check_tokenizer, check_vocabulary
-from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns, unnumbered
-from megatune.data.vision import Placed, VisionInput
+from megatune.data.truncation import (
+    Strategy,
+    Stretch,
+    cut_around_pictures,
+    cut_pair,
+    cut_turns,
+    has_trained,
+    unnumbered,
+)
+from megatune.data.vision import KnownPictures, Placed, VisionInput
 from megatune.data.words import Words, words_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -45,12 +55,11 @@ class Encoded:
     margin: float = 0.0
 
 
-class _Rendered(NamedTuple):
-    """An example with text in place of its tags, and the turns of its conversations, one or two."""
+class _Written(NamedTuple):
+    """A conversation, or a text, as turns, with text in place of its tags."""
 
-    example: Example
-    pictures: tuple[Placed, ...]
-    turns: list[list[Turn]]
+    turns: list[Turn]
+    pictures: tuple[Placed, ...] = ()
 
 
 class _Plan(NamedTuple):
@@ -59,8 +68,12 @@ class _Plan(NamedTuple):
     documents: list[list[Stretch]]
     truncated: bool
     length: int
-    pictures: tuple[Placed, ...] = ()
+    pictures: tuple[tuple[Placed, ...], ...] = ()  # of each document
     margin: float = 0.0
+
+
+# The stretches of one turn: its prompt and its completion.
+_TurnStretches = tuple[Stretch, Stretch]
 
 
 @dataclass(frozen=True)
@@ -91,17 +104,14 @@ class Encoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
-        rendered = [self._rendered(example) for example in examples]
-        texts = [turns for each in rendered if isinstance(each, _Rendered) for turns in each.turns]
-        tokens = iter(self._tokenise(texts))
+        written = [self._written(example) for example in examples]
+        turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [
-            self._planned(each, [next(tokens) for _ in each.turns]) if isinstance(each, _Rendered) else each
-            for each in rendered
+            self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
+            for example, each in zip(examples, written, strict=True)
         ]
-        planned = [
-            (stretches, plan.pictures) for plan in plans if isinstance(plan, _Plan) for stretches in plan.documents
-        ]
-        documents = self._documents(planned)
+        made = [plan for plan in plans if isinstance(plan, _Plan)]
+        documents = self._documents([pair for plan in made for pair in zip(plan.documents, plan.pictures, strict=True)])
         return [
             Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length, plan.margin)
             if isinstance(plan, _Plan)
@@ -109,27 +119,73 @@ class Encoder:
             for plan in plans
         ]
 
-    def _rendered(self, example: Example) -> _Rendered | RowError:
-        """Render the turns of a conversation, or of both conversations of a pair."""
+    def _written(self, example: Example) -> list[_Written] | RowError:
+        """Render a text, a conversation, or both conversations of a pair."""
         if isinstance(example, str):
-            return _Rendered(example, (), [[Turn((), (example,))]])
+            return [_Written([Turn((), (example,))])]
         assert self.template is not None
-        drop_history = (isinstance(example, PreferencePair) or self.mask_history) and not self.preserve_thinking
+        is_pair = isinstance(example, PreferencePair)
+        drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
+        known: KnownPictures = {}
+        written = []
         try:
-            placed, pictures = (example, ()) if self.vision is None else self.vision.place(example)
-            conversations = placed.conversations() if isinstance(placed, PreferencePair) else (placed,)
-            return _Rendered(placed, pictures, [self.template.render(each, thinking) for each in conversations])
+            for each in (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,):
+                placed, pictures = (each, ()) if self.vision is None else self.vision.place(each, known)
+                written.append(_Written(self.template.render(placed, thinking), pictures))
         except RowError as error:
             return error
+        return written
 
-    def _tokenise(self, conversations: list[list[Turn]]) -> list[TurnTokens]:
+    def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnStretches]]:
         """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
+        if self.template is not None and self.template.answer_end is not None:
+            return self._tokenise_joined(conversations, self.template.answer_end)
         if self.whole_text:
             assert self._backend is not None
-            return tokens_of_whole_texts(self._backend, conversations)
-        pieces = (piece for turns in conversations for turn in turns for piece in (*turn.prompt, *turn.completion))
-        wanted = list(dict.fromkeys(pieces))
+            tokens = tokens_of_whole_texts(self._backend, conversations)
+        else:
+            ids = self._ids(piece for turns in conversations for turn in turns for piece in turn.pieces)
+            tokens = [
+                [(_joined(turn.prompt, ids), _joined(turn.completion, ids)) for turn in turns]
+                for turns in conversations
+            ]
+        return [
+            [
+                ((prompt, self.train_on_prompt), (completion, self._is_trained(turn, is_last=turn is turns[-1])))
+                for turn, (prompt, completion) in zip(turns, each, strict=True)
+            ]
+            for turns, each in zip(conversations, tokens, strict=True)
+        ]
+
+    def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnStretches]]:
+        """Tokenise neighbours that are masked alike as one text; see `Template.answer_end`."""
+        joined = [
+            joined_texts(
+                (text, trained)
+                for turn in turns
+                for pieces, trained in (
+                    (turn.prompt, self.train_on_prompt),
+                    (turn.completion, self._is_trained(turn, is_last=turn is turns[-1])),
+                )
+                for text in pieces
+            )
+            for turns in conversations
+        ]
+        ids = self._ids([end, *(text for texts in joined for text, _ in texts)])
+        return [
+            [(stretch, ([], False)) for stretch in with_ends([(ids[text], on) for text, on in texts], ids[end])]
+            for texts in joined
+        ]
+
+    def _is_trained(self, turn: Turn, *, is_last: bool) -> bool:
+        if turn.trained is not None:
+            return turn.trained
+        return self.train_on_prompt or is_last or not self.mask_history
+
+    def _ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Return the token ids of each text."""
+        wanted = list(dict.fromkeys(texts))
         encoded: list[list[int]] = []
         if self._words is not None:
             encoded = self._words.encode(wanted)
@@ -138,10 +194,7 @@ class Encoder:
         elif wanted:
             options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
             encoded = self.tokenizer(wanted, **options)["input_ids"]
-        ids = dict(zip(wanted, encoded, strict=True))
-        return [
-            [(_joined(turn.prompt, ids), _joined(turn.completion, ids)) for turn in turns] for turns in conversations
-        ]
+        return dict(zip(wanted, encoded, strict=True))
 
     _words: ClassVar[Words | None] = None
 
@@ -180,29 +233,54 @@ class Encoder:
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
         return {**self.__dict__, **known, "tokenizer": None}
 
-    def _planned(self, rendered: _Rendered, tokens: list[TurnTokens]) -> _Plan | RowError:
-        example = rendered.example
+    def _planned(
+        self, example: Example, written: Sequence[_Written], turns: list[list[_TurnStretches]]
+    ) -> _Plan | RowError:
+        """Cut the documents of an example to cutoff_len."""
         try:
-            if self.vision is not None:
-                tokens = [self.vision.expanded(each, rendered.pictures) for each in tokens]
             if isinstance(example, str):
                 before, after = self._text_ends
-                text = [*before, *tokens[0][0][1], *after]
+                ((((_, _), (tokens, _)),),) = turns
+                text = [*before, *tokens, *after]
                 _check_trained([(text, True)], len(text), truncated=False)
-                return _Plan([[(text, True)]], False, len(text))
-            if isinstance(example, PreferencePair):
-                plan = self._pair(tokens)._replace(margin=example.margin)
+                return _Plan([[(text, True)]], False, len(text), ((),))
+            pictures = tuple(each.pictures for each in written)
+            if self.vision is not None:
+                turns = [self._expanded(each, placed) for each, placed in zip(turns, pictures, strict=True)]
+            assert self.template is not None
+            if self.template.answer_end is not None:
+                plan = self._each_alone(turns)
+            elif isinstance(example, PreferencePair):
+                plan = self._pair(turns)
             else:
-                plan = self._conversation(rendered.turns[0], tokens[0])
-            return plan._replace(pictures=rendered.pictures)
+                plan = self._conversation(turns[0])
         except RowError as error:
             return error
+        margin = example.margin if isinstance(example, PreferencePair) else 0.0
+        return plan._replace(pictures=pictures, margin=margin)
 
-    def _conversation(self, rendered: list[Turn], tokens: TurnTokens) -> _Plan:
-        turns = []
-        for number, (turn, (prompt, completion)) in enumerate(zip(rendered, tokens, strict=True), start=1):
-            trained = turn.trained and (number == len(rendered) or not self.mask_history)
-            turns.append(((prompt, self.train_on_prompt), (completion, trained or self.train_on_prompt)))
+    def _expanded(self, turns: list[_TurnStretches], pictures: Sequence[Placed]) -> list[_TurnStretches]:
+        """Give every run of placeholders its length."""
+        assert self.vision is not None
+        stretches = [stretch for turn in turns for stretch in turn]
+        expanded = self.vision.expanded([tokens for tokens, _ in stretches], pictures)
+        trained = [(tokens, trained) for tokens, (_, trained) in zip(expanded, stretches, strict=True)]
+        return list(zip(trained[::2], trained[1::2], strict=True))
+
+    def _each_alone(self, turns: list[list[_TurnStretches]]) -> _Plan:
+        """Cut each document by itself, so that every picture is kept: ms-swift's way."""
+        pads = () if self.vision is None else self.vision.pads
+        documents = [[stretch for turn in each for stretch in turn] for each in turns]
+        length = max(sum(len(tokens) for tokens, _ in stretches) for stretches in documents)
+        cut = [cut_around_pictures(each, self.cutoff_len, self.truncation, pads) for each in documents]
+        truncated = length > self.cutoff_len
+        if not any(map(has_trained, cut)):
+            raise _nothing_left(length, truncated=truncated)
+        if len(cut) == 2 and cut[0] == cut[1]:
+            raise _same_answers(length, truncated=truncated)
+        return _Plan(cut, truncated, length)
+
+    def _conversation(self, turns: list[_TurnStretches]) -> _Plan:
         stretches = [stretch for turn in turns for stretch in turn]
         length = sum(len(tokens) for tokens, _ in stretches)
         truncated = length > self.cutoff_len
@@ -213,12 +291,12 @@ class Encoder:
         _check_trained(stretches, length, truncated=truncated)
         return _Plan([stretches], truncated, length)
 
-    def _pair(self, tokens: list[TurnTokens]) -> _Plan:
+    def _pair(self, turns: list[list[_TurnStretches]]) -> _Plan:
         """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
-        prompts = [_context(turns) for turns in tokens]
+        prompts = [_context(each) for each in turns]
         differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
         shared = next(differing, min(map(len, prompts)))
-        completions = [prompt[shared:] + turns[-1][1] for prompt, turns in zip(prompts, tokens, strict=True)]
+        completions = [prompt[shared:] + each[-1][1][0] for prompt, each in zip(prompts, turns, strict=True)]
         prompt = prompts[0][:shared]
         length = len(prompt) + max(map(len, completions))
         truncated = length > self.cutoff_len
@@ -226,8 +304,7 @@ class Encoder:
             keep_first = prompt[:1] == [self._bos]
             prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
         if completions[0] == completions[1]:
-            same = "chosen and rejected are the same"
-            raise _lost(same, length) if truncated else RowError("same-answers", same)
+            raise _same_answers(length, truncated=truncated)
         documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
@@ -258,15 +335,37 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
         MegatuneError: the template is unknown (exit code 64), or the tokenizer is not one for it (66).
     """
     data = settings.data
-    template = None
-    if settings.run.stage == "pt":
+    template: Template | None = None
+    if data.swift_version:
+        template = _swift_template(settings, tokenizer)
+    elif settings.run.stage == "pt":
         check_pretraining_tokenizer(tokenizer)
     else:
         template = load_template(data.template, tokenizer, data.default_system)
     options = (data.truncation_strategy, data.train_on_prompt, data.mask_history or settings.run.stage == "kto")
-    thinking = (data.enable_thinking, data.preserve_thinking)
-    whole_text = template is not None and needs_whole_text(template, tokenizer)
+    thinking = (data.enable_thinking, bool(data.preserve_thinking))
+    whole_text = template is not None and template.answer_end is None and needs_whole_text(template, tokenizer)
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
+
+
+def _swift_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """Load the template of ms-swift that settings ask for."""
+    data, is_text = settings.data, settings.run.stage == "pt"
+    if is_text:
+        check_pretraining_tokenizer(tokenizer)
+    rules = SwiftRules(
+        data.swift_version,
+        last_round=data.mask_history,
+        add_empty_thought=data.add_empty_thought,
+        preserve_thinking=data.preserve_thinking,
+        enable_thinking=data.enable_thinking,
+        masks=None if data.answer_masks is None else tuple(data.answer_masks),
+        has_template=not is_text,
+    )
+    name = None if data.template == "default" else data.template
+    model = settings.model.model_name_or_path or ""
+    system = data.default_system
+    return swift_template(name, tokenizer, rules, model=model, agent=data.agent_template, default_system=system)
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -311,22 +410,27 @@ def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
     return [token for piece in pieces for token in ids[piece]]
 
 
-def _context(turns: TurnTokens) -> list[int]:
+def _context(turns: list[_TurnStretches]) -> list[int]:
     """Join all tokens before the last completion."""
-    *earlier, (last, _) = turns
-    return [token for prompt, completion in earlier for token in (*prompt, *completion)] + last
+    *earlier, ((last, _), _) = turns
+    return [token for (prompt, _), (completion, _) in earlier for token in (*prompt, *completion)] + last
 
 
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
     """Refuse a document without a trained token besides its first, which is never predicted."""
-    first = True
-    for tokens, trained in stretches:
-        if trained and len(tokens) > first:
-            return
-        first = first and not tokens
-    raise (
+    if not has_trained(stretches):
+        raise _nothing_left(length, truncated=truncated)
+
+
+def _nothing_left(length: int, *, truncated: bool) -> RowError:
+    return (
         _lost("nothing left to train on", length) if truncated else RowError("nothing-to-train", "nothing to train on")
     )
+
+
+def _same_answers(length: int, *, truncated: bool) -> RowError:
+    same = "chosen and rejected are the same"
+    return _lost(same, length) if truncated else RowError("same-answers", same)
 
 
 def _lost(reason: str, length: int) -> LengthError:

@@ -190,7 +190,7 @@ def _documents(example: Example | RowError | None) -> tuple[Example, ...]:
     """Return a conversation or text itself, and those of a pair."""
     assert example is not None
     assert not isinstance(example, RowError)
-    return example.conversations() if isinstance(example, PreferencePair) else (example,)
+    return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
 
 
 def _pieces(length: int, cutoff: int, is_text: bool) -> Iterator[int]:

@@ -8,7 +8,7 @@ of its prompt's, or is left out; there is no sample where that is its first one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from megatune.data.bad_rows import TOO_LONG, LengthError
 
-Strategy = Literal["budget", "drop", "left", "right", "error"]
+Strategy = Literal["budget", "drop", "left", "right", "split", "error"]
 # Tokens, and whether they are trained.
 Stretch = tuple[list[int], bool]
 
@@ -78,8 +78,44 @@ def cut_turns(
             kept.append((_end(tokens, room), trained))
             room = room - len(tokens) if len(kept[-1][0]) == len(tokens) else 0
         return head + kept[::-1]
+    raise _too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
+
+
+def cut_around_pictures(
+    stretches: list[Stretch], cutoff_len: int, strategy: Strategy, pads: Collection[int]
+) -> list[Stretch]:
+    """Cut a document to cutoff_len tokens, of which the placeholders of all pictures are some: ms-swift's rule.
+
+    Args:
+        strategy: "left" keeps the end, "right" the start; "split" leaves it to whoever makes rows of it.
+        pads: ids of the placeholders.
+
+    Raises:
+        LengthError: it is longer, and the strategy is another one; or the pictures alone are.
+    """
     length = sum(len(tokens) for tokens, _ in stretches)
-    raise LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
+    if length <= cutoff_len or strategy == "split":
+        return stretches
+    ids = np.array([token for tokens, _ in stretches for token in tokens], dtype=np.int64)
+    kept = np.isin(unnumbered(ids)[0], list(pads)) & (ids < 0)
+    room = cutoff_len - int(kept.sum())
+    if strategy not in ("left", "right") or room <= 0:
+        raise _too_long(length, cutoff_len)
+    others = np.flatnonzero(~kept)
+    kept[others[-room:] if strategy == "left" else others[:room]] = True
+    borders = np.cumsum([0, *(len(tokens) for tokens, _ in stretches)])
+    spans = zip(borders[:-1], borders[1:], stretches, strict=True)
+    return [(ids[start:stop][kept[start:stop]].tolist(), trained) for start, stop, (_, trained) in spans]
+
+
+def has_trained(stretches: Iterable[Stretch]) -> bool:
+    """Tell whether a document has a trained token besides its first, which is never predicted."""
+    first = True
+    for tokens, trained in stretches:
+        if trained and len(tokens) > first:
+            return True
+        first = first and not tokens
+    return False
 
 
 def cut_pair(
@@ -127,6 +163,10 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         detail = f"{length} tokens, cutoff_len is {budget}"
         raise LengthError("picture-too-long", "no room in cutoff_len for the pictures of a turn", detail, length)
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
+
+
+def _too_long(length: int, cutoff_len: int) -> LengthError:
+    return LengthError(TOO_LONG, "longer than cutoff_len", f"{length} tokens, cutoff_len is {cutoff_len}", length)
 
 
 def _start(tokens: list[int], size: int) -> list[int]:

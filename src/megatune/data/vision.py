@@ -16,14 +16,13 @@ import numpy as np
 from megatune.architecture import Vision
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation, Message, PreferencePair
+from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import Measured, PictureProcessor
 from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
-from megatune.data.templates.turns import TurnTokens
 from megatune.data.truncation import numbered
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -31,7 +30,6 @@ from megatune.families import load_architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_Example = Conversation | PreferencePair
 _TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")  # as processors write them
 
 
@@ -48,6 +46,10 @@ class Placed:
     runs: tuple[int, ...]
 
 
+# Pictures by the identity of their `RowPicture`, each with the text in place of its tag.
+KnownPictures = dict[int, tuple[Placed, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class VisionInput:
     """What a vision-language model makes of images and videos; picklable.
@@ -60,35 +62,47 @@ class VisionInput:
     processor: PictureProcessor
     media_dir: str = ""
 
-    def place(self, example: _Example) -> tuple[_Example, tuple[Placed, ...]]:
-        """Measure the pictures of an example, and replace their tags.
+    @property
+    def pads(self) -> tuple[int, int]:
+        """The ids of the placeholders that an image's and a video's features take the place of."""
+        return self.vision.image_token_id, self.vision.video_token_id
+
+    def place(self, conversation: Conversation, known: KnownPictures) -> tuple[Conversation, tuple[Placed, ...]]:
+        """Measure the pictures of a conversation, and replace their tags.
+
+        Args:
+            known: pictures that were measured, those of the other conversation of a pair; gets these.
 
         Raises:
             RowError: a picture cannot be read, or there are more or fewer tags than pictures.
             MegatuneError: a video cannot be read here (exit code 66).
         """
-        messages = example.messages if isinstance(example, Conversation) else example.prompt
-        tags = [tag for message in messages for tag in tags_of(message.content)]
+        tags = [tag for message in conversation.messages for tag in tags_of(message.content)]
         for tag, kind in ((IMAGE, "image"), (VIDEO, "video")):
-            check_count(tag, tags.count(tag), sum(each.kind == kind for each in example.pictures))
+            check_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.pictures))
         if not tags:
-            return example, ()
-        placed, texts = [], []
-        for each in example.pictures:
-            source = picture_source(each.value, each.kind, self.media_dir)
-            measured = self.processor.measure(source)
-            num_tokens = measured.num_patches // self.processor.merge_size**2
-            num_runs = len(measured.timestamps) or 1
-            placed.append(Placed(_entry(source, measured, num_tokens), (num_tokens // num_runs,) * num_runs))
-            pad = _TOKENS[source.kind == "video"]
-            texts.append(self.processor.placeholder(measured).replace(pad * placed[-1].runs[0], pad))
-        replaced = _with_texts(messages, iter(texts))
-        if isinstance(example, PreferencePair):
-            return replace(example, prompt=replaced), tuple(placed)
-        return replace(example, messages=replaced), tuple(placed)
+            return conversation, ()
+        for each in conversation.pictures:
+            if id(each) not in known:
+                known[id(each)] = self._measured(each)
+        placed, texts = zip(*(known[id(each)] for each in conversation.pictures), strict=True)
+        return replace(conversation, messages=_with_texts(conversation.messages, iter(texts))), placed
 
-    def expanded(self, turns: TurnTokens, pictures: Sequence[Placed]) -> TurnTokens:
+    def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
+        """Return the entry of a picture, and the text in place of its tag."""
+        source = picture_source(picture.value, picture.kind, self.media_dir)
+        measured = self.processor.measure(source)
+        num_tokens = measured.num_patches // self.processor.merge_size**2
+        num_runs = len(measured.timestamps) or 1
+        placed = Placed(_entry(source, measured, num_tokens), (num_tokens // num_runs,) * num_runs)
+        pad = _TOKENS[source.kind == "video"]
+        return placed, self.processor.placeholder(measured).replace(pad * placed.runs[0], pad)
+
+    def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
         """Give every run its length, and the tokens of each picture its number (see `truncation.numbered`).
+
+        Args:
+            texts: token ids of a conversation, in order.
 
         Raises:
             RowError: there are more or fewer runs than the pictures have.
@@ -98,7 +112,7 @@ class VisionInput:
             for number, picture in enumerate(pictures)
             for run, size in enumerate(picture.runs)
         ])  # fmt: skip
-        expanded = [(self._expanded(prompt, runs), self._expanded(completion, runs)) for prompt, completion in turns]
+        expanded = [self._expanded(tokens, runs) for tokens in texts]
         if next(runs, None) is not None:
             raise RowError("picture-left-out", "the template leaves out an image or video")
         return expanded
@@ -110,7 +124,7 @@ class VisionInput:
             tokens, numbers: int64 [T], see `truncation.unnumbered`.
             pictures: of the example.
         """
-        pads = (tokens == self.vision.image_token_id) | (tokens == self.vision.video_token_id)
+        pads = np.isin(tokens, self.pads)
         left = []
         for number in np.unique(numbers[pads]).tolist():
             places, entry = np.flatnonzero(pads & (numbers == number)), pictures[number].entry
@@ -119,14 +133,13 @@ class VisionInput:
         return tuple(left)
 
     def _expanded(self, tokens: list[int], runs: Iterator[tuple[int, int, bool, bool]]) -> list[int]:
-        pads = (self.vision.image_token_id, self.vision.video_token_id)
-        if not any(pad in tokens for pad in pads):
+        if not any(pad in tokens for pad in self.pads):
             return tokens
         expanded: list[int] = []
         number: int | None = None  # of the picture that has begun
         is_last = False
         for token in tokens:
-            if token in pads:
+            if token in self.pads:
                 run = next(runs, None)
                 if run is None or not expanded:
                     what = "the text has the model's own tokens of images or videos"

@@ -189,7 +189,7 @@ def _shown(generator: Generator, asked: Asked, prompt: Prompt) -> Reply:
 def _line(question: Question, reply: Reply) -> dict[str, Any]:
     """Return the line of an answer: ms-swift's fields; pictures are named by their paths, not copied."""
     conversation = question.conversation
-    messages = as_dicts(conversation.messages, conversation.system, CALL_FORMS[0])
+    messages = as_dicts(conversation.messages, conversation.system or "", CALL_FORMS[0])
     line: dict[str, Any] = {
         "response": reply.text,
         "labels": question.label,

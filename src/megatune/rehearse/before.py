@@ -61,7 +61,7 @@ def look_at_template(settings: Settings, real: RealModel) -> Outcome:
     if settings.run.stage == "pt":
         return passed(TEMPLATE, "stage pt has none")
     try:
-        check_template(name, real.folder)
+        check_template(name, real.folder, is_swift=bool(settings.data.swift_version))
     except MegatuneError as error:
         return refused(TEMPLATE, error)
     if real.folder is None:

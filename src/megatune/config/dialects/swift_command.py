@@ -20,6 +20,7 @@ MEANT: dict[str, type] = {
     **dict.fromkeys(("lr_wsd_decay_style", "loss_type", "mcore_model", "load"), str),
     **dict.fromkeys(("ddp_backend", "distributed_backend"), str),
     **dict.fromkeys(("calculate_per_token_loss", "calculate_KL", "finetune", "no_load_optim", "no_load_rng"), bool),
+    "disable_ignore_empty_think": bool,
     **dict.fromkeys(("add_version", "save_safetensors", "async_save", "use_chat_template", "use_hf"), bool),
     "model_kwargs": dict,
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle"), bool),

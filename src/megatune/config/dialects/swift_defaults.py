@@ -18,11 +18,12 @@ _OF_BOTH: dict[str, Any] = {
     "adam_beta2": 0.95,
     "truncation_strategy": "delete",
     "packing": False,
+    "enable_thinking": None,
     "logging_steps": 5,
 }
 DEFAULTS: dict[int, dict[str, Any]] = {
-    3: {**_OF_BOTH, "split_dataset_ratio": 0.01, "eval_iters": 100},
-    4: {**_OF_BOTH, "split_dataset_ratio": 0.0, "eval_iters": -1},
+    3: {**_OF_BOTH, "conversation_rules": "ms_swift_3", "split_dataset_ratio": 0.01, "eval_iters": 100},
+    4: {**_OF_BOTH, "conversation_rules": "ms_swift_4", "split_dataset_ratio": 0.0, "eval_iters": -1},
 }
 
 # Names of version 3 that version 4 does not accept, and what became of them: "" where nothing took their place.

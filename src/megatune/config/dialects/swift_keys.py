@@ -31,7 +31,17 @@ SAME = (
     *("lora_dropout", "use_rslora", "merge_lora", "center_rewards_coefficient", "save_steps", "save_strategy"),
     *("save_total_limit", "logging_steps", "eval_steps", "report_to", "dataset", "model_name", "model_author"),
     *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "ref_model"),
-    *("preserve_thinking", "template", "columns", "dataset_shuffle", "mcore_model", "async_save"),
+    *(
+        "preserve_thinking",
+        "template",
+        "agent_template",
+        "conversation_rules",
+        "answer_masks",
+        "columns",
+        "dataset_shuffle",
+        "mcore_model",
+        "async_save",
+    ),
     *("tensorboard_dir", "wandb_project", "wandb_save_dir", "swanlab_project", "swanlab_workspace", "swanlab_mode"),
     *("log_throughput", "log_params_norm", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_token"),
 )
@@ -109,11 +119,12 @@ KEYS: dict[str, Meaning] = {
     "strict": Sets(("data.on_bad_row",), values={"true": "error", "false": "skip"}),
     "num_workers": "data.dataloader_num_workers",
     "truncation_strategy": Sets(("data.truncation_strategy",), values={"delete": "drop"}),
+    "add_non_thinking_prefix": "data.add_empty_thought",
     "loss_scale": Chooses(
         {
-            "default": {"data.mask_history": False},
-            "last_round": {"data.mask_history": True},
-            "all": {"data.train_on_prompt": True},
+            "default": {"data.mask_history": False, "data.train_on_prompt": False},
+            "last_round": {"data.mask_history": True, "data.train_on_prompt": False},
+            "all": {"data.mask_history": False, "data.train_on_prompt": True},
         }
     ),
     # Logging, evaluation.

@@ -31,6 +31,9 @@ _OF_RLHF = (
     "rlhf_type", "beta", "loss_type", "rpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight",
     "calculate_KL", "center_rewards_coefficient", "ref_model", "ref_adapters", "reference_free", "f_divergence_type",
 )  # fmt: skip
+# What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
+_OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
+_MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
 ROLLOUTS = (*WITHOUT_DEFAULT, *DEFAULTS)
 
 
@@ -163,16 +166,22 @@ def _tokens(command: Command, variable: str, side: int) -> str:
 
 def losses(command: Command) -> None:
     """What is trained of a row, and what a step's loss is the mean of."""
-    scale = command.value("loss_scale")
-    if command.stage == "pt":
-        if scale == "all":
-            command.ignore("loss_scale", "every token of a text is trained")
-        command.refuse("loss_scale", "every token of a text is trained", "remove --loss_scale")
-    elif command.verb == "rlhf" and scale in (None, "last_round"):
-        command.ignore("loss_scale", "preferences train the last answer")
-    elif scale not in (None, "default", "last_round", "all"):
-        why = "answers are trained, all of them or the last, or every token: none weighs more than another"
+    if not command.given("loss_scale"):
+        command.default("loss_scale", _OF_STAGE.get(command.verb, "default"))
+    base, *names = str(command.value("loss_scale")).split("+")
+    if base not in _BASES:
+        base, names = "default", [base, *names]
+    masks = [_MASKS[name] for name in names if name in _MASKS]
+    if unknown := [name for name in names if name not in ("base", *_MASKS)]:
+        why = f"{unknown[0]} weighs some tokens more than others, and a token is trained or not"
         command.refuse("loss_scale", why, "write --loss_scale default, last_round or all")
+        return
+    command.becomes("loss_scale", base)
+    if masks:
+        command.sets("loss_scale", "answer_masks", masks)
+    elif command.value("disable_ignore_empty_think"):
+        command.sets("disable_ignore_empty_think", "answer_masks", [])
+    command.ignore("disable_ignore_empty_think", "loss_scale says which beginnings of answers are not trained")
     is_mean_of_tokens = command.verb != "rlhf"
     if command.value("calculate_per_token_loss") is is_mean_of_tokens:
         command.ignore("calculate_per_token_loss", "that is the mean here")

@@ -15,7 +15,6 @@ _HEAD = "of heads there are a language model's and, in `rlhf --rlhf_type rm`, a 
 _FSDP = "the distributed optimizer shards what can be sharded here"
 _OVERLAP = "it overlaps inside kernels of Transformer Engine, which is not used"
 _FREEZE = "tensors are frozen by the parts of a model: freeze_llm, freeze_vit, freeze_aligner"
-_AGENT = "tool calls are written by the model's own chat template"
 _CACHED = "rows are cached by themselves: `tokenized_path` names a folder for them"
 _BEST = "no checkpoint is chosen by a metric; save_total_limit keeps the newest"
 _RANDOM = "a run begins with the weights of a model; `megatune demo-model` makes one with random weights"
@@ -133,15 +132,11 @@ REFUSED: dict[str, Refused] = {
     "cached_val_dataset": Refused(_CACHED),
     "packing_length": Refused("a packed row is as long as max_length", fix="write --max_length"),
     "packing_strategy": Refused("rows are filled by their lengths", off=("binpack",)),
-    "agent_template": Refused(_AGENT),
-    "response_prefix": Refused("what an answer begins with is in the data, or in the chat template"),
     "norm_bbox": Refused("boxes in texts are left as they are"),
-    "add_non_thinking_prefix": Refused("--enable_thinking says how answers without reasoning are written", off=(True,)),
     "max_model_len": Refused("config.json of the model says it", fix="write --max_length"),
     "init_strategy": Refused(_RANDOM),
     "local_repo_path": Refused(_PLUGINS),
     "is_binary_loss_scale": Refused("answers are trained, and what is not answered is not"),
-    "disable_ignore_empty_think": Refused("an empty thought is trained as the rest of an answer", off=(False,)),
     "disable_auto_column_mapping": Refused("--columns says what columns are called", off=(False,)),
     "sequence_parallel_size": Refused("it is of Transformers' training", off=(1,), fix="write --context_parallel_size"),
     "tuner_backend": Refused("adapters are in peft's form", off=("peft",)),

@@ -176,22 +176,22 @@ def rows(command: Command) -> None:
     why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
     command.ignore("train_dataloader_shuffle", why)
     system = command.value("system")
-    if isinstance(system, str) and system.endswith(".txt") and os.path.isfile(system):
+    if isinstance(system, str) and system.endswith(".txt"):
         try:
             command.becomes("system", read_text(Path(system)), "the text of the file")
         except (OSError, UnicodeDecodeError, TooLarge) as error:
             why = getattr(error, "problem", None) or str(error)
             command.refuse("system", f"the file cannot be read: {why}", "name a file of UTF-8 text")
+    elif isinstance(system, str) and "\\n" in system:
+        command.becomes("system", system.replace("\\n", "\n"), "\\\\n is a line break")
+    if command.stage == "pt":
+        command.refuse("system", "texts of stage pt are trained without a template", "remove --system")
     if not command.given("interleave_prob"):
         command.ignore("stopping_strategy", "it is of interleave_prob")
     elif not command.given("stopping_strategy"):
         command.default("stopping_strategy", "first_exhausted")
-    if command.value("truncation_strategy") == "split":
-        if command.stage == "pt":
-            command.ignore("truncation_strategy", "longer texts are cut into pieces")
+    if command.value("truncation_strategy") == "split" and command.stage != "pt":
         command.refuse("truncation_strategy", "it is of stage pt", "write --truncation_strategy delete, left or right")
-    elif command.stage == "pt":
-        command.ignore("truncation_strategy", "longer texts are cut into pieces")
 
 
 def parallel(command: Command) -> None:

@@ -42,6 +42,20 @@ class DataSettings(Group):
     it from the data.
     When: Train with the template that the model will be asked with. `megatune data preview` shows what it makes of your
     rows."""
+    conversation_rules: Literal["megatune", "ms_swift_3", "ms_swift_4"] = "megatune"
+    """Whose rules read rows, write conversations as tokens and choose what of them is trained.
+    How: ms-swift has templates of its own for each model, reads rows under more names of columns, and treats reasoning,
+    system messages, tools, truncation and the sizes of images in its own ways. `template` is then one of its names;
+    null chooses the one of the model.
+    When: Command lines of Megatron-SWIFT set it, so that they train the tokens that they train there. In files leave it
+    out, unless a run is to match one of ms-swift.
+    - megatune: forms of LLaMA-Factory's and others' data, and the templates of this program
+    - ms_swift_3: as ms-swift 3.12
+    - ms_swift_4: as ms-swift 4.6"""
+    agent_template: str | None = None
+    """With ms-swift's rules: how tools, calls of tools and what they return are written. null is the template's own.
+    How: It is one of ms-swift's names, such as hermes, react_en or glm4_5.
+    When: Set it to what the model will be asked with, where that is not the way of its own template."""
     cutoff_len: Annotated[int, Field(ge=2), "tokens"] = 2048
     """The longest sample, and the length of packed rows; truncation_strategy says what becomes of longer samples. With
     stages dpo and rm each answer with its prompt is a sample, and packed rows are twice as long.
@@ -50,7 +64,7 @@ class DataSettings(Group):
     document's length.
     When: Set it to the longest sample worth keeping: `megatune data stats` shows the lengths. For rows that do not fit
     raise context_parallel_size, or recompute."""
-    truncation_strategy: Literal["budget", "drop", "left", "right", "error"] = "budget"
+    truncation_strategy: Literal["budget", "drop", "left", "right", "split", "error"] = "budget"
     """What becomes of a sample longer than cutoff_len.
     How: The report before the first step counts what was cut and dropped. Texts of stage pt are cut into pieces without
     loss, whatever this says.
@@ -59,6 +73,7 @@ class DataSettings(Group):
     - drop: leaves the sample out
     - left: keeps the end of the sample
     - right: keeps the start of the sample
+    - split: cuts texts of stage pt into pieces, with ms-swift's rules; other stages and rules do without
     - error: ends the run and names the rows"""
     packing: bool | None = None
     """Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs the texts of
@@ -146,10 +161,22 @@ class DataSettings(Group):
     How: true trains them to begin with an empty thought. false takes all reasoning out and puts the empty thought into
     the prompt. null keeps reasoning where there is some, and puts an empty thought into the prompt where there is none.
     When: Set false for data without reasoning if the model will be asked with thinking off. Set null for mixed data."""
-    preserve_thinking: bool = False
+    preserve_thinking: bool | None = None
     """With mask_history, keep the reasoning of earlier answers, which is left out otherwise.
     How: Templates of thinking models drop the reasoning of earlier turns when they are asked; this keeps it as context.
+    null is the rule of conversation_rules, which is to drop it where only the last answer is trained.
     When: Only if the model will be asked with its earlier reasoning in the prompt."""
+    add_empty_thought: bool = True
+    """With ms-swift's rules: answers without reasoning begin with an empty thought, in templates that have one.
+    How: It stands before every answer; where only the last one is trained, before the answers to the last question.
+    When: Set false for a model that will be asked with a prompt that has no empty thought."""
+    answer_masks: list[Literal["empty_thought", "think_tag"]] | None = None
+    """With ms-swift's rules: beginnings of answers that are context, and not trained.
+    How: null masks nothing in version 3, and in version 4 empty thoughts of models that think only where they are asked
+    to.
+    When: [] trains empty thoughts, too.
+    - empty_thought: a thought without text, with its tags
+    - think_tag: the tag that opens a thought"""
     default_system: str | None = None
     """System message for conversations that have none. null keeps the template's own.
     How: It is written as the template writes system messages. Conversations with a system message keep theirs.
@@ -214,3 +241,8 @@ class DataSettings(Group):
     """Folder that the images and videos of the data are named from. null takes dataset_dir.
     How: Absolute paths in the data are taken as they are, and so is a path that is no file there.
     When: Set it where pictures lie apart from the data."""
+
+    @property
+    def swift_version(self) -> int:
+        """The version of ms-swift whose rules count; 0 where none does."""
+        return int(self.conversation_rules[-1]) if self.conversation_rules.startswith("ms_swift") else 0

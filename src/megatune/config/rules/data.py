@@ -112,7 +112,7 @@ def pairs(context: Context) -> Iterator[Problem]:
     if stage not in (*PAIR_STAGES, "kto"):
         return
     for key in ("train_on_prompt", "mask_history"):
-        if getattr(data, key):
+        if getattr(data, key) and not data.swift_version:
             trained = "a row's last answer is" if stage == "kto" else "the two answers of a pair are"
             yield Problem((key, "stage"), f"{key} with stage {stage}", f"only {trained} trained", f"remove {key}")
 
@@ -125,11 +125,33 @@ def without_effect(context: Context) -> Iterator[Problem]:
         why = "prepared rows are shuffled all together"
         yield Problem(("buffer_size", "streaming"), what, why, "remove buffer_size, or write streaming: true")
     is_preference = settings.run.stage in (*PAIR_STAGES, "kto")
-    if data.preserve_thinking and not data.mask_history and not is_preference:
+    if data.preserve_thinking and not (data.mask_history or is_preference or data.swift_version):
         what = "preserve_thinking: true without mask_history"
         why = "the reasoning of answers that are trained is always kept"
         names = ("preserve_thinking", "mask_history")
         yield Problem(names, what, why, "remove preserve_thinking, or write mask_history: true")
+
+
+def rules_of_others(context: Context) -> Iterator[Problem]:
+    """What counts with ms-swift's rules alone, and what does not with them."""
+    data, stage = context.settings.data, context.settings.run.stage
+    if data.swift_version:
+        if data.truncation_strategy == "budget":
+            why = "ms-swift leaves long rows out, or cuts one end of them"
+            names = ("truncation_strategy", "conversation_rules")
+            what = f"truncation_strategy: budget with conversation_rules: {data.conversation_rules}"
+            yield Problem(names, what, why, "write truncation_strategy: drop, left or right")
+    else:
+        default = DataSettings()
+        for key in ("agent_template", "add_empty_thought", "answer_masks"):
+            if getattr(data, key) != getattr(default, key):
+                why = "templates of this program have it in themselves"
+                fix = f"remove {key}, or write conversation_rules: ms_swift_4"
+                yield Problem((key, "conversation_rules"), f"{key} without ms-swift's rules", why, fix)
+    if data.truncation_strategy == "split" and not (data.swift_version and stage == "pt"):
+        why = "it cuts texts of stage pt with ms-swift's rules" if stage == "pt" else "it is of stage pt"
+        fix = "remove truncation_strategy" if stage == "pt" else "write truncation_strategy: drop, left or right"
+        yield Problem(("truncation_strategy",), "truncation_strategy: split", why, fix)
 
 
 def names(context: Context) -> Iterator[Problem]:
@@ -142,4 +164,4 @@ def names(context: Context) -> Iterator[Problem]:
             yield Problem((key,), f"{key} has {len(value)} values", why, "write one value, or two")
 
 
-RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect)
+RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect, rules_of_others)

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 # Data settings that determine the rows by their values.
 BY_VALUE = frozenset((
     "cutoff_len", "truncation_strategy", "mix_strategy", "interleave_probs", "dataset_weights", "max_samples",
     "val_size", "train_on_prompt", "mask_history", "enable_thinking", "preserve_thinking", "default_system",
-    "model_name", "model_author", "dataset_shuffle",
+    "model_name", "model_author", "dataset_shuffle", "conversation_rules", "agent_template", "add_empty_thought",
+    "answer_masks",
 ))  # fmt: skip
 # Those that determine them by the content that they name.
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "columns", "eval_dataset", "template", "packing", "on_bad_row"})

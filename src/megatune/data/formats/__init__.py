@@ -15,7 +15,6 @@ of a response (TRL's prompt and completion).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +23,16 @@ from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair, texts
 from megatune.data.formats import messages
-from megatune.data.formats.fields import encodable, first_present, listed, optional_string, short, string, tools
+from megatune.data.formats.fields import (
+    encodable,
+    first_present,
+    listed,
+    margin,
+    optional_string,
+    short,
+    string,
+    tools,
+)
 from megatune.data.formats.form import (
     QUERY_NAMES,
     REJECTED_NAMES,
@@ -41,6 +49,7 @@ from megatune.data.formats.form import (
 )
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.pictures import check_without, pictures_of
+from megatune.data.formats.swift import to_swift_example
 from megatune.data.readers import json_type
 
 __all__ = [
@@ -81,6 +90,8 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
 
 def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> Example:
     columns = form.columns
+    if form.formatting == "ms_swift":
+        return to_swift_example(row, dict(form.renames), stage, form.swift_version, pictures=pictures)
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not built")
     if stage == "pt":
@@ -93,7 +104,7 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
         raise UnsupportedRow(what, "write stage: pt")
     if stage in PAIR_STAGES:
         pair = _preference_pair(row, form, pictures)
-        return replace(pair, margin=_margin(row, columns.margin)) if stage == "rm" else pair
+        return replace(pair, margin=margin(row, columns.margin)) if stage == "rm" else pair
     desirable = _tag(row, columns.kto_tag or "label") if stage == "kto" else None
     if form.formatting in ("sharegpt", "openai"):
         answer = None
@@ -179,10 +190,10 @@ def _answer(row: Mapping[str, Any], name: str) -> Message:
     return Message("assistant", content)
 
 
-def _system(row: Mapping[str, Any], form: Form) -> str:
-    """Read the system message, "" where there is none."""
+def _system(row: Mapping[str, Any], form: Form) -> str | None:
+    """Read the system message; an empty one is none."""
     names = SYSTEM_NAMES if form.formatting == "query_response" else ()
-    return optional_string(row, first_present(row, (form.columns.system, *names)))
+    return optional_string(row, first_present(row, (form.columns.system, *names))) or None
 
 
 def _text(row: Mapping[str, Any], form: Form) -> str:
@@ -296,22 +307,12 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
             raise RowError("empty-message", "an empty assistant message", f"field {answer.column!r}")
     if (chosen.message.content, chosen.message.tool_calls) == (rejected.message.content, rejected.message.tool_calls):
         raise RowError("same-answers", "chosen and rejected are the same")
-    system = _system(row, form) if prompt.system is None else prompt.system
+    system = _system(row, form) if prompt.system is None else prompt.system or None
     answers = (chosen.message, rejected.message)
     found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
     if found:
         check_without(answers)
-    return PreferencePair(prompt.messages, *answers, system, tools(row, columns.tools), found)
-
-
-def _margin(row: Mapping[str, Any], column: str | None) -> float:
-    """Read by how much the chosen answer is better, 0 where the row does not say it."""
-    value = row.get(column) if column is not None else None
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RowError("bad-margin", f"field {column!r}: expected a number", f"got {short(value)}")
-    return float(value)
+    return PreferencePair.of_answers(prompt.messages, *answers, system, tools(row, columns.tools), found)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,16 @@ def short(value: object) -> str:
         text = repr(value)
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def margin(row: Mapping[str, Any], column: str | None) -> float:
+    """Read by how much the chosen answer is better, 0 where the row does not say it."""
+    value = row.get(column) if column is not None else None
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError("bad-margin", f"field {column!r}: expected a number", f"got {short(value)}")
+    return float(value)
 
 
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-Formatting = Literal["alpaca", "sharegpt", "openai", "query_response", "text"]
-FORMATTINGS: tuple[Formatting, ...] = get_args(Formatting)
+Formatting = Literal["alpaca", "sharegpt", "openai", "query_response", "text", "ms_swift"]
+# Those that dataset_info.json may name; ms_swift is what command lines of ms-swift read.
+FORMATTINGS: tuple[Formatting, ...] = get_args(Formatting)[:-1]
 
 # Names of columns, in order of precedence; a name that `columns` gives comes first.
 MESSAGES_NAMES = ("messages", "conversations", "conversation")
@@ -61,12 +62,16 @@ class Form:
 
     Attributes:
         ranking: rows are preference pairs. Where `columns` has a kto_tag, rows are answers that are wanted or not.
+        swift_version: of ms-swift, whose rules read rows of formatting ms_swift.
+        renames: own name -> ms-swift's name of columns, of formatting ms_swift.
     """
 
     formatting: Formatting = "alpaca"
     columns: Columns = Columns()
     tags: Tags = Tags()
     ranking: bool = False
+    swift_version: int = 0
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")

@@ -71,7 +71,7 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
     found = pictures_of(row, columns, chat.messages, chat.inline, wanted=pictures)
-    return Conversation(chat.messages, system, tools(row, columns.tools), found)
+    return Conversation(chat.messages, system or None, tools(row, columns.tools), found)
 
 
 def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
@@ -253,7 +253,7 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
     return "".join(texts)
 
 
-def _trained(item: Mapping[str, Any], place: str) -> bool:
+def _trained(item: Mapping[str, Any], place: str) -> bool | None:
     """Tell whether an answer is trained: `loss` or `loss_scale` (ms-swift), or where both are not given `weight`."""
     for key in ("loss", "loss_scale", "weight"):
         value = item.get(key)
@@ -262,7 +262,7 @@ def _trained(item: Mapping[str, Any], place: str) -> bool:
                 detail = f"{place} has {short(value)}" if place else f"got {short(value)}"
                 raise RowError("bad-loss", f"{key!r} of a message: expected true or false, 1 or 0", detail)
             return bool(value)
-    return True
+    return None
 
 
 def _number(chat: Messages, index: int) -> int:

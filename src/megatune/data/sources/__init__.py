@@ -40,8 +40,10 @@ def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = Tr
     """Resolve the data sets that a run trains on, or evaluates on: see `resolve_datasets`."""
     data = settings.data
     names = data.eval_dataset if evaluation else data.dataset
-    stage, columns = settings.run.stage, data.columns
-    return resolve_datasets(names, data.dataset_dir, stage, columns, all_columns=not evaluation, hubs=hubs)
+    stage, version, all_columns = settings.run.stage, data.swift_version, not evaluation
+    return resolve_datasets(
+        names, data.dataset_dir, stage, data.columns, swift_version=version, all_columns=all_columns, hubs=hubs
+    )
 
 
 def resolve_datasets(
@@ -50,6 +52,7 @@ def resolve_datasets(
     stage: str,
     columns: Mapping[str, str] | None = None,
     *,
+    swift_version: int = 0,
     all_columns: bool = True,
     hubs: bool = True,
 ) -> list[DatasetSource]:
@@ -62,6 +65,7 @@ def resolve_datasets(
         stage: "dpo" and "rm" take preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything
             else.
         columns: own name -> usual name of columns of the data sets that have no entry.
+        swift_version: of ms-swift, if its rules read the rows of data sets that have no entry.
         all_columns: refuse a column that none of them has.
         hubs: False leaves out those that are on a hub, and asks none.
 
@@ -73,7 +77,7 @@ def resolve_datasets(
     if not names or (not hubs and str(dataset_dir).startswith((ONLINE, REMOTE))):
         return []
     directory = _open_directory(str(dataset_dir))
-    told = Detection(stage, columns or {})
+    told = Detection(stage, columns or {}, swift_version)
     sources: list[DatasetSource] = []
     errors: list[MegatuneError] = []
     for name in names:

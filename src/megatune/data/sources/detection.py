@@ -24,11 +24,13 @@ class Detection:
 
     Attributes:
         columns: own name -> usual name.
+        swift_version: of ms-swift, if its rules read all rows.
         seen: the names of the fields of all of them, in the rows that were looked at.
     """
 
     stage: str
     columns: Mapping[str, str]
+    swift_version: int = 0
     seen: set[str] = field(default_factory=set)
 
     def source(
@@ -41,6 +43,9 @@ class Detection:
         self.seen.update(names)
         if not rows:  # an empty form will do: the report on the rows says what is wrong with them
             return source_of(text, files, Form(), reference.num_samples, fetched=fetched)
+        if self.swift_version:
+            read = Form("ms_swift", swift_version=self.swift_version, renames=tuple(self.columns.items()))
+            return source_of(text, files, read, reference.num_samples, fetched=fetched)
         own = own_names(self.columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):

@@ -73,6 +73,7 @@ class ChatTemplate:
     """
 
     name = "default"
+    answer_end: str | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
         self._tokenizer, self._default_system = tokenizer, default_system

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
+from megatune.data.templates.swift_table import named_swift_template
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.tokenizer_files import check_vocabulary
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -14,12 +15,13 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def check_template(name: str | None, folder: Path | None) -> None:
+def check_template(name: str | None, folder: Path | None, *, is_swift: bool = False) -> None:
     """Refuse a template that is none, or that cannot be this tokenizer's.
 
     Args:
         name: as `load_template` takes it.
         folder: of the tokenizer; None where it is not here yet.
+        is_swift: it is a name of ms-swift's.
 
     Raises:
         MegatuneError: as `load_template`.
@@ -27,6 +29,12 @@ def check_template(name: str | None, folder: Path | None) -> None:
     from megatune.data.templates import named_template
 
     is_default = name is None or name == "default"
+    if is_swift:
+        if name is not None and not is_default:
+            named_swift_template(name)
+        if folder is not None:
+            check_vocabulary(folder)
+        return
     template = None if name is None or is_default else read_template(name) if is_template_file(name) else None
     if template is None and name is not None and not is_default:
         template = named_template(name)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
@@ -71,6 +71,8 @@ class NamedTemplate:
     special_tokens: tuple[str, ...] = ()
     system_in_question: bool = False
     trims: tuple[str, ...] = ()
+
+    answer_end: ClassVar[str | None] = None
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""

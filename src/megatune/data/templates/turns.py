@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatune.data.conversation import Conversation, Message
+from megatune.data.truncation import Stretch
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -44,12 +46,16 @@ class Turn:
     Attributes:
         prompt: pieces of text up to where the assistant starts.
         completion: pieces of text that the assistant writes, with the token that ends its turn.
-        trained: False where the completion is masked (`Message.trained`).
+        trained: whether the completion is trained; None leaves it to the settings.
     """
 
     prompt: tuple[str, ...]
     completion: tuple[str, ...]
-    trained: bool = True
+    trained: bool | None = None
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        return (*self.prompt, *self.completion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,15 @@ class Template(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def answer_end(self) -> str | None:
+        """What ends an answer, for ms-swift's templates; None for all others.
+
+        There, neighbouring texts that are masked alike are tokenised as one, each document is cut by itself, and what
+        follows a trained answer is trained as far as it is this text.
+        """
+        ...
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation, in order, one for each assistant message.
@@ -118,6 +133,22 @@ def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> 
         return apart == tokenizer.encode("".join(pieces), add_special_tokens=False)
 
     return not (same_apart(PROBE) or same_apart(_THINKING_PROBE))
+
+
+def joined_texts(texts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Join neighbouring texts that are trained, or masked, alike."""
+    return [("".join(text for text, _ in group), on) for on, group in groupby(texts, key=itemgetter(1))]
+
+
+def with_ends(stretches: Sequence[Stretch], end: list[int]) -> list[Stretch]:
+    """Train what ends an answer where the text behind a trained one begins with it."""
+    ended: list[Stretch] = []
+    for tokens, trained in stretches:
+        if not trained and ended and ended[-1][1] and tokens[: len(end)] == end:
+            ended += [(end, True), (tokens[len(end) :], False)]
+        else:
+            ended.append((tokens, trained))
+    return ended
 
 
 def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list[TurnTokens]:

@@ -1,0 +1,337 @@
+"""Rows as ms-swift reads them: messages, ShareGPT's turns, alpaca, and a query with its response and history.
+
+ms-swift takes more than our own forms do: columns under many names, messages of one role in a row, empty messages,
+conversations that end or begin anywhere, and pairs that differ in more than the last answer. A row that it leaves out
+is a `RowError` here. By the sources of ms-swift 3.12 and 4.6 (`AutoPreprocessor`, `TemplateInputs`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from megatune.config.groups.run import PAIR_STAGES
+from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowPicture, ToolCall
+from megatune.data.formats.fields import encodable, encodable_json, listed, margin, short
+from megatune.data.formats.pictures import IMAGE, PARTS, VIDEO, part_value, tags_of
+from megatune.data.media.sources import Kind
+
+_MESSAGES = ("messages", "conversation", "conversations")
+_MEDIA = {name: f"{kind}s" for kind in ("image", "video", "audio") for name in (kind, f"{kind}s")}
+_SYSTEM = dict.fromkeys(("system", "system_prompt"), "system")
+_OF_MESSAGES = {**_MEDIA, **dict.fromkeys(_MESSAGES, "messages"), **_SYSTEM}
+_OF_RESPONSES = {
+    **_MEDIA,
+    **_SYSTEM,
+    **dict.fromkeys(("query", "prompt", "input", "instruction", "question", "problem"), "query"),
+    **dict.fromkeys(
+        (
+            *("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution"),
+            *("text", "completion", "content"),
+        ),
+        "response",
+    ),
+}
+_ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool_call", "function_call", "function-call"), "tool_call"),
+    **dict.fromkeys(("tool", "tool_response", "function_response", "function-response"), "tool"),
+    **dict.fromkeys(("observation", "observations"), "tool"),
+    "system": "system",
+}
+_TAGGED_PATH = re.compile("<img>(.+?)</img>")
+_KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
+
+Row = dict[str, Any]
+Raw = list[dict[str, Any]]  # messages with a role, content, and maybe whether they are trained
+
+
+def to_swift_example(
+    row: Mapping[str, Any], columns: Mapping[str, str], stage: str, version: int, *, pictures: bool
+) -> Conversation | PreferencePair:
+    """Read one row as ms-swift does, for any stage.
+
+    Args:
+        columns: own name -> ms-swift's name (`--columns`).
+        version: of ms-swift: 3 or 4.
+        pictures: whether the model takes some.
+
+    Raises:
+        RowError: ms-swift leaves such a row out.
+        UnsupportedRow: the row has audio, weights of messages, or boxes in pictures, or pictures and the model takes
+            none.
+    """
+    fields = _standard(row, columns)
+    messages = _checked(fields["messages"], version)
+    shared = {"tools": fields.get("tools"), **{key: fields.get(key) for key in ("images", "videos")}}
+    if fields.get("audios"):
+        raise UnsupportedRow("it has audio, and training on audio is not built")
+    if fields.get("objects"):
+        raise UnsupportedRow("field 'objects': training on boxes in pictures is not built")
+    if stage not in PAIR_STAGES:
+        desirable = bool(fields.get("label")) if stage == "kto" else None
+        return _conversation(messages, shared, version, pictures, desirable)
+    if fields.get("rejected_messages") is not None:
+        rejected = _checked(fields["rejected_messages"], version)
+        shared_rejected = {key: fields.get(f"rejected_{key}") for key in shared}
+    else:
+        rejected = _with_rejected_response(messages, fields, version)
+        shared_rejected = {key: fields.get(f"rejected_{key}") or value for key, value in shared.items()}
+    chosen = _conversation(messages, shared, version, pictures)
+    other = _conversation(rejected, shared_rejected, version, pictures)
+    return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
+
+
+def _standard(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
+    """Name the columns of a row as ms-swift does, and make messages of what has none."""
+    fields = _renamed(row, columns)
+    if any(name in fields for name in _MESSAGES):
+        fields = _renamed(fields, _OF_MESSAGES)
+        if fields.get("rejected_messages") is not None:
+            fields["rejected_messages"] = _messages(fields["rejected_messages"], None)
+        fields["messages"] = _messages(fields.get("messages"), fields.get("system"))
+        return fields
+    is_alpaca = "instruction" in fields and "input" in fields
+    fields = _renamed(fields, _OF_RESPONSES)
+    query, response = fields.get("query"), fields.get("response")
+    if is_alpaca:
+        instruction, given = fields.get("instruction"), fields.get("input")
+        query = f"{instruction}\n{given}" if instruction and given else instruction or given
+        response = response if fields.get("output") is None else fields["output"]
+        if not isinstance(query, str):
+            raise RowError("wrong-type", "instruction and input are not text", short(query))
+    if isinstance(response, list):
+        response = response[0] if response else None
+    history = fields.get("history") or []
+    fields["messages"] = _of_history([*_parsed(history, "history"), [query, response]], fields.get("system"))
+    return fields
+
+
+def _renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Row:
+    """Rename the columns that stand alone for what they are; of several for one, each keeps its name."""
+    present = {name.lower(): name for name in row}
+    meant = {present[name.lower()]: target for name, target in names.items() if name.lower() in present}
+    times = Counter(meant.values())
+    return {meant[name] if name in meant and times[meant[name]] == 1 else name: value for name, value in row.items()}
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Read a list that a row has as text: JSON, or Python's own spelling."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise RowError("wrong-type", f"field {name!r}: expected a list", short(value)) from error
+
+
+def _of_history(history: Any, system: Any) -> Raw:
+    messages: Raw = [] if system is None else [{"role": "system", "content": system}]
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowError("bad-history", "field 'history': expected a list of [question, answer] pairs", short(pair))
+        said = zip(("user", "assistant"), pair, strict=True)
+        messages += [{"role": role, "content": content} for role, content in said if content is not None]
+    return messages
+
+
+def _messages(value: Any, system: Any) -> Raw:
+    """Read a list of messages, ShareGPT's turns or OpenAI's calls, with ms-swift's roles."""
+    raw = _parsed(value, "messages")
+    if not raw or not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise RowError("messages-not-a-list", "field 'messages': expected a list of messages", f"got {short(value)}")
+    raw = [message for item in raw for message in _without_calls({key: v for key, v in item.items() if v is not None})]
+    raw = [_with_keys(item, {"from": "role", "value": "content"}) for item in raw]
+    start: Raw = [] if system is None else [{"role": "system", "content": system}]
+    if "role" not in raw[0] and "content" not in raw[0]:
+        turns = [_with_keys(item, {"human": "user", "gpt": "assistant", "bot": "assistant"}) for item in raw]
+        if not all("user" in turn and "assistant" in turn for turn in turns):
+            raise RowError("messages-not-a-list", "a turn has not a user's text and an assistant's", listed(raw[0]))
+        roles = ("user", "assistant")
+        return start + [{"role": role, "content": turn[role]} for turn in turns for role in roles]
+    for item in raw:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise RowError("unknown-role", "unknown role", f"got {short(role)}")
+        item["role"] = _ROLES[role]
+    return raw if raw[0]["role"] == "system" else start + raw
+
+
+def _with_keys(item: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in item.items()}
+
+
+def _without_calls(item: dict[str, Any]) -> Raw:
+    """Write OpenAI's tool_calls of a message as messages of their own."""
+    calls = item.get("tool_calls") if item.get("role") == "assistant" else None
+    if not calls:
+        return [item]
+    own: Row = {key: item[key] for key in ("loss", "loss_scale") if key in item}
+    said: Raw = [{"role": "assistant", "content": item["content"], **own}] if item.get("content") else []
+    functions = [call.get("function", call) if isinstance(call, dict) else {} for call in calls]
+    written: Raw = [{"role": "tool_call", "content": function, **own} for function in functions]
+    return said + written
+
+
+def _checked(messages: Raw, version: int) -> Raw:
+    """Check that every message says something, and give it the keys that are read."""
+    if not messages:
+        raise RowError("no-messages", "field 'messages': no messages")
+    for number, message in enumerate(messages, start=1):
+        if message.get("content") is None:
+            raise RowError("null-content", "a message has no content", f"message {number}")
+        if message.get("loss_scale") not in (None, 0, 1) and version >= 4:
+            raise UnsupportedRow(f"message {number} has loss_scale {message['loss_scale']}, and no weights are built")
+    return messages
+
+
+def _with_rejected_response(messages: Raw, fields: Row, version: int) -> Raw:
+    """Replace what follows the last question by the rejected response."""
+    response = fields.get("rejected_response")
+    if isinstance(response, str):
+        answers: Raw = [{"role": "assistant", "content": response}]
+    elif isinstance(response, list) and response and all(isinstance(item, dict) for item in response):
+        answers = _messages(response, None)
+    else:
+        detail = f"the row has {listed(fields)}" if response is None else f"got {short(response)}"
+        raise RowError("missing-field", "field 'rejected_response' is missing", detail)
+    if any(answer["role"] == "user" for answer in answers):
+        raise RowError("answer-not-assistant", "a rejected response has a user's message")
+    # Version 3 looks for results of tools, too, under one of the two names of their role.
+    ends = ("user",) if version >= 4 else ("user", "tool")
+    last = max((index for index, message in enumerate(messages) if message["role"] in ends), default=-1) + 1
+    if [answer["content"] for answer in answers] == [message["content"] for message in messages[last:]]:
+        raise RowError("same-answers", "chosen and rejected are the same")
+    return messages[:last] + answers
+
+
+def _conversation(
+    raw: Raw, shared: Mapping[str, Any], version: int, pictures: bool, desirable: bool | None = None
+) -> Conversation:
+    system = None
+    if raw[0]["role"] == "system":
+        system, raw = _text(raw[0]["content"], "system"), raw[1:]
+    if not raw or any(message["role"] == "system" for message in raw):
+        raise RowError("system-not-first", "a system message is not the first, or is alone")
+    inline: list[tuple[Kind, Any]] = []
+    messages = [_message(message, inline, version) for message in raw]
+    found = _pictures(messages, shared, inline, system)
+    if found and not pictures:
+        what = "its rows have images or videos, and the model takes text alone"
+        raise UnsupportedRow(what, "train a vision-language model, or leave the column out with --columns")
+    return Conversation(tuple(messages), system, _tools(shared["tools"]), found, desirable)
+
+
+def _message(raw: Mapping[str, Any], inline: list[tuple[Kind, Any]], version: int) -> Message:
+    role, content = raw["role"], raw["content"]
+    own, scale = raw.get("loss"), raw.get("loss_scale") if version >= 4 else None
+    trained = None if own is None and scale != 0 else bool(own) and scale != 0
+    if role == "tool_call":
+        return Message("assistant", "", (_call(content),), trained)
+    if role == "tool" and not isinstance(content, str):
+        content = json.dumps(content, ensure_ascii=False)
+    if isinstance(content, list):
+        content = "".join(_part(part, inline) for part in content)
+    assert role in get_args(Role)
+    return Message(role, _text(content, role), trained=trained)
+
+
+def _part(part: Any, inline: list[tuple[Kind, Any]]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise RowError("bad-content-part", "a part of a message is not text, an image or a video", short(part))
+    value = part_value(part)
+    if value is not None:
+        inline.append((_KINDS[PARTS[kind]], value))
+    return PARTS[kind]
+
+
+def _call(content: Any) -> ToolCall:
+    call = _json_or_none(content)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(name, str):
+        raise RowError("bad-tool-call", "a tool call needs a name and arguments", short(content))
+    given = call.get("arguments") if call.get("arguments") is not None else call.get("parameters")
+    arguments = _json_or_none(given)
+    if arguments is None:
+        raise RowError("bad-tool-call", "a tool call needs a name and arguments", short(content))
+    encodable_json([name, arguments], "messages[].content")
+    return ToolCall(name, arguments)
+
+
+def _json_or_none(value: Any) -> Any:
+    try:
+        return _parsed(value, "")
+    except RowError:
+        return None
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if not value:
+        return ()
+    listed_tools = _json_or_none(value)
+    listed_tools = listed_tools if isinstance(listed_tools, list) else [listed_tools]
+    schemas = [_json_or_none(tool) for tool in listed_tools]
+    if not all(isinstance(schema, dict) for schema in schemas):
+        raise RowError("bad-tools", "field 'tools': expected a list of tool schemas", f"got {short(value)}")
+    encodable_json(schemas, "tools")
+    return tuple(schemas)
+
+
+def _pictures(
+    messages: list[Message], shared: Mapping[str, Any], inline: Sequence[tuple[Kind, Any]], system: str | None
+) -> tuple[RowPicture, ...]:
+    """Return the pictures of a conversation in the order of their tags; what has no tag gets one at the start."""
+    files: dict[str, list[Any]] = {}
+    for tag, kind in _KINDS.items():
+        files[tag] = _listed(shared[f"{kind}s"])
+        if own := [value for each, value in inline if each == kind]:
+            if files[tag]:
+                raise RowError("picture-count", f"{kind}s are in the messages and in a column")
+            files[tag] = own
+    if not files[IMAGE]:
+        files[IMAGE] = _tagged_paths(messages)
+    text = "\n".join((system or "", *(message.content for message in messages)))
+    for tag in reversed(_KINDS):
+        if (missing := len(files[tag]) - text.count(tag)) > 0:
+            first = messages[0]
+            messages[0] = Message(first.role, tag * missing + first.content, first.tool_calls, first.trained)
+    left = {tag: iter(values) for tag, values in files.items()}
+    tags = [tag for message in messages for tag in tags_of(message.content)]
+    found = [(tag, next(left[tag], None)) for tag in tags]
+    return tuple(RowPicture(_KINDS[tag], value) for tag, value in found if value is not None)
+
+
+def _tagged_paths(messages: list[Message]) -> list[Any]:
+    """Make tags of <img>PATH</img>, and return the paths of files."""
+    paths: list[Any] = []
+    for index, message in enumerate(messages):
+        if "<img>" in message.content:
+            paths += filter(os.path.isfile, _TAGGED_PATH.findall(message.content))
+            content = _TAGGED_PATH.sub(IMAGE, message.content)
+            messages[index] = Message(message.role, content, message.tool_calls, message.trained)
+    return paths
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None or value == "":
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _text(value: Any, role: str) -> str:
+    if not isinstance(value, str):
+        raise RowError("wrong-type", f"a message of {role!r} is not text", f"got {short(value)}")
+    return encodable(value, "content")

@@ -1,0 +1,260 @@
+"""ms-swift's chat templates: how its command lines write a conversation, and which part of it they train.
+
+Written by the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. What sets a template
+apart is a row of `swift_table`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation, Message, Role
+from megatune.data.templates.agents import AgentTemplate, ChatText
+from megatune.data.templates.turns import Thinking, Turn
+
+Mask = Literal["empty_thought", "think_tag"]
+_MASKS: dict[Mask, tuple[str, ...]] = {
+    "empty_thought": (r"<think>\s*</think>\s*", r"</think>\s*"),
+    "think_tag": (r"<think>\n?",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SwiftRules:
+    """What a run asks of its template.
+
+    Attributes:
+        version: of ms-swift: 3 or 4.
+        last_round: only the last answer is trained.
+        add_empty_thought: an answer without reasoning begins with an empty thought, in templates that have one.
+        preserve_thinking: keep the reasoning of earlier answers; None is ms-swift's own rule.
+        enable_thinking: counts where preserve_thinking is None.
+        masks: beginnings of answers that are not trained; None is ms-swift's own rule.
+        has_template: False writes texts one after the other: stage pt.
+    """
+
+    version: int
+    last_round: bool = False
+    add_empty_thought: bool = True
+    preserve_thinking: bool | None = None
+    enable_thinking: bool | None = None
+    masks: tuple[Mask, ...] | None = None
+    has_template: bool = True
+
+
+@dataclass(slots=True)
+class _Said:
+    """Messages of one role in a row, each with its own `Message.trained`; what tools return is the whole prompt."""
+
+    role: Role
+    texts: list[str]
+    trained: list[bool | None] = field(default_factory=lambda: [None])
+
+
+@dataclass(frozen=True, slots=True)
+class SwiftTemplate:
+    """One of ms-swift's templates.
+
+    Attributes:
+        prompt: a user's message up to where the answer starts; has {content}.
+        separator: what ends an answer that another message follows; None: only the last round is written.
+        suffix: what ends the last answer.
+        prefix: starts a conversation without a system message.
+        system: starts one with a system message; has {content}. None: there may be none.
+        stop_words: an answer that ends with one of them, or with the suffix, gets no suffix.
+        agent: the name of the agent template that writes tools.
+        thinks: the model thinks before it answers.
+        empty_thought: begins an answer without reasoning.
+        after_question_only: not behind results of tools.
+        history_prefix: in the place of reasoning that is left out.
+        adds_bos: the tokens that the tokenizer puts before a text come first.
+        marks: texts that the chat template of its models has; () where the chat template does not tell.
+        models: a pattern of the names of its models, in small letters.
+    """
+
+    name: str
+    prompt: str
+    separator: str | None
+    suffix: str
+    prefix: str = ""
+    system: str | None = None
+    default_system: str | None = None
+    stop_words: tuple[str, ...] = ()
+    agent: str | None = None
+    thinks: bool = False
+    empty_thought: str = ""
+    after_question_only: bool = False
+    history_prefix: str = ""
+    adds_bos: bool = False
+    marks: tuple[str, ...] = ()
+    models: str = ""
+
+    rules: SwiftRules = SwiftRules(4)
+    agent_template: AgentTemplate | None = None
+
+    @property
+    def answer_end(self) -> str:
+        return self.suffix
+
+    def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
+        """Write the turns of a conversation; see `Template.render`. Which answers are trained is in the turns."""
+        said = self._said(conversation.messages)
+        system = self._system(conversation)
+        if self.rules.has_template:
+            if self.empty_thought and self.rules.add_empty_thought:
+                self._add_empty_thoughts(said)
+            if not self._preserves_thinking:
+                self._leave_thoughts_out(said)
+            if conversation.tools:
+                system, said[0].texts[0] = self._agent().offer(conversation.tools, system, said[0].texts[0])
+        if said[0].role == "assistant":
+            said.insert(0, _Said("user", [""]))
+        if len(said) % 2 or any(each.role == "assistant" for each in said[::2]) or _not_answers(said[1::2]):
+            raise RowError("roles-out-of-order", "roles out of order", " ".join(each.role for each in said))
+        if self.separator is None:
+            said = said[-2:]
+        return list(self._turns(said, system))
+
+    def _turns(self, said: Sequence[_Said], system: str | None) -> Iterator[Turn]:
+        before = _fill(self.system, system) if system and self.system is not None else self.prefix
+        last = len(said) - 2
+        for index in range(0, len(said), 2):
+            question, answer = said[index], said[index + 1]
+            asked = question.texts[0] if question.role == "tool" else _fill(self.prompt, question.texts[0])
+            prompt: tuple[str, ...] = (before, asked)
+            for text, own in zip(answer.texts, answer.trained, strict=True):
+                trained = own if own is not None else not self.rules.last_round or index == last
+                masked = self._masked(text) if trained else 0
+                if masked:
+                    yield Turn(prompt, (text[:masked],), False)
+                    prompt = ()
+                yield Turn(prompt, (text[masked:],), trained)
+                prompt = ()
+            before = (self.separator or "") if index < last and said[index + 2].role != "tool" else ""
+        if not said[-1].texts[-1].endswith(tuple(filter(None, (*self.stop_words, self.suffix.strip())))):
+            yield Turn((), (self.suffix,), True)
+
+    def _said(self, messages: Sequence[Message]) -> list[_Said]:
+        """Write calls and what tools return, and join messages of one role in a row."""
+        said: list[_Said] = []
+        for message in self._with_calls_written(messages):
+            previous = said[-1] if said else None
+            if message.role == "tool":
+                self._add_result(said, message.content)
+            elif previous is None or previous.role != message.role:
+                said.append(_Said(message.role, [message.content], [message.trained]))
+            elif message.role == "user" or self.rules.version < 4:
+                previous.texts[-1] += message.content
+            else:
+                previous.texts.append(message.content)
+                previous.trained.append(message.trained)
+        results = [index for index, each in enumerate(said) if each.role == "tool"]
+        for index in results:
+            answer = said[index - 1]
+            answer.texts[-1], written = self._agent().results(answer.texts[-1], said[index].texts, self._chat_text)
+            said[index].texts = [written]
+        return said
+
+    def _add_result(self, said: list[_Said], content: str) -> None:
+        previous = said[-1] if said else None
+        if previous is not None and previous.role == "tool":
+            previous.texts.append(content)
+        elif previous is not None and previous.role == "assistant":
+            said.append(_Said("tool", [content]))
+        else:
+            written = None
+            if previous is not None and self.rules.version >= 4:
+                written = self._agent().standalone([content], self._chat_text)
+            if previous is None or written is None:
+                raise RowError("roles-out-of-order", "roles out of order", "a tool returns what nobody called for")
+            previous.texts[-1] += written
+
+    def _with_calls_written(self, messages: Sequence[Message]) -> list[Message]:
+        """Write each run of calls as one message of the assistant."""
+        written: list[Message] = []
+        run: list[Message] = []
+        for message in (*messages, None):
+            if message is not None and message.tool_calls:
+                run.append(message)
+                continue
+            if run:
+                before = written[-1] if written and written[-1].role == "assistant" else None
+                calls = [call for each in run for call in each.tool_calls]
+                changed, text = self._agent().calls(calls, before.content if before else None)
+                if before is not None and changed is not None:
+                    written[-1] = replace(before, content=changed)
+                own = (each.trained for each in run if each.trained is not None)
+                written.append(Message("assistant", text, trained=next(own, None) if self.rules.version >= 4 else None))
+                run = []
+            if message is not None:
+                written.append(message)
+        return written
+
+    def _system(self, conversation: Conversation) -> str | None:
+        system = conversation.system
+        if not self.rules.has_template:
+            if system and self.rules.version < 4:
+                raise RowError("no-system-in-template", "the template has no place for a system message")
+            return None
+        if system is not None and self.system is None:
+            raise RowError("no-system-in-template", "the template has no place for a system message")
+        return self.default_system if system is None else system
+
+    def _add_empty_thoughts(self, said: Sequence[_Said]) -> None:
+        start = _last_question(said) if self.rules.last_round else -1
+        for index, each in enumerate(said):
+            follows = said[index - 1].role if index else None
+            if index < start or each.role != "assistant" or (self.after_question_only and follows != "user"):
+                continue
+            if not each.texts[0].startswith(("<think>", self.empty_thought)):
+                each.texts[0] = self.empty_thought + each.texts[0]
+
+    @property
+    def _preserves_thinking(self) -> bool:
+        if self.rules.preserve_thinking is not None:
+            return self.rules.preserve_thinking
+        return not (self.rules.last_round and (self.thinks or self.rules.enable_thinking))
+
+    def _leave_thoughts_out(self, said: Sequence[_Said]) -> None:
+        """Leave the reasoning of answers before the last question, or results of tools, out."""
+        for each in said[: max(_last_question(said), 0)]:
+            if each.role == "assistant":
+                each.texts[0] = self.history_prefix + each.texts[0].rpartition("</think>")[2].strip()
+
+    def _masked(self, text: str) -> int:
+        """Return how many characters at the start of a trained answer are not trained."""
+        masks = self.rules.masks
+        if masks is None:
+            is_hybrid = self.thinks and bool(self.empty_thought)
+            masks = ("empty_thought",) if self.rules.version >= 4 and is_hybrid else ()
+        masked = 0
+        for mask in masks or ():
+            found = re.compile("|".join(_MASKS[mask])).match(text, masked)
+            masked = found.end() if found else masked
+        return masked
+
+    def _agent(self) -> AgentTemplate:
+        if self.agent_template is None:
+            raise RowError("no-tools-in-template", f"template {self.name} has no agent template", "set agent_template")
+        return self.agent_template
+
+    @property
+    def _chat_text(self) -> ChatText:
+        return ChatText(self.prompt, self.separator or "")
+
+
+def _not_answers(said: Sequence[_Said]) -> bool:
+    return any(each.role != "assistant" for each in said)
+
+
+def _last_question(said: Sequence[_Said]) -> int:
+    return max((index for index, each in enumerate(said) if each.role != "assistant"), default=-1)
+
+
+def _fill(text: str, content: str) -> str:
+    before, _, after = text.partition("{content}")
+    return f"{before}{content}{after}"
