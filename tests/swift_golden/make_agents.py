@@ -25,8 +25,7 @@ GOLDEN = Path(__file__).parent / "agents.json.gz"
 VERSION = swift.__version__.split(".")[0]
 # Megatune refuses these: only their names are kept.
 REFUSED = (
-    "deepseek_v4", "deepseek_v41", "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "ling3", "minicpm5",
-    "minimax_m2", "minimax_m3", "seed_oss", "spark2_5", "xing4_0",
+    "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "minicpm5", "minimax_m2", "minimax_m3", "seed_oss",
 )  # fmt: skip
 
 WEATHER = {
