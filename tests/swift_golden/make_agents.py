@@ -67,6 +67,16 @@ PADDED = {
         "strict": None,
     },
 }
+NULLS = {
+    "name": "nulls",
+    "description": "Has nulls that mean something.",
+    "x-note": {"a": None},
+    "parameters": {
+        "$defs": {"used": {"type": "string", "title": None}, "default": None},
+        "anyOf": [{"const": None}, {"type": None, "examples": [None, {"a": None}]}, {"examples": None}],
+        "properties": {"const": {"default": None, "items": {"default": None, "minimum": None}}},
+    },
+}
 NO_FUNCTION = {"type": "function", "name": "flat", "description": "Is not nested.", "parameters": None}
 
 
@@ -86,6 +96,7 @@ OFFERS = [
     ([wrapped({"name": "stop", "description": "", "parameters": {}})], None, "How?"),
     ([HUMAN], None, "How?"),
     ([PADDED, wrapped(WEATHER)], "Be brief.", "How?"),
+    ([NULLS], "Be brief.", "How?"),
     ([NO_FUNCTION], None, "How?"),
     ([{"function": WEATHER}], None, "How?"),
     ([wrapped({"description": "nameless", "parameters": {"type": "object", "properties": {}}})], "S", "How?"),
