@@ -21,7 +21,7 @@ NEEDED_BY = {
     "liger-kernel": "transformers.integrations.liger",
 }
 BROUGHT_BY_USERS = {"vllm", "sglang", "langdetect"}  # engines have a build for each device; a rule of one reward
-OTHER_SYSTEMS = {"swift"}  # what records golden files runs in their environment, not in this one
+OTHER_SYSTEMS = {"swift", "torchvision"}  # what records tests/swift_golden runs in an environment of ms-swift
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
 
 
