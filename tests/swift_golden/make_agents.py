@@ -25,8 +25,7 @@ GOLDEN = Path(__file__).parent / "agents.json.gz"
 VERSION = swift.__version__.split(".")[0]
 # Megatune refuses these: only their names are kept.
 REFUSED = (
-    "deepseek_v4", "deepseek_v41", "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "ling3", "minicpm5",
-    "minimax_m2", "minimax_m3", "seed_oss", "spark2_5", "xing4_0",
+    "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "minicpm5", "minimax_m2", "minimax_m3", "seed_oss",
 )  # fmt: skip
 
 WEATHER = {
@@ -68,6 +67,16 @@ PADDED = {
         "strict": None,
     },
 }
+NULLS = {
+    "name": "nulls",
+    "description": "Has nulls that mean something.",
+    "x-note": {"a": None},
+    "parameters": {
+        "$defs": {"used": {"type": "string", "title": None}, "default": None},
+        "anyOf": [{"const": None}, {"type": None, "examples": [None, {"a": None}]}, {"examples": None}],
+        "properties": {"const": {"default": None, "items": {"default": None, "minimum": None}}},
+    },
+}
 NO_FUNCTION = {"type": "function", "name": "flat", "description": "Is not nested.", "parameters": None}
 
 
@@ -87,6 +96,7 @@ OFFERS = [
     ([wrapped({"name": "stop", "description": "", "parameters": {}})], None, "How?"),
     ([HUMAN], None, "How?"),
     ([PADDED, wrapped(WEATHER)], "Be brief.", "How?"),
+    ([NULLS], "Be brief.", "How?"),
     ([NO_FUNCTION], None, "How?"),
     ([{"function": WEATHER}], None, "How?"),
     ([wrapped({"description": "nameless", "parameters": {"type": "object", "properties": {}}})], "S", "How?"),

@@ -100,11 +100,12 @@ class TextTemplate:
         no_system: what {no_system} becomes where it has none.
         default_system: the system message of rows without one, be it empty.
         strip_system: removes white space around the system message.
-        instructions: what {instructions} becomes, for templates that share them.
+        instructions: what {instructions} becomes, before anything else; templates share them.
         question: the first user's message where the tools stand there, with {tools} and {question}; "": they do not.
         tool, tool_joiner: one of {tools}, with the placeholders of TOOL_FIELDS, and what separates two.
         call, call_joiner: one of {calls}, with the placeholders of _CALL_FIELDS, or with {name} and {values}.
-        value: one argument of {values}, with {key} and {value}; "": there is no such placeholder.
+        value, value_joiner: one argument of {values}, with {key}, {value} and {is_string} (true or false); "": there is
+            no such placeholder.
         values: how the value of an argument is written, a key of _VALUES.
         all_calls: a run of {calls}.
         before: what becomes of the assistant's text before calls, a key of _BEFORE.
@@ -131,6 +132,7 @@ class TextTemplate:
     call: str
     call_joiner: str = "\n"
     value: str = ""
+    value_joiner: str = ""
     values: str = "json"
     all_calls: str = "{calls}"
     before: str = "keep"
@@ -151,10 +153,9 @@ class TextTemplate:
         system = self.default_system if system is None else system
         system = system.strip() if self.strip_system else system
         message = _fill(
-            self.system_message,
+            self.system_message.replace("{instructions}", self.instructions),
             system=_fill(self.system_part, system=system) if system else "",
             no_system="" if system else self.no_system,
-            instructions=self.instructions,
             **written,
         )
         return message, _fill(self.question, question=question, **written) if self.question else question
@@ -184,9 +185,12 @@ class TextTemplate:
     def _call(self, call: ToolCall) -> str:
         if not self.value:
             return _fill_from(self.call, _CALL_FIELDS, call)
-        write = _VALUES[self.values]
-        values = "".join(_fill(self.value, key=key, value=write(value)) for key, value in call.arguments.items())
+        values = self.value_joiner.join(self._value(key, value) for key, value in call.arguments.items())
         return _fill(self.call, name=call.name, values=values)
+
+    def _value(self, key: str, value: object) -> str:
+        is_string = "true" if isinstance(value, str) else "false"
+        return _fill(self.value, key=key, value=_VALUES[self.values](value), is_string=is_string)
 
     def results(self, answer: str, results: Sequence[str], chat: ChatText) -> tuple[str, str]:
         """Return the answer before the results, and all text from there to where the next answer starts."""

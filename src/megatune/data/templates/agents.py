@@ -44,10 +44,9 @@ class AgentTemplate(Protocol):
         ...
 
 
-# ms-swift's names whose models are not supported here.
+# ms-swift's names that have no texts here: languages of their own, of models that are not supported.
 NOT_SUPPORTED = (
-    "deepseek_v4", "deepseek_v41", "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "ling3", "minicpm5",
-    "minimax_m2", "minimax_m3", "seed_oss", "spark2_5", "xing4_0",
+    "gemma4", "hy_v3", "hy_v3_preview", "kimi_k25", "kimi_k3", "minicpm5", "minimax_m2", "minimax_m3", "seed_oss",
 )  # fmt: skip
 
 # Version 3 has two templates under other names than version 4.
