@@ -129,6 +129,7 @@ SAME_IN_BOTH = {
     "data.truncation_strategy": "drop",
     "data.packing": False,
     "data.streaming": False,
+    "data.enable_thinking": None,
     "data.train_on_prompt": False,
     "data.mask_history": False,
     "data.disable_shuffling": False,
@@ -140,8 +141,8 @@ SAME_IN_BOTH = {
     "experts.moe_aux_loss_coeff": 0.0,
 }
 OF_VERSION = {
-    4: {"data.val_size": 0.0, "evaluation.eval_strategy": "no"},
-    3: {"data.val_size": 0.01, "evaluation.eval_strategy": "steps", "evaluation.eval_steps": 500},
+    4: {"data.conversation_rules": "ms_swift_4", "data.val_size": 0.0, "evaluation.eval_strategy": "no"},
+    3: {"data.conversation_rules": "ms_swift_3", "data.val_size": 0.01, "evaluation.eval_strategy": "steps", "evaluation.eval_steps": 500},
 }
 
 

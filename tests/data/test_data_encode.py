@@ -136,7 +136,8 @@ def test_an_answer_that_is_context_is_not_trained() -> None:
     first = replace(CONVERSATION.messages[1], trained=False)
     conversation = replace(CONVERSATION, messages=(CONVERSATION.messages[0], first, *CONVERSATION.messages[2:]))
     assert parts(conversation) == [(False, ASK_1 + ANSWER_1 + ASK_2), (True, ANSWER_2)]
-    assert parts(conversation, train_on_prompt=True) == [(True, ASK_1 + ANSWER_1 + ASK_2 + ANSWER_2)]
+    masked = [(True, ASK_1), (False, ANSWER_1), (True, ASK_2 + ANSWER_2)]
+    assert parts(conversation, train_on_prompt=True) == masked
 
 
 WHOLE = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2 + ANSWER_2)["input_ids"]
@@ -281,7 +282,8 @@ def test_the_same_answer_twice_teaches_nothing() -> None:
     result = encode(replace(PAIR, rejected=PAIR.chosen))
     assert isinstance(result, RowError)
     assert (result.code, str(result)) == ("same-answers", "chosen and rejected are the same")
-    almost = replace(PAIR, rejected=Message("assistant", f"{PAIR.chosen.content}!"))
+    *prompt, answer = PAIR.chosen.messages
+    almost = PreferencePair.of_answers(tuple(prompt), answer, replace(answer, content=f"{answer.content}!"))
     result = encode(almost, 8)
     assert isinstance(result, LengthError)
     assert result.reason == "chosen and rejected are the same after cutting to cutoff_len"

@@ -39,7 +39,6 @@ def test_alpaca_prompt(row: dict[str, Any], prompt: str) -> None:
 def test_alpaca_history_system_and_tools() -> None:
     row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s", "tools": '[{"name": "f"}]'}
     assert written(row, ALPACA) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    assert all(message.trained for message in conversation(row).messages)
     assert (conversation(row).system, conversation(row).tools) == ("s", ({"name": "f"},))
 
 
@@ -107,7 +106,7 @@ def test_no_tools(tools: object) -> None:
 @pytest.mark.parametrize(
     ("keys", "trained"),
     [
-        ({}, True),
+        ({}, None),
         ({"loss": False}, False),
         ({"loss": True}, True),
         ({"weight": 0}, False),
@@ -117,9 +116,9 @@ def test_no_tools(tools: object) -> None:
         ({"loss": True, "weight": 0}, True),
     ],
 )
-def test_which_answers_are_trained(keys: dict[str, Any], trained: bool) -> None:
+def test_which_answers_are_trained(keys: dict[str, Any], trained: bool | None) -> None:
     row = openai(said("user"), said("assistant", **keys), said("user", loss=False), said("assistant"))
-    assert [m.trained for m in conversation(row, OPENAI).messages] == [True, trained, True, True]
+    assert [m.trained for m in conversation(row, OPENAI).messages] == [None, trained, None, None]
     call = {"from": "function_call", "value": '{"name": "f"}', **keys}
     row = sharegpt(("human", "q"), ("x", ""), ("observation", ""), ("gpt", "a"))
     row["conversations"][1] = call

@@ -66,7 +66,7 @@ def test_pictures_of_a_pair_belong_to_its_prompt() -> None:
     row = {"instruction": "<image>What?", "chosen": "A.", "rejected": "B.", "images": ["1.jpg"]}
     pair = read(row, Form("alpaca", ranking=True), "dpo")
     assert isinstance(pair, PreferencePair)
-    assert [each.pictures for each in pair.conversations()] == [(FIRST,)] * 2
+    assert [pair.chosen.pictures, pair.rejected.pictures] == [(FIRST,)] * 2
     question = said("user", [{"type": "image", "image": "2.jpg"}, {"type": "text", "text": "What?"}])
     whole = {name: [question, said("assistant", name)] for name in ("chosen", "rejected")}
     form = Form("openai", Columns(messages=None), OPENAI.tags, ranking=True)

@@ -57,7 +57,7 @@ def read(tmp_path: Path, stage: str, *rows: dict[str, Any]) -> list[Example]:
             {"tools": TOOLS, "messages": [said("user", "q"), said("tool_call", CALL), said("tool", "1"), SINGLE[1]]},
             Conversation(
                 (ASKED, Message("assistant", "", (ToolCall("f", {"x": 1}),)), Message("tool", "1"), ANSWERED),
-                "",
+                None,
                 ({"type": "function", "function": {"name": "f"}},),
             ),
         ),

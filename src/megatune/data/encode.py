@@ -179,8 +179,10 @@ class Encoder:
         ]
 
     def _is_trained(self, turn: Turn, *, is_last: bool) -> bool:
-        if turn.trained is not None:
-            return turn.trained
+        if turn.trained is False:
+            return False
+        if self.template is not None and self.template.answer_end is not None:
+            return True  # the template knows
         return self.train_on_prompt or is_last or not self.mask_history
 
     def _ids(self, texts: Iterable[str]) -> dict[str, list[int]]:

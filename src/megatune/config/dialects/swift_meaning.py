@@ -181,6 +181,7 @@ def losses(command: Command) -> None:
         command.sets("loss_scale", "answer_masks", masks)
     elif command.value("disable_ignore_empty_think"):
         command.sets("disable_ignore_empty_think", "answer_masks", [])
+        del command.flags["disable_ignore_empty_think"]
     command.ignore("disable_ignore_empty_think", "loss_scale says which beginnings of answers are not trained")
     is_mean_of_tokens = command.verb != "rlhf"
     if command.value("calculate_per_token_loss") is is_mean_of_tokens:
