@@ -142,7 +142,12 @@ SAME_IN_BOTH = {
 }
 OF_VERSION = {
     4: {"data.conversation_rules": "ms_swift_4", "data.val_size": 0.0, "evaluation.eval_strategy": "no"},
-    3: {"data.conversation_rules": "ms_swift_3", "data.val_size": 0.01, "evaluation.eval_strategy": "steps", "evaluation.eval_steps": 500},
+    3: {
+        "data.conversation_rules": "ms_swift_3",
+        "data.val_size": 0.01,
+        "evaluation.eval_strategy": "steps",
+        "evaluation.eval_steps": 500,
+    },
 }
 
 

@@ -94,6 +94,10 @@ OTHER_VALUES = {
     "template": "chatml",
     "packing": True,
     "dataset_shuffle": False,
+    "conversation_rules": "ms_swift_4",
+    "agent_template": "hermes",
+    "add_empty_thought": False,
+    "answer_masks": [],
 }
 
 

@@ -380,9 +380,9 @@ def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Model], tmp_p
 
 def test_a_template_that_leaves_a_picture_out(model: Model, data: Path) -> None:
     vision = model.vision()
-    _, placed = vision.place(chat("<image>", "x", pictures=(image(data, "a.png"),)))
+    _, placed = vision.place(chat("<image>", "x", pictures=(image(data, "a.png"),)), {})
     with pytest.raises(RowError) as caught:
-        vision.expanded([([1, 2, 3], [4])], placed)
+        vision.expanded([[1, 2, 3], [4]], placed)
     assert caught.value.code == "picture-left-out"
 
 

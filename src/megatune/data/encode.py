@@ -241,6 +241,8 @@ class Encoder:
         """Cut the documents of an example to cutoff_len."""
         try:
             if isinstance(example, str):
+                if self.vision is not None:
+                    self._expanded(turns[0], ())
                 before, after = self._text_ends
                 ((((_, _), (tokens, _)),),) = turns
                 text = [*before, *tokens, *after]

@@ -6,7 +6,7 @@ them; runs get their length as tokens. Text with thousands of placeholders would
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import numpy as np
 from megatune.architecture import Vision
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation, Message, RowPicture
+from megatune.data.conversation import Conversation, RowPicture
 from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import Measured, PictureProcessor
@@ -56,11 +56,13 @@ class VisionInput:
 
     Attributes:
         media_dir: where relative paths begin.
+        spare_tags: ms-swift's rule: tags of the system message count, and tags beyond the pictures are text.
     """
 
     vision: Vision
     processor: PictureProcessor
     media_dir: str = ""
+    spare_tags: bool = False
 
     @property
     def pads(self) -> tuple[int, int]:
@@ -78,15 +80,19 @@ class VisionInput:
             MegatuneError: a video cannot be read here (exit code 66).
         """
         tags = [tag for message in conversation.messages for tag in tags_of(message.content)]
-        for tag, kind in ((IMAGE, "image"), (VIDEO, "video")):
+        for tag, kind in ((IMAGE, "image"), (VIDEO, "video")) if not self.spare_tags else ():
             check_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.pictures))
-        if not tags:
+        if not conversation.pictures:
             return conversation, ()
         for each in conversation.pictures:
             if id(each) not in known:
                 known[id(each)] = self._measured(each)
         placed, texts = zip(*(known[id(each)] for each in conversation.pictures), strict=True)
-        return replace(conversation, messages=_with_texts(conversation.messages, iter(texts))), placed
+        left = {kind: [text for each, text in zip(conversation.pictures, texts, strict=True) if each.kind == kind]
+                for kind in ("image", "video")}  # fmt: skip
+        system = _with_text(conversation.system or "", left) if self.spare_tags else conversation.system
+        messages = tuple(replace(each, content=_with_text(each.content, left)) for each in conversation.messages)
+        return replace(conversation, system=system or conversation.system, messages=messages), placed
 
     def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
         """Return the entry of a picture, and the text in place of its tag."""
@@ -186,11 +192,11 @@ def load_vision_input(
         why = f"{', '.join(_TOKENS)} are {found}, and {ids} in config.json"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, str(model_dir), why, fix), ExitCode.INPUT)
-    return VisionInput(vision, load_processor(model_dir, vision, data), media_dir_of(data))
+    return VisionInput(vision, load_processor(model_dir, vision, data), media_dir_of(data), bool(data.swift_version))
 
 
-def _with_texts(messages: Sequence[Message], texts: Iterator[str]) -> tuple[Message, ...]:
-    return tuple(
-        replace(message, content=TAG.sub(lambda _: next(texts), message.content)) if "<" in message.content else message
-        for message in messages
-    )
+def _with_text(text: str, left: Mapping[str, list[str]]) -> str:
+    """Replace tags by what is left for them, in order; tags beyond that stay."""
+    if "<" not in text:
+        return text
+    return TAG.sub(lambda tag: left[tag[0][1:-1]].pop(0) if left[tag[0][1:-1]] else tag[0], text)

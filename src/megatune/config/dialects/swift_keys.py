@@ -107,7 +107,7 @@ KEYS: dict[str, Meaning] = {
     "split_dataset_ratio": "data.val_size",
     "max_length": "data.cutoff_len",
     "seq_length": "data.cutoff_len",
-    "max_pixels": "data.image_max_pixels",
+    "max_pixels": "data.image_scale_pixels",
     "system": "data.default_system",
     "dataset_num_proc": "data.preprocessing_num_workers",
     "load_from_cache_file": negated("data.overwrite_cache"),

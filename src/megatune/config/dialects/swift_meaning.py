@@ -150,7 +150,9 @@ def pictures(command: Command) -> None:
         ("FPS", "video_fps", 2.0),
         ("FPS_MAX_FRAMES", "video_maxlen", 768),
     ):
-        text = command.env.get(variable) or _tokens(command, variable, side)
+        text = _tokens(command, variable, side) or command.env.get(variable, "")
+        if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", text):
+            text = str(int(text) // side**2 * side**2)  # whole tokens
         if text:
             command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
         else:

@@ -220,6 +220,11 @@ class DataSettings(Group):
     """Images of fewer pixels are made larger, to this area.
     How: It is done before the image is cut into patches; the model's own processor has a least area, too.
     When: Seldom."""
+    image_scale_pixels: Annotated[Count, "pixels"] | None = None
+    """With ms-swift's rules: images of more pixels are first scaled down to this area.
+    How: Then every image is brought to whole tokens, between image_min_pixels and image_max_pixels, and the bounds of the
+    model's processor do not count.
+    When: Set it to what ms-swift's --max_pixels is in a run to match."""
     video_max_pixels: Annotated[Count, "pixels"] = 256 * 256
     """Frames of a video with more pixels are made smaller, to this area.
     How: The tokens of a video are those of its frames.

@@ -143,9 +143,9 @@ def rules_of_others(context: Context) -> Iterator[Problem]:
             yield Problem(names, what, why, "write truncation_strategy: drop, left or right")
     else:
         default = DataSettings()
-        for key in ("agent_template", "add_empty_thought", "answer_masks"):
+        for key in ("agent_template", "add_empty_thought", "answer_masks", "image_scale_pixels"):
             if getattr(data, key) != getattr(default, key):
-                why = "templates of this program have it in themselves"
+                why = "the rules of this program do without it"
                 fix = f"remove {key}, or write conversation_rules: ms_swift_4"
                 yield Problem((key, "conversation_rules"), f"{key} without ms-swift's rules", why, fix)
     if data.truncation_strategy == "split" and not (data.swift_version and stage == "pt"):

@@ -91,7 +91,7 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
 def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> Example:
     columns = form.columns
     if form.formatting == "ms_swift":
-        return to_swift_example(row, dict(form.renames), stage, form.swift_version, pictures=pictures)
+        return to_swift_example(row, form, stage, pictures=pictures)
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not built")
     if stage == "pt":

@@ -64,6 +64,7 @@ class Form:
         ranking: rows are preference pairs. Where `columns` has a kto_tag, rows are answers that are wanted or not.
         swift_version: of ms-swift, whose rules read rows of formatting ms_swift.
         renames: own name -> ms-swift's name of columns, of formatting ms_swift.
+        fields: the columns of the first rows, of formatting ms_swift: a row that lacks one has null there.
     """
 
     formatting: Formatting = "alpaca"
@@ -72,6 +73,7 @@ class Form:
     ranking: bool = False
     swift_version: int = 0
     renames: tuple[tuple[str, str], ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")

@@ -13,12 +13,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, get_args
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowPicture, ToolCall
 from megatune.data.formats.fields import encodable, encodable_json, listed, margin, short
+from megatune.data.formats.form import Form
 from megatune.data.formats.pictures import IMAGE, PARTS, VIDEO, part_value, tags_of
 from megatune.data.media.sources import Kind
 
@@ -54,13 +56,12 @@ Raw = list[dict[str, Any]]  # messages with a role, content, and maybe whether t
 
 
 def to_swift_example(
-    row: Mapping[str, Any], columns: Mapping[str, str], stage: str, version: int, *, pictures: bool
+    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
 ) -> Conversation | PreferencePair:
     """Read one row as ms-swift does, for any stage.
 
     Args:
-        columns: own name -> ms-swift's name (`--columns`).
-        version: of ms-swift: 3 or 4.
+        form: of formatting ms_swift.
         pictures: whether the model takes some.
 
     Raises:
@@ -68,7 +69,8 @@ def to_swift_example(
         UnsupportedRow: the row has audio, weights of messages, or boxes in pictures, or pictures and the model takes
             none.
     """
-    fields = _standard(row, columns)
+    version = form.swift_version
+    fields = _standard({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
     messages = _checked(fields["messages"], version)
     shared = {"tools": fields.get("tools"), **{key: fields.get(key) for key in ("images", "videos")}}
     if fields.get("audios"):
@@ -89,14 +91,14 @@ def to_swift_example(
     return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
 
 
-def _standard(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
+def _standard(row: Mapping[str, Any], columns: Mapping[str, str], version: int) -> Row:
     """Name the columns of a row as ms-swift does, and make messages of what has none."""
     fields = _renamed(row, columns)
     if any(name in fields for name in _MESSAGES):
         fields = _renamed(fields, _OF_MESSAGES)
         if fields.get("rejected_messages") is not None:
-            fields["rejected_messages"] = _messages(fields["rejected_messages"], None)
-        fields["messages"] = _messages(fields.get("messages"), fields.get("system"))
+            fields["rejected_messages"] = _messages(fields["rejected_messages"], None, version)
+        fields["messages"] = _messages(fields.get("messages"), fields.get("system"), version)
         return fields
     is_alpaca = "instruction" in fields and "input" in fields
     fields = _renamed(fields, _OF_RESPONSES)
@@ -110,7 +112,7 @@ def _standard(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
     if isinstance(response, list):
         response = response[0] if response else None
     history = fields.get("history") or []
-    fields["messages"] = _of_history([*_parsed(history, "history"), [query, response]], fields.get("system"))
+    fields["messages"] = _of_history([*_parsed(history, "history", 3), [query, response]], fields.get("system"))
     return fields
 
 
@@ -122,11 +124,13 @@ def _renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Row:
     return {meant[name] if name in meant and times[meant[name]] == 1 else name: value for name, value in row.items()}
 
 
-def _parsed(value: Any, name: str) -> Any:
-    """Read a list that a row has as text: JSON, or Python's own spelling."""
+def _parsed(value: Any, name: str, version: int = 4) -> Any:
+    """Read a list that a row has as text: JSON, or Python's own spelling, which version 3 reads alone."""
     if not isinstance(value, str):
         return value
     try:
+        if version < 4:
+            raise ValueError
         return json.loads(value)
     except ValueError:
         try:
@@ -145,12 +149,13 @@ def _of_history(history: Any, system: Any) -> Raw:
     return messages
 
 
-def _messages(value: Any, system: Any) -> Raw:
+def _messages(value: Any, system: Any, version: int) -> Raw:
     """Read a list of messages, ShareGPT's turns or OpenAI's calls, with ms-swift's roles."""
-    raw = _parsed(value, "messages")
+    raw = _parsed(value, "messages", version)
     if not raw or not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
         raise RowError("messages-not-a-list", "field 'messages': expected a list of messages", f"got {short(value)}")
-    raw = [message for item in raw for message in _without_calls({key: v for key, v in item.items() if v is not None})]
+    raw = [{key: value for key, value in item.items() if value is not None} for item in raw]
+    raw = _without_calls(raw) if version >= 4 else raw
     raw = [_with_keys(item, {"from": "role", "value": "content"}) for item in raw]
     start: Raw = [] if system is None else [{"role": "system", "content": system}]
     if "role" not in raw[0] and "content" not in raw[0]:
@@ -171,14 +176,30 @@ def _with_keys(item: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return {names.get(key, key): value for key, value in item.items()}
 
 
-def _without_calls(item: dict[str, Any]) -> Raw:
-    """Write OpenAI's tool_calls of a message as messages of their own."""
-    calls = item.get("tool_calls") if item.get("role") == "assistant" else None
-    if not calls:
-        return [item]
+def _without_calls(raw: Raw) -> Raw:
+    """Write OpenAI's tool_calls as messages of their own, and results in the order of the calls."""
+    written: Raw = []
+    rest = list(raw)
+    while rest:
+        item = rest.pop(0)
+        calls = item.get("tool_calls") if item.get("role") == "assistant" else None
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            written.append(item)
+            continue
+        written += _called(item, calls)
+        results = list(takewhile(lambda each: each.get("role") in ("tool", "tool_response"), rest))
+        order = {call.get("id"): index for index, call in enumerate(calls)}
+        ids = [result.get("tool_call_id") for result in results]
+        if None not in order and len(order) == len(calls) and sorted(map(str, order)) == sorted(map(str, ids)):
+            results.sort(key=lambda result: order[result["tool_call_id"]])
+            rest[: len(results)] = results
+    return written
+
+
+def _called(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
     own: Row = {key: item[key] for key in ("loss", "loss_scale") if key in item}
     said: Raw = [{"role": "assistant", "content": item["content"], **own}] if item.get("content") else []
-    functions = [call.get("function", call) if isinstance(call, dict) else {} for call in calls]
+    functions = [call.get("function", call) for call in calls]
     written: Raw = [{"role": "tool_call", "content": function, **own} for function in functions]
     return said + written
 
@@ -201,15 +222,13 @@ def _with_rejected_response(messages: Raw, fields: Row, version: int) -> Raw:
     if isinstance(response, str):
         answers: Raw = [{"role": "assistant", "content": response}]
     elif isinstance(response, list) and response and all(isinstance(item, dict) for item in response):
-        answers = _messages(response, None)
+        answers = _messages(response, None, version)
     else:
         detail = f"the row has {listed(fields)}" if response is None else f"got {short(response)}"
         raise RowError("missing-field", "field 'rejected_response' is missing", detail)
     if any(answer["role"] == "user" for answer in answers):
         raise RowError("answer-not-assistant", "a rejected response has a user's message")
-    # Version 3 looks for results of tools, too, under one of the two names of their role.
-    ends = ("user",) if version >= 4 else ("user", "tool")
-    last = max((index for index, message in enumerate(messages) if message["role"] in ends), default=-1) + 1
+    last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1) + 1
     if [answer["content"] for answer in answers] == [message["content"] for message in messages[last:]]:
         raise RowError("same-answers", "chosen and rejected are the same")
     return messages[:last] + answers

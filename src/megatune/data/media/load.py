@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -64,7 +65,7 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
-        image=_bounds(image, (data.image_min_pixels, data.image_max_pixels)),
+        image=_image_bounds(image, data),
         video=_bounds(video, (data.video_min_pixels, data.video_max_pixels)),
         video_fps=data.video_fps,
         video_maxlen=data.video_maxlen,
@@ -92,6 +93,14 @@ def _bounds(config: Mapping[str, Any], first: tuple[int, int]) -> Bounds:
     least, most = _areas(config)
     mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
     return Bounds(first=first, min_pixels=least, max_pixels=most, mean=mean, std=std, resample=config["resample"])
+
+
+def _image_bounds(config: Mapping[str, Any], data: DataSettings) -> Bounds:
+    least, most = data.image_min_pixels, data.image_max_pixels
+    bounds = _bounds(config, (least, most))
+    if not data.swift_version:
+        return bounds
+    return replace(bounds, first=None, scale_to=data.image_scale_pixels, min_pixels=least, max_pixels=most)
 
 
 def _areas(config: Mapping[str, Any]) -> tuple[Any, Any]:

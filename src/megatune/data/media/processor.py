@@ -18,7 +18,7 @@ from PIL import Image
 from megatune.data.bad_rows import RowError
 from megatune.data.media.images import image_size, load_image
 from megatune.data.media.patches import cut_patches, normalize
-from megatune.data.media.sizes import Size, area_steps, side_steps, smart_resize
+from megatune.data.media.sizes import Size, area_steps, scaled, side_steps, smart_resize, token_size
 from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 
@@ -63,12 +63,14 @@ class Bounds:
     """What images, or frames of videos, are resized to and normalized by.
 
     Attributes:
-        first: of LLaMA-Factory's resizing, the fewest and the most pixels.
-        min_pixels, max_pixels: of the model's processor.
+        first: of LLaMA-Factory's resizing, the fewest and the most pixels; None resizes as ms-swift does.
+        scale_to: with ms-swift's resizing, the most pixels of an image before it is brought to whole tokens.
+        min_pixels, max_pixels: of the model's processor, or of ms-swift's resizing.
         resample: the filter of its resizing, as PIL numbers them.
     """
 
-    first: tuple[int, int]
+    first: tuple[int, int] | None
+    scale_to: int | None = None
     min_pixels: int
     max_pixels: int
     mean: tuple[float, ...]
@@ -173,13 +175,17 @@ class PictureProcessor:
         return VideoHeader(count, count / self.video_fps, self.video_fps, sizes[0])
 
     def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
+        factor = self.patch_size * self.merge_size
+        if bounds.first is None:
+            size = scaled(size, bounds.scale_to, source.name)
+            width, height = token_size(size, factor, bounds.min_pixels, bounds.max_pixels, source.name)
+            return 1, height // self.patch_size, width // self.patch_size
         for step in area_steps(size, *bounds.first, source.name):
             size = step
         for step in side_steps(size):
             size = step
         t = -(-max(len(frames), 1) // self.temporal_patch_size)
         together = t * self.temporal_patch_size if frames and self.timestamps else 1
-        factor = self.patch_size * self.merge_size
         width, height = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
         return t, height // self.patch_size, width // self.patch_size
 
@@ -188,11 +194,16 @@ class PictureProcessor:
             (a, b), (c, d) = image.size, measured.size
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: not of the size that it was measured with", detail)
+        _, h, w = measured.grid
+        if bounds.first is None:
+            image = image if image.mode == "RGB" else image.convert("RGB")
+            if (size := scaled(image.size, bounds.scale_to, source.name)) != image.size:
+                image = image.resize(size, Image.Resampling.BILINEAR)
+            return image.resize((w * self.patch_size, h * self.patch_size))
         # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
         for step in area_steps(image.size, *bounds.first, source.name):
             image = image.resize(step)
         image = image if image.mode == "RGB" else image.convert("RGB")
         for step in side_steps(image.size):
             image = image.resize(step)
-        _, h, w = measured.grid
         return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))

@@ -1,4 +1,5 @@
-"""Sizes that images and frames are resized to: LLaMA-Factory's bounds first, then those of the model's processor.
+"""Sizes that images and frames are resized to: LLaMA-Factory's bounds first, then those of the model's processor; or
+ms-swift's bounds alone.
 
 All sizes are (width, height).
 """
@@ -45,6 +46,42 @@ def side_steps(size: Size) -> list[Size]:
     elif height / width > MOST_ASPECT:
         steps.append((width, width * CUT_ASPECT))
     return steps
+
+
+def scaled(size: Size, most_pixels: int | None, name: str) -> Size:
+    """Return the size to which ms-swift's --max_pixels scales an image; None scales nothing.
+
+    Raises:
+        RowError: the image, of this name, is so thin that a side would become nothing.
+    """
+    width, height = size
+    if most_pixels is None or width * height <= most_pixels:
+        return size
+    ratio = width / height
+    side = math.sqrt(most_pixels / ratio)
+    size = int(side * ratio), int(side)
+    if not min(size):
+        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+    return size
+
+
+def token_size(size: Size, factor: int, min_pixels: int, max_pixels: int, name: str) -> Size:
+    """Return the size that ms-swift gives an image, of multiples of `factor` (qwen_vl_utils' smart_resize).
+
+    Raises:
+        RowError: the image, of this name, is too thin.
+    """
+    width, height = size
+    rounded = tuple(max(factor, round(side / factor) * factor) for side in size)
+    if rounded[0] * rounded[1] > max_pixels:
+        beta = math.sqrt(height * width / max_pixels)
+        rounded = tuple(math.floor(side / beta / factor) * factor for side in size)
+    elif rounded[0] * rounded[1] < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
+        rounded = tuple(math.ceil(side * beta / factor) * factor for side in size)
+    if max(size) > MOST_ASPECT * min(size) or not min(rounded):
+        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+    return rounded[0], rounded[1]
 
 
 def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:

@@ -44,7 +44,8 @@ class Detection:
         if not rows:  # an empty form will do: the report on the rows says what is wrong with them
             return source_of(text, files, Form(), reference.num_samples, fetched=fetched)
         if self.swift_version:
-            read = Form("ms_swift", swift_version=self.swift_version, renames=tuple(self.columns.items()))
+            renames = tuple(self.columns.items())
+            read = Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
             return source_of(text, files, read, reference.num_samples, fetched=fetched)
         own = own_names(self.columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}

@@ -50,5 +50,5 @@ class DatasetSource(Form):
 def source_of(
     name: str, files: tuple[Path, ...], form: Form, num_samples: int | None, *, fetched: bool = False
 ) -> DatasetSource:
-    own = (form.formatting, form.columns, form.tags, form.ranking, form.swift_version, form.renames)
+    own = (form.formatting, form.columns, form.tags, form.ranking, form.swift_version, form.renames, form.fields)
     return DatasetSource(*own, name=name, files=files, num_samples=num_samples, fetched=fetched)

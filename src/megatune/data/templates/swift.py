@@ -121,13 +121,13 @@ class SwiftTemplate:
 
     def _turns(self, said: Sequence[_Said], system: str | None) -> Iterator[Turn]:
         before = _fill(self.system, system) if system and self.system is not None else self.prefix
-        last = len(said) - 2
+        last, last_round = len(said) - 2, self._last_question(said)
         for index in range(0, len(said), 2):
             question, answer = said[index], said[index + 1]
             asked = question.texts[0] if question.role == "tool" else _fill(self.prompt, question.texts[0])
             prompt: tuple[str, ...] = (before, asked)
             for text, own in zip(answer.texts, answer.trained, strict=True):
-                trained = own if own is not None else not self.rules.last_round or index == last
+                trained = own if own is not None else not self.rules.last_round or index >= last_round
                 masked = self._masked(text) if trained else 0
                 if masked:
                     yield Turn(prompt, (text[:masked],), False)
@@ -197,7 +197,7 @@ class SwiftTemplate:
     def _system(self, conversation: Conversation) -> str | None:
         system = conversation.system
         if not self.rules.has_template:
-            if system and self.rules.version < 4:
+            if system is not None and self.rules.version < 4:
                 raise RowError("no-system-in-template", "the template has no place for a system message")
             return None
         if system is not None and self.system is None:
@@ -205,7 +205,7 @@ class SwiftTemplate:
         return self.default_system if system is None else system
 
     def _add_empty_thoughts(self, said: Sequence[_Said]) -> None:
-        start = _last_question(said) if self.rules.last_round else -1
+        start = self._last_question(said) if self.rules.last_round else -1
         for index, each in enumerate(said):
             follows = said[index - 1].role if index else None
             if index < start or each.role != "assistant" or (self.after_question_only and follows != "user"):
@@ -221,9 +221,14 @@ class SwiftTemplate:
 
     def _leave_thoughts_out(self, said: Sequence[_Said]) -> None:
         """Leave the reasoning of answers before the last question, or results of tools, out."""
-        for each in said[: max(_last_question(said), 0)]:
+        for each in said[: max(self._last_question(said), 0)]:
             if each.role == "assistant":
                 each.texts[0] = self.history_prefix + each.texts[0].rpartition("</think>")[2].strip()
+
+    def _last_question(self, said: Sequence[_Said]) -> int:
+        """Return the index of the last question; in version 4 results of tools are one."""
+        roles = ("user",) if self.rules.version < 4 else ("user", "tool")
+        return max((index for index, each in enumerate(said) if each.role in roles), default=-1)
 
     def _masked(self, text: str) -> int:
         """Return how many characters at the start of a trained answer are not trained."""
@@ -249,10 +254,6 @@ class SwiftTemplate:
 
 def _not_answers(said: Sequence[_Said]) -> bool:
     return any(each.role != "assistant" for each in said)
-
-
-def _last_question(said: Sequence[_Said]) -> int:
-    return max((index for index, each in enumerate(said) if each.role != "assistant"), default=-1)
 
 
 def _fill(text: str, content: str) -> str:
