@@ -277,12 +277,7 @@ class Encoder:
         documents = [[stretch for turn in each for stretch in turn] for each in turns]
         length = max(sum(len(tokens) for tokens, _ in stretches) for stretches in documents)
         cut = [cut_around_pictures(each, self.cutoff_len, self.truncation, pads) for each in documents]
-        truncated = length > self.cutoff_len
-        if not any(map(has_trained, cut)):
-            raise _nothing_left(length, truncated=truncated)
-        if len(cut) == 2 and cut[0] == cut[1]:
-            raise _same_answers(length, truncated=truncated)
-        return _Plan(cut, truncated, length)
+        return _Plan(cut, length > self.cutoff_len, length)
 
     def _conversation(self, turns: list[_TurnStretches]) -> _Plan:
         stretches = [stretch for turn in turns for stretch in turn]

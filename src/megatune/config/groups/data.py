@@ -174,7 +174,7 @@ class DataSettings(Group):
     """With ms-swift's rules: beginnings of answers that are context, and not trained.
     How: null masks nothing in version 3, and in version 4 empty thoughts of models that think only where they are asked
     to.
-    When: [] trains empty thoughts, too.
+    When: Write an empty list to train empty thoughts, too.
     - empty_thought: a thought without text, with its tags
     - think_tag: the tag that opens a thought"""
     default_system: str | None = None
