@@ -2,8 +2,8 @@
 
     python tests/swift_golden/make.py --models DIR --version 4 --out FILE
 
-DIR comes from models.py. Each case goes through ms-swift's own reading of rows and its own templates, as `megatron sft`,
-`pt` and `rlhf` do. Megatron-Core is not needed: the arguments are those of `swift`'s base class with the defaults of
+DIR comes from models.py. Each case goes through ms-swift's own reading of rows and its own templates, as `megatron
+sft`, `pt` and `rlhf` do. Megatron-Core is not needed: the arguments are those of `swift`'s base class with defaults of
 the `megatron` commands, each with the place where it was read.
 """
 
@@ -15,6 +15,7 @@ import copy
 import gzip
 import json
 import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -42,7 +43,10 @@ def main() -> None:
 
     system = Swift(chosen.version, chosen.models.resolve())
     cases = [case for case in CASES if case["version"] == chosen.version and chosen.only in case["name"]]
-    lines = [json.dumps({"name": case["name"], **system.encode(case)}, ensure_ascii=False, separators=(",", ":"))
+    # Variables are read where a processor is loaded first in a process: such cases get one of their own, before others.
+    results = {case["name"]: system.encode_alone(case) for case in cases if "env" in case}
+    results |= {case["name"]: system.encode(case) for case in cases if "env" not in case}
+    lines = [json.dumps({"name": case["name"], **results[case["name"]]}, ensure_ascii=False, separators=(",", ":"))
              for case in cases]  # fmt: skip
     with gzip.GzipFile(chosen.out, "wb", mtime=0) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
@@ -88,6 +92,15 @@ class Swift:
         }
         self.processors: dict[tuple[str, str | None], Any] = {}
 
+    def encode_alone(self, case: dict[str, Any]) -> dict[str, Any]:
+        """As `encode`, in a process of its own."""
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=lambda: writer.send(self.encode(case)))
+        child.start()
+        result: dict[str, Any] = reader.recv()
+        child.join()
+        return result
+
     def encode(self, case: dict[str, Any]) -> dict[str, Any]:
         """Return what the command of the case trains: its rows, or the error that ends it."""
         with tempfile.TemporaryDirectory() as folder, _environment(case.get("env", {})), contextlib.chdir(folder):
@@ -110,6 +123,8 @@ class Swift:
         arguments, rest = self.parse_args(self.classes[case["verb"]], words)
         if rest:
             raise ValueError(f"remaining_argv: {rest}")  # swift/pipelines/base.py, SwiftPipeline._parse_args
+        if self.version == 4:
+            arguments.dataset_num_proc = None  # the default of 1 forks a process for every step, with the same rows
         template = self._template(arguments, case["verb"], (case["model"], arguments.task_type))
         train, _ = arguments.load_dataset()
         if case["verb"] == "rlhf" and arguments.rlhf_type == "kto":

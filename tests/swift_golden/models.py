@@ -1,7 +1,7 @@
 """Makes the tiny model folders and pictures of the golden cases: config, tokenizer and processors, and no weights.
 
 Run `python tests/swift_golden/models.py DIR`. ms-swift chooses a template by the name of the folder, so each bears a
-published model's name. Tokenizers are trained on the demo text and are the same wherever they are made, as `digest` says.
+published model's name. Tokenizers are trained on the demo text and are the same wherever they are made: see `digest`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ PICTURES = {
     "odd.png": (333, 251),
     "dot.png": (1, 1),
     "big.png": (900, 700),
+    "thin.png": (640, 3),
 }
 
 
