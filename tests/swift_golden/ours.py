@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.dialects.swift import read_swift
-from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.encode import load_tokenizer, make_encoder
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.samples import RowReader
 from megatune.data.sources import datasets_of
 from megatune.data.vision import load_vision_input
-from megatune.errors import MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 Case = dict[str, Any]
 Result = dict[str, Any]
@@ -58,6 +58,8 @@ def _rows(case: Case, models: Path, folder: Path) -> list[Result]:
         if not isinstance(example, RowError | UnsupportedRow):
             (example,) = encoder.encode([example])
         if isinstance(example, RowError | UnsupportedRow):
+            if settings.data.on_bad_row == "error" and not isinstance(example, LengthError):
+                raise MegatuneError(Finding(str(example)), ExitCode.DATA)
             found.append({"dropped": str(example)})
             continue
         documents = [_document(document) for document in example.documents]
@@ -104,8 +106,8 @@ def spread(lengths: list[int]) -> list[bool]:
 
 def difference(expected: Result, found: Result) -> str:
     """Return what differs between ms-swift's result of a case and ours, "" where nothing does."""
-    if "error" in expected or "error" in found:
-        return "" if "error" in expected and "error" in found else f"{_short(expected)} | {_short(found)}"
+    if _trains_nothing(expected) or _trains_nothing(found):
+        return "" if _trains_nothing(expected) and _trains_nothing(found) else f"{_short(expected)} | {_short(found)}"
     if len(expected["rows"]) != len(found["rows"]):
         return f"{len(expected['rows'])} rows | {len(found['rows'])}"
     for number, (theirs, ours) in enumerate(zip(expected["rows"], found["rows"], strict=True)):
@@ -114,6 +116,11 @@ def difference(expected: Result, found: Result) -> str:
         if theirs != ours:
             return f"row {number}: {_short(theirs)} | {_short(ours)}"
     return ""
+
+
+def _trains_nothing(result: Result) -> bool:
+    """Tell whether a command ends before training: with an error, or as no row is left."""
+    return "error" in result or all("dropped" in row for row in result["rows"])
 
 
 def _short(result: Mapping[str, Any]) -> str:

@@ -25,16 +25,18 @@ class Message:
 
     Attributes:
         trained: whether an answer is trained where its row says so; None leaves it to the settings.
+        whole: an answer that is trained is so from its first token on, whatever `answer_masks` says.
     """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     trained: bool | None = None
+    whole: bool = False
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
         # The default of dataclasses with slots takes five times as long, and worker processes get every message.
-        return Message, (self.role, self.content, self.tool_calls, self.trained)
+        return Message, (self.role, self.content, self.tool_calls, self.trained, self.whole)
 
 
 class RowPicture(NamedTuple):

@@ -131,7 +131,7 @@ def read_swift(
     for meaning in (*swift_meaning.MEANINGS, *swift_run_meaning.MEANINGS):
         meaning(command)
     if verb != "rlhf":
-        command.default("stage", verb)
+        command.default("stage", command.verb)
     for name, entry in list(command.flags.items()):
         if entry.key in REFUSED:
             continue

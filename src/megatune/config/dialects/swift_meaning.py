@@ -170,6 +170,13 @@ def losses(command: Command) -> None:
     """What is trained of a row, and what a step's loss is the mean of."""
     if not command.given("loss_scale"):
         command.default("loss_scale", _OF_STAGE.get(command.verb, "default"))
+    if command.stage == "pt" and command.generation == 3:
+        command.ignore("loss_scale", "version 3 trains every token of a text")
+        command.ignore("use_chat_template", "version 3 trains texts without it")
+        command.default("loss_scale", "all")
+    elif command.stage == "pt" and command.value("use_chat_template") is True:
+        command.verb = "sft"  # with every token trained
+        command.ignore("use_chat_template", "so it is stage sft, with the loss_scale of pt")
     base, *names = str(command.value("loss_scale")).split("+")
     if base not in _BASES:
         base, names = "default", [base, *names]

@@ -222,7 +222,7 @@ class DataSettings(Group):
     When: Seldom."""
     image_scale_pixels: Annotated[Count, "pixels"] | None = None
     """With ms-swift's rules: images of more pixels are first scaled down to this area.
-    How: Then every image is brought to whole tokens, between image_min_pixels and image_max_pixels, and the bounds of the
+    How: Then every image is brought to whole tokens, between image_min_pixels and image_max_pixels; the bounds of the
     model's processor do not count.
     When: Set it to what ms-swift's --max_pixels is in a run to match."""
     video_max_pixels: Annotated[Count, "pixels"] = 256 * 256

@@ -38,7 +38,8 @@ BY_VALUE = frozenset((
 BY_CONTENT = frozenset({"dataset", "dataset_dir", "columns", "eval_dataset", "template", "packing", "on_bad_row"})
 # Those that determine the rows of a vision-language model: by its processor, and by the names of files.
 BY_PICTURES = frozenset((
-    "image_max_pixels", "image_min_pixels", "image_scale_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
+    "image_max_pixels", "image_min_pixels", "image_scale_pixels",
+    "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "media_dir",
 ))  # fmt: skip
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, get_args
 
@@ -66,22 +67,21 @@ def to_swift_example(
 
     Raises:
         RowError: ms-swift leaves such a row out.
-        UnsupportedRow: the row has audio, weights of messages, or boxes in pictures, or pictures and the model takes
-            none.
+        UnsupportedRow: the row has audio, or boxes in pictures, or pictures and the model takes none.
     """
     version = form.swift_version
     fields = _standard({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
-    messages = _checked(fields["messages"], version)
+    messages = _checked(fields["messages"])
     shared = {"tools": fields.get("tools"), **{key: fields.get(key) for key in ("images", "videos")}}
     if fields.get("audios"):
         raise UnsupportedRow("it has audio, and training on audio is not built")
     if fields.get("objects"):
         raise UnsupportedRow("field 'objects': training on boxes in pictures is not built")
     if stage not in PAIR_STAGES:
-        desirable = bool(fields.get("label")) if stage == "kto" else None
+        desirable = _label(fields, messages) if stage == "kto" else None
         return _conversation(messages, shared, version, pictures, desirable)
     if fields.get("rejected_messages") is not None:
-        rejected = _checked(fields["rejected_messages"], version)
+        rejected = _checked(fields["rejected_messages"])
         shared_rejected = {key: fields.get(f"rejected_{key}") for key in shared}
     else:
         rejected = _with_rejected_response(messages, fields, version)
@@ -89,6 +89,16 @@ def to_swift_example(
     chosen = _conversation(messages, shared, version, pictures)
     other = _conversation(rejected, shared_rejected, version, pictures)
     return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
+
+
+def _label(fields: Row, messages: Raw) -> bool:
+    """Read whether the answer at the end is wanted."""
+    value = fields.get("label")
+    if not isinstance(value, bool | int | float):
+        raise RowError("bad-tag", "field 'label': expected true or false, 1 or 0", f"got {short(value)}")
+    if messages[-1]["role"] != "assistant":
+        raise RowError("no-answer", "the last message is not the assistant's")
+    return bool(value)
 
 
 def _standard(row: Mapping[str, Any], columns: Mapping[str, str], version: int) -> Row:
@@ -204,15 +214,13 @@ def _called(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
     return said + written
 
 
-def _checked(messages: Raw, version: int) -> Raw:
+def _checked(messages: Raw) -> Raw:
     """Check that every message says something, and give it the keys that are read."""
     if not messages:
         raise RowError("no-messages", "field 'messages': no messages")
     for number, message in enumerate(messages, start=1):
         if message.get("content") is None:
             raise RowError("null-content", "a message has no content", f"message {number}")
-        if message.get("loss_scale") not in (None, 0, 1) and version >= 4:
-            raise UnsupportedRow(f"message {number} has loss_scale {message['loss_scale']}, and no weights are built")
     return messages
 
 
@@ -248,21 +256,22 @@ def _conversation(
     if found and not pictures:
         what = "its rows have images or videos, and the model takes text alone"
         raise UnsupportedRow(what, "train a vision-language model, or leave the column out with --columns")
-    return Conversation(tuple(messages), system, _tools(shared["tools"]), found, desirable)
+    return Conversation(tuple(messages), system, _tools(shared["tools"], version), found, desirable)
 
 
 def _message(raw: Mapping[str, Any], inline: list[tuple[Kind, Any]], version: int) -> Message:
     role, content = raw["role"], raw["content"]
     own, scale = raw.get("loss"), raw.get("loss_scale") if version >= 4 else None
+    # Its weight counts in ms-swift with weighted losses alone.
     trained = None if own is None and scale != 0 else bool(own) and scale != 0
     if role == "tool_call":
-        return Message("assistant", "", (_call(content),), trained)
+        return Message("assistant", "", (_call(content),), trained, scale is not None)
     if role == "tool" and not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
     if isinstance(content, list):
         content = "".join(_part(part, inline) for part in content)
     assert role in get_args(Role)
-    return Message(role, _text(content, role), trained=trained)
+    return Message(role, _text(content, role), trained=trained, whole=scale is not None)
 
 
 def _part(part: Any, inline: list[tuple[Kind, Any]]) -> str:
@@ -297,8 +306,8 @@ def _json_or_none(value: Any) -> Any:
         return None
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    if not value:
+def _tools(value: Any, version: int) -> tuple[dict[str, Any], ...]:
+    if not value and (value != "" or version < 4):
         return ()
     listed_tools = _json_or_none(value)
     listed_tools = listed_tools if isinstance(listed_tools, list) else [listed_tools]
@@ -326,9 +335,9 @@ def _pictures(
     for tag in reversed(_KINDS):
         if (missing := len(files[tag]) - text.count(tag)) > 0:
             first = messages[0]
-            messages[0] = Message(first.role, tag * missing + first.content, first.tool_calls, first.trained)
+            messages[0] = replace(first, content=tag * missing + first.content)
     left = {tag: iter(values) for tag, values in files.items()}
-    tags = [tag for message in messages for tag in tags_of(message.content)]
+    tags = [tag for text in (system or "", *(message.content for message in messages)) for tag in tags_of(text)]
     found = [(tag, next(left[tag], None)) for tag in tags]
     return tuple(RowPicture(_KINDS[tag], value) for tag, value in found if value is not None)
 
@@ -340,7 +349,7 @@ def _tagged_paths(messages: list[Message]) -> list[Any]:
         if "<img>" in message.content:
             paths += filter(os.path.isfile, _TAGGED_PATH.findall(message.content))
             content = _TAGGED_PATH.sub(IMAGE, message.content)
-            messages[index] = Message(message.role, content, message.tool_calls, message.trained)
+            messages[index] = replace(message, content=content)
     return paths
 
 

@@ -48,11 +48,11 @@ class SwiftRules:
 
 @dataclass(slots=True)
 class _Said:
-    """Messages of one role in a row, each with its own `Message.trained`; what tools return is the whole prompt."""
+    """Messages of one role in a row, each with its own text; what tools return is the whole prompt."""
 
     role: Role
     texts: list[str]
-    trained: list[bool | None] = field(default_factory=lambda: [None])
+    messages: list[Message] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class SwiftTemplate:
         agent: the name of the agent template that writes tools.
         thinks: the model thinks before it answers.
         empty_thought: begins an answer without reasoning.
+        thought_start: begins an answer that is to be generated, by a model that is to think.
         after_question_only: not behind results of tools.
         history_prefix: in the place of reasoning that is left out.
         adds_bos: the tokens that the tokenizer puts before a text come first.
@@ -87,6 +88,7 @@ class SwiftTemplate:
     agent: str | None = None
     thinks: bool = False
     empty_thought: str = ""
+    thought_start: str = ""
     after_question_only: bool = False
     history_prefix: str = ""
     adds_bos: bool = False
@@ -113,30 +115,49 @@ class SwiftTemplate:
                 system, said[0].texts[0] = self._agent().offer(conversation.tools, system, said[0].texts[0])
         if said[0].role == "assistant":
             said.insert(0, _Said("user", [""]))
-        if len(said) % 2 or any(each.role == "assistant" for each in said[::2]) or _not_answers(said[1::2]):
+        if any((each.role == "assistant") != bool(index % 2) for index, each in enumerate(said)):
             raise RowError("roles-out-of-order", "roles out of order", " ".join(each.role for each in said))
         if self.separator is None:
-            said = said[-2:]
+            said = said[-1 if len(said) % 2 else -2 :]
         return list(self._turns(said, system))
 
     def _turns(self, said: Sequence[_Said], system: str | None) -> Iterator[Turn]:
         before = _fill(self.system, system) if system and self.system is not None else self.prefix
         last, last_round = len(said) - 2, self._last_question(said)
         for index in range(0, len(said), 2):
-            question, answer = said[index], said[index + 1]
+            question = said[index]
             asked = question.texts[0] if question.role == "tool" else _fill(self.prompt, question.texts[0])
             prompt: tuple[str, ...] = (before, asked)
-            for text, own in zip(answer.texts, answer.trained, strict=True):
-                trained = own if own is not None else not self.rules.last_round or index >= last_round
-                masked = self._masked(text) if trained else 0
+            if masked := 0 if self.rules.has_template else self._masked(asked):
+                yield Turn((before,), (asked[:masked],), False)
+                prompt = (asked[masked:],)
+            if index > last:  # nothing answers the last question
+                yield Turn((*prompt, self._begun), ())
+                return
+            answer = said[index + 1]
+            for text, message in zip(answer.texts, answer.messages, strict=False):
+                is_meant = not self.rules.last_round or index >= last_round
+                trained = is_meant if message.trained is None else message.trained
+                masked = self._masked(text) if trained and not message.whole else 0
                 if masked:
                     yield Turn(prompt, (text[:masked],), False)
                     prompt = ()
                 yield Turn(prompt, (text[masked:],), trained)
                 prompt = ()
-            before = (self.separator or "") if index < last and said[index + 2].role != "tool" else ""
+            is_followed = len(said) > index + 2 and said[index + 2].role != "tool"
+            before = (self.separator or "") if is_followed else ""
         if not said[-1].texts[-1].endswith(tuple(filter(None, (*self.stop_words, self.suffix.strip())))):
             yield Turn((), (self.suffix,), True)
+
+    @property
+    def _begun(self) -> str:
+        """What an answer that is to be generated begins with."""
+        thinks = self.rules.enable_thinking
+        if thinks is None:
+            thinks = self.thinks and not (self.rules.version >= 4 and self.empty_thought)
+        if not self.rules.has_template:
+            return ""
+        return self.thought_start if thinks else self.empty_thought
 
     def _said(self, messages: Sequence[Message]) -> list[_Said]:
         """Write calls and what tools return, and join messages of one role in a row."""
@@ -146,12 +167,12 @@ class SwiftTemplate:
             if message.role == "tool":
                 self._add_result(said, message.content)
             elif previous is None or previous.role != message.role:
-                said.append(_Said(message.role, [message.content], [message.trained]))
+                said.append(_Said(message.role, [message.content], [message]))
             elif message.role == "user" or self.rules.version < 4:
                 previous.texts[-1] += message.content
             else:
                 previous.texts.append(message.content)
-                previous.trained.append(message.trained)
+                previous.messages.append(message)
         results = [index for index, each in enumerate(said) if each.role == "tool"]
         for index in results:
             answer = said[index - 1]
@@ -188,7 +209,8 @@ class SwiftTemplate:
                 if before is not None and changed is not None:
                     written[-1] = replace(before, content=changed)
                 own = (each.trained for each in run if each.trained is not None)
-                written.append(Message("assistant", text, trained=next(own, None) if self.rules.version >= 4 else None))
+                trained = next(own, None) if self.rules.version >= 4 else None
+                written.append(Message("assistant", text, trained=trained, whole=any(each.whole for each in run)))
                 run = []
             if message is not None:
                 written.append(message)
@@ -197,7 +219,7 @@ class SwiftTemplate:
     def _system(self, conversation: Conversation) -> str | None:
         system = conversation.system
         if not self.rules.has_template:
-            if system is not None and self.rules.version < 4:
+            if (system is not None or conversation.tools) and self.rules.version < 4:
                 raise RowError("no-system-in-template", "the template has no place for a system message")
             return None
         if system is not None and self.system is None:
@@ -250,10 +272,6 @@ class SwiftTemplate:
     @property
     def _chat_text(self) -> ChatText:
         return ChatText(self.prompt, self.separator or "")
-
-
-def _not_answers(said: Sequence[_Said]) -> bool:
-    return any(each.role != "assistant" for each in said)
 
 
 def _fill(text: str, content: str) -> str:

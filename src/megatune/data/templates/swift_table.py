@@ -80,11 +80,11 @@ _INSTRUCT = "(-instruct)?"
 _ALL = (
     replace(
         _DEEPSEEK, name="deepseek_v3_1", agent="deepseek_v3_1", thinks=True, empty_thought="</think>",
-        after_question_only=True, history_prefix="</think>", marks=("<｜User｜>", "thinking is defined"),
-        models=r"deepseek-v3\.1(-base|-terminus)?",
+        thought_start="<think>", after_question_only=True, history_prefix="</think>",
+        marks=("<｜User｜>", "thinking is defined"), models=r"deepseek-v3\.1(-base|-terminus)?",
     ),
     replace(
-        _DEEPSEEK, name="deepseek_r1", thinks=True, marks=("<｜User｜>", "</think>"),
+        _DEEPSEEK, name="deepseek_r1", thinks=True, thought_start="<think>\n", marks=("<｜User｜>", "</think>"),
         models=rf"deepseek-r1(-zero|-0528(-qwen3-8b)?|-distill-(qwen|llama)-{_SIZE})?|qwenlong-l1-32b",
     ),
     replace(_DEEPSEEK, models=rf"deepseek-(v3(-0324|-base)?|prover-v2-{_SIZE})"),
@@ -94,7 +94,7 @@ _ALL = (
         models=rf"deepseek-(llm|math|coder)-{_SIZE}-(base|chat|instruct|rl)",
     ),
     replace(
-        _QWEN3, name="qwen3_vl", marks=("<|vision_start|>", "<tool_call>"),
+        _QWEN3, name="qwen3_vl", thought_start="<think>\n", marks=("<|vision_start|>", "<tool_call>"),
         models=rf"qwen3-vl-{_SIZE}(-a{_SIZE})?-(instruct|thinking)",
     ),
     _qwen(
@@ -112,10 +112,10 @@ _ALL = (
         marks=("<|im_start|>", "enable_thinking"), models=rf"qwen3-{_SIZE}(-a{_SIZE})?(-base)?",
     ),
     replace(
-        _QWEN3, name="qwen3_thinking", thinks=True, marks=("<|im_start|>assistant\\n<think>\\n",),
-        models=rf"qwen3-{_SIZE}(-a{_SIZE})?-thinking-2507",
+        _QWEN3, name="qwen3_thinking", thinks=True, thought_start="<think>\n",
+        marks=("<|im_start|>assistant\\n<think>\\n",), models=rf"qwen3-{_SIZE}(-a{_SIZE})?-thinking-2507",
     ),
-    replace(_QWEN3, name="qwq", thinks=True, models="qwq-32b"),  # qwen3_thinking's text
+    replace(_QWEN3, name="qwq", thinks=True, thought_start="<think>\n", models="qwq-32b"),  # qwen3_thinking's text
     _qwen(
         "qwen2_5_math", "Please reason step by step, and put your final answer within \\boxed{}.",
         rf"qwen2\.5-math-{_SIZE}{_INSTRUCT}", "Please reason step by step",
@@ -173,15 +173,18 @@ def swift_template(
         MegatuneError: the name, of template or agent, is not known (exit code 64), or no template is the model's (66).
     """
     template = _of_model(model, tokenizer) if name is None else named_swift_template(name)
+    eos = tokenizer.eos_token or ""
+    stop_words = (*template.stop_words, eos)
     if not rules.has_template:
-        bos, eos = _around(tokenizer)
-        plain = _bound(_PLAIN, bos, eos or tokenizer.eos_token or "")
-        return replace(plain, rules=rules, stop_words=() if eos else (*template.stop_words, tokenizer.eos_token or ""))
+        bos, end = _around(tokenizer)
+        plain = _bound(_PLAIN, bos, end or eos)
+        template = replace(plain, thinks=template.thinks, empty_thought=template.empty_thought)
+        stop_words = () if end else stop_words
     agent = agent or template.agent or ("react_en" if rules.version < 4 else None)
     written = replace(
-        _bound(template, tokenizer.bos_token or "", tokenizer.eos_token or ""),
+        _bound(template, tokenizer.bos_token or "", eos),
         rules=rules,
-        stop_words=(*template.stop_words, tokenizer.eos_token or ""),
+        stop_words=stop_words,
         agent_template=None if agent is None else agent_template(agent, rules.version),
     )
     if template.adds_bos:
