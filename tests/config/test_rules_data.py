@@ -47,6 +47,35 @@ _PAIR_WHY = "    why: only the two answers of a pair are trained\n"
 
 WRONG = [
     (
+        ["conversation_rules=ms_swift_4"],
+        "truncation_strategy: budget with conversation_rules: ms_swift_4\n"
+        "    why: ms-swift leaves long rows out, or cuts one end of them\n"
+        "    fix: write truncation_strategy: drop, left or right",
+    ),
+    (
+        ["agent_template=hermes"],
+        "agent_template without ms-swift's rules\n"
+        "    why: the rules of this program do without it\n"
+        "    fix: remove agent_template, or write conversation_rules: ms_swift_4",
+    ),
+    (
+        ["stage=pt", "truncation_strategy=split"],
+        "truncation_strategy: split\n"
+        "    why: it cuts texts of stage pt with ms-swift's rules\n"
+        "    fix: remove truncation_strategy",
+    ),
+    (
+        ["conversation_rules=ms_swift_3", "truncation_strategy=split"],
+        "truncation_strategy: split\n    why: it is of stage pt\n"
+        "    fix: write truncation_strategy: drop, left or right",
+    ),
+    (
+        ["image_max_pixels=1000"],
+        "image_min_pixels 1024 is above image_max_pixels 1000\n"
+        "    why: no size is within both\n"
+        "    fix: raise image_max_pixels, or lower image_min_pixels",
+    ),
+    (
         ["buffer_size=128"],
         "buffer_size 128 without streaming\n    why: prepared rows are shuffled all together\n"
         "    fix: remove buffer_size, or write streaming: true",

@@ -130,6 +130,7 @@ SAME_IN_BOTH = {
     "data.packing": False,
     "data.streaming": False,
     "data.enable_thinking": None,
+    "data.preserve_thinking": None,
     "data.train_on_prompt": False,
     "data.mask_history": False,
     "data.disable_shuffling": False,
@@ -222,7 +223,7 @@ MEANINGS = [
     ("--torch_dtype float32", "precision.fp16", True),
     ("--fp16 false --bf16 false", "precision.bf16", False),
     ("--fp16 false --bf16 false --torch_dtype float32", "precision.fp16", False),
-    ("--max_pixels 5000", "data.image_max_pixels", 5000),
+    ("--max_pixels 5000", "data.image_scale_pixels", 5000),
     ("--accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", True),
     ("--fp16 --accumulate_allreduce_grads_in_fp32 false", "precision.accumulate_allreduce_grads_in_fp32", False),
     ("--truncation_strategy delete", "data.truncation_strategy", "drop"),
@@ -312,7 +313,7 @@ def test_pictures_are_bounded_by_environment_variables():
     assert value(run, "data.image_min_pixels") == 4 * 28**2
     assert value(run, "finetuning.freeze_deepstack_mergers") is True
     run = read("--model_kwargs", config=config, words=['{"fps": 1, "max_pixels": 5000}'])
-    assert (value(run, "data.video_fps"), value(run, "data.image_max_pixels")) == (1.0, 5000)
+    assert (value(run, "data.video_fps"), value(run, "data.image_max_pixels")) == (1.0, 5000 // 28**2 * 28**2)
     run = read(config={**config, "model_type": "qwen3_vl"}, IMAGE_MAX_TOKEN_NUM="100")
     assert value(run, "data.image_max_pixels") == 100 * 32**2
 

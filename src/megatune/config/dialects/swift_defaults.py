@@ -19,6 +19,7 @@ _OF_BOTH: dict[str, Any] = {
     "truncation_strategy": "delete",
     "packing": False,
     "enable_thinking": None,
+    "preserve_thinking": None,
     "logging_steps": 5,
 }
 DEFAULTS: dict[int, dict[str, Any]] = {

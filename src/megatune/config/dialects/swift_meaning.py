@@ -180,8 +180,9 @@ def losses(command: Command) -> None:
     base, *names = str(command.value("loss_scale")).split("+")
     if base not in _BASES:
         base, names = "default", [base, *names]
+    known = ("base", "ignore_empty_think", *(() if command.generation == 3 else _MASKS))
     masks = [_MASKS[name] for name in names if name in _MASKS]
-    if unknown := [name for name in names if name not in ("base", *_MASKS)]:
+    if unknown := [name for name in names if name not in known]:
         why = f"{unknown[0]} weighs some tokens more than others, and a token is trained or not"
         command.refuse("loss_scale", why, "write --loss_scale default, last_round or all")
         return

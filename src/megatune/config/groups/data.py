@@ -161,10 +161,10 @@ class DataSettings(Group):
     How: true trains them to begin with an empty thought. false takes all reasoning out and puts the empty thought into
     the prompt. null keeps reasoning where there is some, and puts an empty thought into the prompt where there is none.
     When: Set false for data without reasoning if the model will be asked with thinking off. Set null for mixed data."""
-    preserve_thinking: bool | None = None
+    preserve_thinking: bool | None = False
     """With mask_history, keep the reasoning of earlier answers, which is left out otherwise.
     How: Templates of thinking models drop the reasoning of earlier turns when they are asked; this keeps it as context.
-    null is the rule of conversation_rules, which is to drop it where only the last answer is trained.
+    null is ms-swift's own rule: it is dropped where only the last answer is trained.
     When: Only if the model will be asked with its earlier reasoning in the prompt."""
     add_empty_thought: bool = True
     """With ms-swift's rules: answers without reasoning begin with an empty thought, in templates that have one.

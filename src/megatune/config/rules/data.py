@@ -154,6 +154,16 @@ def rules_of_others(context: Context) -> Iterator[Problem]:
         yield Problem(("truncation_strategy",), "truncation_strategy: split", why, fix)
 
 
+def picture_bounds(context: Context) -> Iterator[Problem]:
+    """The least area of a picture is at most its largest."""
+    data = context.settings.data
+    for kind in ("image", "video"):
+        least, most = f"{kind}_min_pixels", f"{kind}_max_pixels"
+        if getattr(data, least) > getattr(data, most):
+            what = f"{least} {getattr(data, least)} is above {most} {getattr(data, most)}"
+            yield Problem((most, least), what, "no size is within both", f"raise {most}, or lower {least}")
+
+
 def names(context: Context) -> Iterator[Problem]:
     """A name for Chinese rows and one for all others."""
     data = context.settings.data
@@ -164,4 +174,5 @@ def names(context: Context) -> Iterator[Problem]:
             yield Problem((key,), f"{key} has {len(value)} values", why, "write one value, or two")
 
 
-RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect, rules_of_others)
+RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect, rules_of_others,
+         picture_bounds)  # fmt: skip
