@@ -16,6 +16,7 @@ from casework import CASES
 __all__ = ["CASES"]
 
 chat_cases.thoughts()
+chat_cases.thoughts_of_rows()
 chat_cases.defaults()
 chat_cases.systems()
 chat_cases.templates()
@@ -27,3 +28,4 @@ row_cases.truncation()
 chat_cases.pretraining()
 pair_cases.preferences()
 picture_cases.pictures()
+picture_cases.in_conversations()

@@ -27,6 +27,9 @@ TEXT_MODELS = (
     "DeepSeek-V3",
     "DeepSeek-R1",
     "Mixtral-8x7B-Instruct-v0.1",
+    "Qwen2.5-Coder-7B-Instruct",
+    "Llama-3.3-70B-Instruct",
+    "DeepSeek-V3-0324",
 )
 STAGES = {
     "sft": ("sft", ()),

@@ -48,6 +48,21 @@ def thoughts() -> None:
             add(f"thoughts/{number}-{case['rows']}", case["model"], case["stage"], rows, flags, versions=(version,))
 
 
+def thoughts_of_rows() -> None:
+    """Choices that v4 reads from a row, and flags that only bear on inference."""
+    chosen = ({"preserve_thinking": True}, {"preserve_thinking": False}, {"enable_thinking": True},
+              {"enable_thinking": False}, {"enable_thinking": False, "preserve_thinking": False}, None)  # fmt: skip
+    conversation = turns(
+        "Sum?", "<think>\na\n</think>\n\nTwo. ", "And?", "Three.", "So?", "<think>\nb\n</think>\n\nFour."
+    )
+    for model in ("Qwen3-8B", "Qwen3-4B-Thinking-2507", "Qwen2.5-7B-Instruct", "DeepSeek-R1-Distill-Qwen-7B"):
+        for stage, scale in (("sft", None), ("sft", "last_round"), ("dpo", None), ("dpo", "default")):
+            rows = [for_stage(stage, conversation, at, chat_template_kwargs=value) for at, value in enumerate(chosen)]
+            add(f"thoughts/rows-{scale}", model, stage, rows, flag("loss_scale", scale))
+        for name, value in (("response_prefix", "<think>\\n"), ("response_prefix", ""), ("padding_side", "left")):
+            add(f"thoughts/{name}-{value}", model, "sft", [{"messages": conversation}], flag(name, value))
+
+
 def defaults() -> None:
     """A plain conversation and one of two rounds, for every model and stage."""
     for model in TEXT_MODELS:

@@ -41,6 +41,8 @@ def main() -> None:
 
     from cases import CASES
 
+    caches = tempfile.TemporaryDirectory()
+    os.environ |= {"HF_HOME": caches.name, "MODELSCOPE_CACHE": caches.name}
     system = Swift(chosen.version, chosen.models.resolve())
     cases = [case for case in CASES if case["version"] == chosen.version and chosen.only in case["name"]]
     # Variables are read where a processor is loaded first in a process: such cases get one of their own, before others.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 
-from casework import Row, add, for_stage, turns, with_key
+from casework import Row, add, flag, for_stage, pairwise, turns, with_key
 from tool_cases import ROME, WEATHER, told
 
 VISION = ("Qwen2-VL-7B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-8B-Thinking",
@@ -80,3 +81,58 @@ def pictures() -> None:
             {"messages": turns("<image>What?", "A."), "images": [path("b")],
             "rejected_messages": turns("<image>What?", "B.")},
         ])  # fmt: skip
+
+
+def in_conversations() -> None:
+    """Pictures in conversations with thoughts, system messages, losses and tools, by model, stage and flags."""
+    picture = ["pictures/b.png"]
+    rows = {
+        "plain": turns("<image>What?", "A.", "So?", "B."),
+        "system": turns("<image>What?", "A.", system="Look."),
+        "empty system": turns("<image>What?", "A.", system=""),
+        "thoughts": turns("What is <image>?", "<think>\nx\n</think>\n\nA.", "So?", "<think>\n\n</think>\n\nB."),
+        "earlier": turns("<image>", "<think>\nx\n</think>\n\nA.", "So?", "B."),
+        "loss": with_key(turns("So?", "A.", "<image> is?", "B.", "Sure?", "C."), "loss", False, True),
+        "late": turns("Hi?", "A.", "What?", "B."),
+        "stop": turns("<image>What?", "A.<|im_end|>"),
+        "tools": [*turns("<image>Weather?"), ROME, told("rain"), *turns(None, "Rain.")],
+        "two users": [*turns("<image>"), *turns("What?", "A.")],
+        "bot": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A."}],
+    }
+    axes = {
+        "rows": list(rows),
+        "model": VISION,
+        "stage": ("sft", "dpo", "rm", "kto"),
+        "loss_scale": (None, "default", "last_round", "all"),
+        "system": (None, "", "Be brief."),
+        "max_pixels": (None, "2000"),
+        "enable_thinking": (None, "true", "false"),
+        "cut": (None, ("40", "left"), ("40", "right")),
+    }
+    for number, case in enumerate(pairwise(axes)):
+        messages = rows["plain"] if case["rows"] == "bot" else rows[case["rows"]]
+        made = [{**for_stage(case["stage"], messages, 0), "images": picture},
+                {**for_stage(case["stage"], turns("<image>Which?", "This."), 1), "images": picture}]  # fmt: skip
+        if case["rows"] == "bot":
+            messages = rows["bot"]
+            made = [{"conversations": messages, "images": picture, "rejected_response": "No.", "label": True},
+                    {"conversations": [*messages[:1], {"from": "gpt", "value": "B."}], "images": picture,
+                     "rejected_response": "Not.", "label": False}]  # fmt: skip
+        if case["rows"] == "tools":
+            made = [{**row, "tools": json.dumps([WEATHER])} for row in made]
+        flags = [
+            word
+            for name in ("loss_scale", "system", "max_pixels", "enable_thinking")
+            for word in flag(name, case[name])
+        ]
+        if case["cut"]:
+            flags += ["--max_length", case["cut"][0], "--truncation_strategy", case["cut"][1]]
+        add(f"vision/{number}-{case['rows'].replace(' ', '-')}", case["model"], case["stage"], made, flags)
+    for model, name in itertools.product(VISION[:3], ("qwen", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "chatml")):
+        add(
+            f"vision/template-{name}",
+            model,
+            "sft",
+            [{"messages": rows["plain"], "images": picture}],
+            flag("template", name),
+        )
