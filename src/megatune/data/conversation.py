@@ -56,6 +56,7 @@ class Conversation:
         tools: JSON schemas of the tools on offer, as the row has them.
         pictures: of the tags <image> and <video> in the messages, in their order.
         desirable: whether the last answer is one that is wanted; None where nobody asked.
+        switches: settings of the template that the row has itself, by their names in `SwiftRules`.
     """
 
     messages: tuple[Message, ...]
@@ -63,9 +64,10 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     pictures: tuple[RowPicture, ...] = ()
     desirable: bool | None = None
+    switches: tuple[tuple[str, bool], ...] = ()
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
-        return Conversation, (self.messages, self.system, self.tools, self.pictures, self.desirable)
+        return Conversation, (self.messages, self.system, self.tools, self.pictures, self.desirable, self.switches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ _ROLES = {
     **dict.fromkeys(("observation", "observations"), "tool"),
     "system": "system",
 }
+_SWITCHES = ("enable_thinking", "preserve_thinking")  # of a row's chat_template_kwargs, those that change training
 _TAGGED_PATH = re.compile("<img>(.+?)</img>")
 _KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 
@@ -72,7 +73,9 @@ def to_swift_example(
     version = form.swift_version
     fields = _standard({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
     messages = _checked(fields["messages"])
-    shared = {"tools": fields.get("tools"), **{key: fields.get(key) for key in ("images", "videos")}}
+    shared = {key: fields.get(key) for key in ("tools", "images", "videos")}
+    if version >= 4:
+        shared["chat_template_kwargs"] = fields.get("chat_template_kwargs")
     if fields.get("audios"):
         raise UnsupportedRow("it has audio, and training on audio is not built")
     if fields.get("objects"):
@@ -256,7 +259,9 @@ def _conversation(
     if found and not pictures:
         what = "its rows have images or videos, and the model takes text alone"
         raise UnsupportedRow(what, "train a vision-language model, or leave the column out with --columns")
-    return Conversation(tuple(messages), system, _tools(shared["tools"], version), found, desirable)
+    switches = shared.get("chat_template_kwargs") or {}
+    own = tuple((name, switches[name]) for name in _SWITCHES if isinstance(switches.get(name), bool))
+    return Conversation(tuple(messages), system, _tools(shared["tools"], version), found, desirable, own)
 
 
 def _message(raw: Mapping[str, Any], inline: list[tuple[Kind, Any]], version: int) -> Message:

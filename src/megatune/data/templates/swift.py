@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, Role
@@ -104,6 +104,10 @@ class SwiftTemplate:
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`. Which answers are trained is in the turns."""
+        if conversation.switches:
+            given: dict[str, Any] = dict(conversation.switches)
+            rules = replace(self.rules, **given)
+            return replace(self, rules=rules).render(replace(conversation, switches=()), thinking)
         said = self._said(conversation.messages)
         system = self._system(conversation)
         if self.rules.has_template:
