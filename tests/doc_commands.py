@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _ASSIGNMENT = re.compile(r"[A-Z]\w*=\S*")
 _PROGRAMS = ("megatune", "make", "pip", "pip-audit", "python", "python3", "torchrun", "curl", "ray", "export",
-             "llamafactory-cli", "megatron", "openssl", "git", "cd")  # fmt: skip
+             "llamafactory-cli", "megatron", "openssl", "source")  # fmt: skip
 
 
 class Command(NamedTuple):

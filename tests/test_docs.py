@@ -76,3 +76,22 @@ def test_keys_of_settings_files(page: Path) -> None:
     for yaml in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         knows = TOP.names.__contains__ if page.name.startswith("rl") else LLAMAFACTORY.knows
         assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not knows(key)]
+
+
+def test_table_of_models_in_readme_is_the_planner_s() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "generate_readme.py"))
+    text = found["PAGE"].read_text(encoding="utf-8")
+    assert text == found["render"](text), "run docs/generate_readme.py"
+    assert [row.model for row in found["rows_of"](text)] == list(found["MODELS"])
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 100
+
+
+def test_evidence_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 35
+    for feature, _, evidence in rows:
+        assert re.findall(r"`(?:tests/[\w/.]+|make [\w-]+)`|\]\(", evidence), feature
