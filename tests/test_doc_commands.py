@@ -124,6 +124,7 @@ def test_exceptions_are_there() -> None:
         ("make dmeo", "dmeo"),
         ("pip install -c constraint.txt -e .", "constraint.txt"),
         ("pip install 'megatune[servr]'", "servr"),
+        ("pip install --constrain constraints.txt -e .", "--constrain"),
         ("python benchmarks/soak.py --sed 3", "--sed"),
         ("python examples/nothing.py", "nothing.py"),
         ("torchrun --nproc 4 -m megatune train nobody.yaml", "nobody.yaml"),
