@@ -12,13 +12,23 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo demo-rl lint format test test-all test-faults clean
+# What the libraries below megatune have a part in: the hub, tokenizers and templates, models, the engine, the command line.
+STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify tests/test_dependencies.py \
+	tests/data/test_data_hub.py tests/data/test_data_encode.py tests/data/test_data_readers_refusals.py \
+	$(wildcard tests/data/test_data_templates*.py) tests/data/test_media_positions.py tests/data/test_media_images.py \
+	tests/faults/test_fault_tokenizers.py tests/plan/test_plan_flops.py tests/parity/test_parity.py \
+	tests/parity/test_vision.py tests/parity/test_lora.py tests/engine/test_patches.py tests/engine/test_engine_step.py \
+	tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py tests/engine/test_moe_options.py
+WORKERS ?= 2
+
+.PHONY: help install demo demo-rl lint format test test-all test-faults test-newest test-oldest clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
 	@echo "make demo-rl  teach a small model two-digit addition by rewards, on the CPU"
 	@echo "make test     lint and the tests, of products of cases as many as hold every value"
 	@echo "make test-all the same with every case"
+	@echo "make test-newest a covering part with the newest versions that pyproject.toml admits; test-oldest: the oldest"
 	@echo "make test-faults every fault of docs/faults.md; MEGATUNE_WRITE_FAULTS=1 writes that page anew"
 	@echo "make install  install into $(VENV)"
 	@echo "make lint     ruff and mypy"
@@ -63,6 +73,15 @@ test-all: lint
 
 test-faults: install
 	$(BIN)/pytest -n 2 --dist loadfile tests/faults
+
+# An environment for each, with versions/*.txt over constraints.txt.
+test-newest test-oldest: test-%:
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@awk -F== 'NR == FNR { own[tolower($$1)]; print; next } !(tolower($$1) in own)' \
+		versions/$*.txt constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt \
+		-e '.[modelscope]' pytest pytest-xdist hypothesis
+	.venv-$*/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --covering $(STACK_TESTS)
 
 clean:
 	rm -rf out

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 TOKEN = "hf_aSecretThatIsNowhereElse"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
-REVISIONS = {"main": COMMIT, "v1": OLDER, COMMIT: COMMIT, OLDER: OLDER}
+REVISIONS = {"v1": OLDER, COMMIT: COMMIT, OLDER: OLDER}
 
 Files = Mapping[str, bytes | str]
 
@@ -35,6 +35,7 @@ class Hub(ThreadingHTTPServer):
         commits: repository, message and paths of every commit that was made.
         refuses: status of the answer to each commit, while there are any; 0 is none at all.
         account: whom a token belongs to; "" where the hub knows none.
+        main: the commit that the branch main is at.
     """
 
     daemon_threads = True
@@ -53,6 +54,7 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[tuple[str, str, list[str]]] = []
         self.refuses: list[int] = []
         self.account = "team"
+        self.main = COMMIT
         self.blobs: dict[str, bytes] = {}  # that ModelScope's library sends before its commit
 
     @property
@@ -201,10 +203,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest.startswith("tree/"):
             files = self.server.repositories[kind][repo].items()
             self.answer(200, json.dumps([self.entry(path, content) for path, content in files]).encode())
-        elif (revision := rest.removeprefix("revision/")) not in REVISIONS:
+        elif (commit := self.commit_of(rest.removeprefix("revision/"))) is None:
             self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         else:
-            self.answer(200, json.dumps({"id": repo, "sha": REVISIONS[revision], "siblings": []}).encode())
+            self.answer(200, json.dumps({"id": repo, "sha": commit, "siblings": []}).encode())
+
+    def commit_of(self, revision: str) -> str | None:
+        return self.server.main if revision == "main" else REVISIONS.get(revision)
 
     def entry(self, path: str, content: bytes) -> dict[str, object]:
         size = self.server.sizes.get(path, len(content))

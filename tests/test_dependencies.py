@@ -9,6 +9,9 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -72,6 +75,41 @@ def test_tests_and_benchmarks_import_what_their_extras_declare() -> None:
     extras = declared([*EXTRAS["benchmarks"], *EXTRAS["benchmarks-gpu"]])
     assert not found - package - extras
     assert not extras - found - {name for name, module in NEEDED_BY.items() if module in modules}
+
+
+def test_the_page_of_the_install_has_a_reason_of_each() -> None:
+    page = (
+        (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## Dependencies")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| ([\w-]+)(?: \*)? \| (.+) \|$", page, re.MULTILINE)
+    reasons = {_name(name): reason for name, reason in rows if name != "package"}
+    assert reasons.keys() == declared(PROJECT["dependencies"])
+    assert all(reasons.values())
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    """Of torch and Megatron-Core constraints.txt has them: one build, and one version, is at hand."""
+    lines = (ROOT / "versions" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    oldest = {_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if "==" in line}
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {_name(line.partition("==")[0]): line.partition("==")[2] for line in constraints if "==" in line}
+    bounds = {
+        _name(match[1]): match[2]
+        for requirement in PROJECT["dependencies"]
+        if (match := re.match(r"([\w.-]+)>=([\w.]+)", requirement))
+    }
+    assert bounds.keys() == declared(PROJECT["dependencies"])
+    del bounds["torch"]
+    wrong = {name: bound for name, bound in bounds.items() if Version((pinned | oldest)[name]) != Version(bound)}
+    assert not wrong
+
+
+def test_the_newest_versions_are_within_the_bounds() -> None:
+    lines = (ROOT / "versions" / "newest.txt").read_text(encoding="utf-8").splitlines()
+    newest = {_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if "==" in line}
+    asked = {_name(one.name): one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+    assert newest.keys() <= asked.keys()
+    assert not {name: version for name, version in newest.items() if version not in asked[name]}
 
 
 def test_every_requirement_is_pinned() -> None:

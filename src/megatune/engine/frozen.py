@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.engine import patches
 from megatune.engine.weights import named_weights
 from megatune.families.selection import Selection
 from megatune.families.trained import first_trained_layer, is_trained
@@ -47,7 +47,7 @@ def without_gradient(hidden_states: Tensor) -> Tensor:
 
 def install() -> None:
     """Patch Megatron-Core's recomputation, which would compute what has no gradient as in an evaluation."""
-    tensor_parallel.checkpoint = _checkpoint
+    patches.replace("megatron.core.tensor_parallel", checkpoint=_checkpoint)
 
 
 def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:

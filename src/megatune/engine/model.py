@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
-from megatune.engine import device, frozen
+from megatune.engine import device, frozen, patches
 from megatune.engine.adapters import add_adapters
 from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
@@ -253,10 +253,12 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
 def _patch_recomputation() -> None:
     """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
     frozen.install()
-    module: Any = random
-    if not hasattr(module, "FP8GlobalStateManager"):
-        module.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-        module.activation_recompute_forward = module.fp8_autocast = lambda **unused: contextlib.nullcontext()
+    patches.define(
+        random.__name__,
+        FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+        activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
+        fp8_autocast=lambda **unused: contextlib.nullcontext(),
+    )
 
 
 def _free_parameters(chunk: torch.nn.Module) -> None:

@@ -28,7 +28,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
-from megatune.engine import groups
+from megatune.engine import groups, patches
 from megatune.engine.adam import MASTER, FusedAdam
 from megatune.engine.waiting import counted
 from megatune.families.weights import Role, Stack, Weight
@@ -183,20 +183,25 @@ def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -
 
 def _patch_megatron(settings: OptimizerSettings) -> None:
     """Give Megatron-Core our FusedAdam, norm and scaling in place of Apex's, whose interfaces they have."""
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+    patches.replace(clip_grads.__name__, l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    megatron_optimizer.Adam = partial(
+    adam = partial(
         FusedAdam,
         exp_avg_dtype=dtypes[settings.exp_avg_dtype],
         exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
         holds_masters=settings.optimizer_cpu_offload,
         host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
     )
-    megatron_optimizer.DistributedOptimizer = WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    # The distributed optimizer checks the class it is given; SGD is as elementwise as Adam.
-    distrib_optimizer.Adam = (FusedAdam, torch.optim.SGD)
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    distributed = WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
+    patches.replace(
+        megatron_optimizer.__name__, Adam=adam, DistributedOptimizer=distributed, USING_PYTORCH_OPTIMIZER=False
+    )
+    patches.replace(
+        distrib_optimizer.__name__,
+        Adam=(FusedAdam, torch.optim.SGD),
+        HAVE_APEX_OR_TE=True,
+        USING_APEX_OPTIMIZER=True,
+    )
 
 
 def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -36,7 +37,6 @@ def explained(repository: Repository) -> Iterator[None]:
 
 
 def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError | None:
-    import httpx
     from huggingface_hub import errors
 
     kind, name = repository.kind, f"{repository.repo_id} on {repository.host}"
@@ -52,13 +52,21 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
         fix = f"check the name; for a private one {_LOG_IN}"
         return _missing(repository, f"no {kind.noun} {name}, or it is private", fix)
     not_cached = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.CachedRepoTreeNotFoundError)
-    if not isinstance(error, (*not_cached, errors.FileMetadataError, httpx.HTTPError, httpx.InvalidURL)):
+    if not isinstance(error, (*not_cached, errors.FileMetadataError, *_of_connections())):
         return None
     if any(status in (401, 403) for status in map(_status, _chain(error))):
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
     is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
     offline = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
     return _unavailable(repository, offline if is_offline else why(error))
+
+
+def _of_connections() -> tuple[type[Exception], ...]:
+    """Return the errors of the HTTP library that huggingface_hub uses: httpx's before its version 2, then httpx2's."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return base, sys.modules[base.__module__].InvalidURL
 
 
 def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | None:

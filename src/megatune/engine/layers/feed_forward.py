@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatune.engine import device
+from megatune.engine import device, patches
 from megatune.engine.layers.quantized import linear_layer
 
 
@@ -74,8 +74,7 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
 
 def install_swiglu() -> None:
     """Patch the fusion that Megatron-Core's shared experts call when they overlap with the dispatch of tokens."""
-    module: Any = shared_experts
-    module.bias_swiglu_impl = _bias_swiglu
+    patches.replace(shared_experts.__name__, bias_swiglu_impl=_bias_swiglu)
 
 
 def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:

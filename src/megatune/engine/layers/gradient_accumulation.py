@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatune.engine import device
+from megatune.engine import device, patches
 
 
 def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
@@ -58,10 +58,12 @@ class _Linear(_StockLinear):  # type: ignore[misc]
 
 def install() -> None:
     """Patch Megatron-Core's linear layers: this module replaces Apex's extension, `_Linear` their product."""
-    module: Any = layers
-    module.LinearWithGradAccumulationAndAsyncCommunication = _Linear
-    module.fused_weight_gradient_mlp_cuda = sys.modules[__name__]
-    module._grad_accum_fusion_available = True
+    patches.replace(
+        layers.__name__,
+        LinearWithGradAccumulationAndAsyncCommunication=_Linear,
+        fused_weight_gradient_mlp_cuda=sys.modules[__name__],
+        _grad_accum_fusion_available=True,
+    )
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

@@ -23,13 +23,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatune.engine import patches
 from megatune.engine.device import send
 from megatune.engine.layers.moe import routing
 from megatune.engine.sequences import Sequences
 
-if not hasattr(moe_utils, "te_general_gemm"):
-    # The router's product asks whether this is None; without Transformer Engine the name is not even there.
-    moe_utils.te_general_gemm = None
+patches.define(moe_utils.__name__, te_general_gemm=None)
 
 _BALANCE_LOSSES = ("aux_loss", "seq_aux_loss")
 
