@@ -41,7 +41,7 @@ def main() -> None:
     pairs = []
     for sample in with_examples(read_samples(source, seed=0), RowReader(source, "dpo", {})):
         if isinstance(sample.example, PreferencePair):
-            pairs.append(sample.example.conversations())
+            pairs.append((sample.example.chosen, sample.example.rejected))
         else:
             print(f"left out: {sample.where}: {sample.example}", file=sys.stderr)
     drawn = random.Random(0).choices((True, False), k=len(pairs))

@@ -93,7 +93,7 @@ def test_experts_are_as_many_and_as_wide_as_asked_for(name: str, tmp_path: Path)
     assert all(parameter.std() > 0 for parameter in sparse.parameters())
     if name == "deepseek_v3":
         assert sparse.gate.e_score_correction_bias.std() > 0
-        assert (sparse.gate.num_group, sparse.gate.topk_group) == (4, 2)
+        assert (model.config.n_group, model.config.topk_group) == (4, 2)
     moe = load_architecture(folder).moe
     assert moe is not None
     assert (moe.num_experts, moe.router_topk, moe.moe_ffn_hidden_size) == (12, 3, 20)
