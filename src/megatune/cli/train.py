@@ -103,8 +103,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
     # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
     first = place.rank == 0 if place else world is None or world.node_rank == 0
-    before = check_before(loaded.settings, loaded.invalid, first=first)
-    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
+    before = check_before(loaded.settings, loaded.invalid, first=first, world_size=here.world_size if here else None)
+    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors, first=first)
     check_installed(loaded.settings)
     check_restarts(loaded.settings, is_joined=place is not None, nnodes=world.nnodes if world else 1)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
@@ -164,19 +164,26 @@ def _preflight(
     problems: tuple[Finding, ...],
     model: RunModel,
     errors: Sequence[MegatuneError],
+    *,
+    first: bool,
 ) -> Preflight:
     """Return everything that can be known before a process is started.
 
     Args:
         place: this process's, or this machine's; None where `problems` say why there is none.
         num_gpus: of this machine.
-        errors: what is wrong with data, weights and folders, said with everything else.
+        errors: what is wrong with data, weights and folders, reported with everything else.
+        first: whether this process writes output_dir.
 
     Raises:
         MegatuneError: SETTINGS, what a hub refuses the model with, or else with the least code of the errors.
     """
     try:
         checked = _held_against_machine(loaded, place, num_gpus, problems, model)
+        if first and checked.architecture is not None:
+            from megatune.training.room import check_room
+
+            check_room(checked.settings, checked.architecture)
     except MegatuneError as error:
         errors = [error, *errors]
     if errors:

@@ -38,12 +38,12 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
-from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.objective import has_kl
 from megatune.training.planned_rows import lengths_of
 from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.train_state import read_state
 
 
 @dataclass(frozen=True, slots=True)

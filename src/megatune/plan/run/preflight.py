@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatune.architecture import Architecture
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, preference
 from megatune.config.settings import Settings
@@ -36,11 +37,12 @@ from megatune.plan.run.too_large import allowed, longest_row, may_fit
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings, and where each came from, by "group.name"; its plan, None where nobody
-    knows the machine or memory_check is off; and lines for the user, under the same names as the lines that a run
-    begins with."""
+    """A run that may start: valid settings, and where each came from, by "group.name"; its model, None where another
+    process asks a hub for it; its plan, None where nobody knows the machine or memory_check is off; and lines for the
+    user, under the same names as the lines that a run begins with."""
 
     settings: Settings
+    architecture: Architecture | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     planned: Estimate | None = None
     lines: tuple[str, ...] = ()
@@ -94,7 +96,7 @@ def preflight(
         *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
     )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings, origins=loaded.origins, lines=lines)
+        return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     lines = (*lines, *_plan_lines(planned))
@@ -106,7 +108,7 @@ def preflight(
         said = warnings_of(planned) if planned.fits else [allowed(planned, loaded.phrased)]
     said += idle_words(planned, idle_gpus) if planned.fits else ()
     lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in said))
-    return Preflight(settings=settings, origins=loaded.origins, planned=planned, lines=lines)
+    return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, planned=planned, lines=lines)
 
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:
