@@ -214,8 +214,8 @@ def test_a_path_is_a_data_set_of_the_form_of_its_rows(
 def test_rows_of_no_known_form(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"odd": 1, "strange": 2}\n')
     expected = (
-        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: write columns: {odd: query, ...}, or "
-        "describe it in dataset_info.json"
+        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: write columns: {odd: query, strange: "
+        "response}, or describe it in dataset_info.json"
     )
     assert refused("a.jsonl", tmp_path) == (expected, ExitCode.DATA)
 

@@ -76,8 +76,10 @@ def test_everything_is_said_at_once(run: dict[str, Any]) -> None:
 def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
     entry = {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output"}}
     Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
-    whats, codes, _ = found(run)
-    assert (whats, codes) == (["rows: none of its first 3 rows can be trained on"], [ExitCode.DATA])
+    (error,) = check_before(load(overrides=[f"{key}={value}" for key, value in run.items()]).settings).errors
+    assert error.exit_code == ExitCode.DATA
+    assert "rows: none of its first 3 rows can be trained on" in str(error)
+    assert "columns: {prompt: instruction, response: output}" in str(error)
 
 
 @pytest.mark.parametrize(
