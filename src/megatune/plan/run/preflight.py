@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import RULES, preference
+from megatune.config.rules import RULES, finetuning, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -93,6 +93,7 @@ def preflight(
     lines = (
         *accepted,
         *_unsaid(loaded),
+        *_unused(loaded),
         *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
     )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
@@ -116,6 +117,13 @@ def _unsaid(loaded: Loaded) -> Iterator[str]:
     is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
     if is_file and "finetuning.finetuning_type" not in loaded.entries:
         yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
+
+
+def _unused(loaded: Loaded) -> Iterator[str]:
+    """Yield the settings of another finetuning_type, which change nothing."""
+    if keys := finetuning.unused(loaded.settings, loaded.written):
+        method = loaded.settings.finetuning.finetuning_type
+        yield f"accepted   {', '.join(keys)}: no effect with finetuning_type: {method}"
 
 
 def with_rows(
