@@ -85,6 +85,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
+    from megatune.plan.run.preflight import PLAN
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.before import check_before
     from megatune.training.rerun import rerun_lines
@@ -119,10 +120,12 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "case": checked.planned.case if checked.planned else None,
         "asked": loaded.without_secrets,
         "began": began,
+        "plan": [line for line in checked.lines if line.startswith(PLAN)],
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
-    if first and (said := [*lines(loaded), *checked.lines, *before.lines, *rerun_lines(settings, run_yaml)]):
+    noted = [line for line in checked.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
+    if first and (said := [*lines(loaded), *noted, *before.lines, *rerun_lines(settings, run_yaml)]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"

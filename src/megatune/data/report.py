@@ -145,6 +145,20 @@ class DataReport:
         if warning := self.cut_warning():
             yield f"warning: {warning}"
 
+    def summary(self) -> str:
+        """Return what there is to train, and what became of the other rows, in a line."""
+        parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(map(str, self._names))}"]
+        for what, number in (
+            ("held out", sum(each.evaluation for each in self.datasets)),
+            ("dropped", sum(each.dropped.total() for each in self.datasets)),
+        ):
+            parts += [f"{number:,} {what}"] if number else []
+        return ", ".join(parts)
+
+    @property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(each.name for each in self.datasets if each.trained))
+
     def cut_warning(self) -> str:
         """Return what a user should know where cutoff_len takes something of many rows; "" where it does not."""
         read = sum(dataset.read for dataset in self.datasets)

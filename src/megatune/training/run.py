@@ -23,12 +23,14 @@ from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
+from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_steps import BadSteps
-from megatune.training.banner import banner
+from megatune.training.banner import Start, banner, summary
 from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.decoding import loader_workers
@@ -60,8 +62,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
-            hub; "began", when the user started it, of `time.monotonic`.
+            "plan", lines on it; "asked", what the user wrote, without secrets; "model_dir", where the launcher put the
+            files of a model on a hub; "began", when the user started it, of `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -82,7 +84,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         check_same_settings(asked.settings)
         budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
         given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
-        return _train(context, settings, *given, budget=budget)
+        return _train(context, settings, *given, budget=budget, plan=payload["plan"])
     finally:
         remember_groups()
         groups.leave()
@@ -96,6 +98,7 @@ def _train(
     asked: Loaded | None = None,
     model_dir: str | None = None,
     budget: TimeBudget | None = None,
+    plan: Sequence[str] = (),
 ) -> int:
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -107,14 +110,16 @@ def _train(
     settings = settings.model_copy(update={"finetuning": as_adapter(settings.finetuning, architecture)})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
+            planned: list[Preflight] = []
 
             def begin(schedule: RunSchedule) -> None:
                 on_rank_0(lambda: check_room(settings, architecture, schedule.total_steps))
-                on_rank_0(lambda: _begin_output(settings, run_yaml, case, data, asked, resumed))
+                on_rank_0(lambda: planned.extend(_begin_output(settings, run_yaml, case, data, asked, resumed)))
 
             trainer = _build_trainer(context, settings, source, data, resumed, memory, begin)
             trainer.budget = budget or trainer.budget
-            return _run(trainer, resumed, notes)
+            lines = [*plan, *(line for each in planned for line in each.lines), *notes]
+            return _run(trainer, resumed, Start(asked, planned[0].planned if planned else None, lines))
     finally:
         memory.note()
 
@@ -128,8 +133,11 @@ def _open_output(output_dir: Path) -> None:
 
 def _begin_output(
     settings: Settings, run_yaml: str, case: Case | None, data: RunData, asked: Loaded | None, resumed: Path | None
-) -> None:
+) -> list[Preflight]:
     """Note what this run does and what is planned for it: last of all checks, so that a refused run changes nothing.
+
+    Returns:
+        The plan for its rows, where one was made.
 
     Raises:
         MegatuneError: SETTINGS, where it cannot fit with the rows that there are; CANNOT_WRITE.
@@ -137,14 +145,17 @@ def _begin_output(
     assert settings.run.output_dir is not None
     output_dir, state = Path(settings.run.output_dir), read_state(resumed) if resumed is not None else None
     later_checkpoints(settings, resumed, state.step if state is not None else 0)
+    planned = []
     if case is not None and data.lengths is not None and data.pictures is not None:  # not of a stream
-        case = plan_rows(case, data.lengths, data.pictures, asked)
+        planned = [plan_rows(case, data.lengths, data.pictures, asked)]
+        case = planned[0].planned.case if planned[0].planned is not None else case
     with writing(output_dir):
         write_atomically(output_dir / "run.yaml", run_yaml)
         if case is None:  # an earlier run's plan is not this one's
             (output_dir / PLAN_NAME).unlink(missing_ok=True)
         else:
             begin_record(output_dir, case, state.step if state is not None else 0)
+    return planned
 
 
 def _build_trainer(
@@ -229,10 +240,12 @@ def _loaders(
     return Loaders(settings, place, padding_token(tokenizer), vision, num_workers), note
 
 
-def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
+def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     settings, state, output_dir = trainer.settings, trainer.state, trainer.store.output_dir
     if trainer.context.rank == 0:
-        print("\n".join([*notes, *banner(trainer, resumed)]), flush=True)
+        print("\n".join(summary(trainer, resumed, start)), flush=True)
+        with writing(output_dir):
+            write_atomically(output_dir / DETAILS_NAME, "\n".join([*start.lines, *banner(trainer, resumed), ""]))
     on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)))
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
@@ -245,7 +258,8 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         if trainer.context.rank == 0:
             minutes = settings.run.exit_duration_in_mins
             why = f"before exit_duration_in_mins ({minutes:g}) is over" if trainer.budget.spent else "on request"
-            print(f"stopped {why} after step {state.step}; the same command resumes from there", flush=True)
+            kept = trainer.store.checkpoint(state.step).name
+            print(f"stopped {why}: {kept} is kept; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     chosen = on_rank_0(lambda: _finish(trainer, output_dir))
     if trainer.context.rank == 0:

@@ -34,6 +34,8 @@ from megatune.plan.rows import RowLengths
 from megatune.plan.run.advice import idle_words, warnings_of
 from megatune.plan.run.too_large import allowed, longest_row, may_fit
 
+PLAN = "plan  "  # how the lines of a plan begin, among those for the user
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
