@@ -75,7 +75,8 @@ def check_checkpoint(settings: Settings) -> bool:
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         if not Path(asked).is_dir():
-            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+            fix = "name a checkpoint-N folder, or remove resume_from_checkpoint: the newest one in output_dir is taken"
+            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}", fix=fix), ExitCode.INPUT)
         if not read_manifest(Path(asked)).resumable:
             what = "holds a model without training state, so no run can resume from it"
             raise MegatuneError(Finding(what, where=asked), ExitCode.INPUT)
@@ -85,7 +86,8 @@ def check_checkpoint(settings: Settings) -> bool:
     found = list_checkpoints(Path(output_dir))
     if asked and not found:
         what = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
-        raise MegatuneError(Finding(what), ExitCode.INPUT)
+        fix = "remove resume_from_checkpoint to start a new run, or name the output_dir of the run to continue"
+        raise MegatuneError(Finding(what, fix=fix), ExitCode.INPUT)
     return bool(found)
 
 

@@ -41,6 +41,8 @@ def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[
     Raises:
         MegatuneError: SETTINGS, where rows would come in another order; CANNOT_WRITE, see `later_checkpoints`.
     """
+    if settings.run.output_dir is None:  # refused elsewhere
+        return
     resumed = checkpoint_to_try(settings)
     state = _readable_state(resumed) if resumed is not None else None
     if resumed is not None and state is None:
