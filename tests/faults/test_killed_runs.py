@@ -175,7 +175,7 @@ def test_a_stop_of_one_rank_and_of_the_launcher_is_agreed(
     assert ended.code == ExitCode.STOPPED, ended.stderr
     seconds = ended.report["ended"] - began
     line = next(line for line in ended.stdout.splitlines() if line.startswith("stopped on request: checkpoint-"))
-    step = int(line.partition("step ")[2].partition(";")[0])
+    step = int(line.partition("checkpoint-")[2].partition(" ")[0])
     resumed(model, tmp_path / "run", step, whole)
     told(case="T25", fault="SIGTERM to the launcher", got=line, seconds=seconds)
 
