@@ -177,3 +177,9 @@ def test_full_device_is_one_line() -> None:
 
 def test_report_of_one_string() -> None:
     assert report(MegatuneError("no place to write")) == "no place to write"
+
+
+@pytest.mark.parametrize(("verb", "answer"), [("chat", "infer"), ("api", "serve"), ("eval", "--metric acc")])
+def test_verbs_of_llama_factory_get_an_answer(verb: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "model.yaml"]) == ExitCode.SETTINGS
+    assert answer in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 
 from megatune.cli.main import main
 from megatune.config.load import load
+from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 
 Run = Callable[..., tuple[int, str, str]]
@@ -67,6 +68,18 @@ def test_a_file_is_planned_as_it_is(run: Run) -> None:
     assert "pipeline bubble saves" in out
 
 
+def test_a_gain_within_the_uncertainty_is_no_promise(run: Run, tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "demo")
+    one = ("--gpu", "a100-80g", "--gpus", "1")
+    _, out, _ = run(str(model), *one, "per_device_train_batch_size=8", "bf16=true")
+    found = re.search(
+        r"Is there a better layout\?\n(\w+): one device is predicted to be (\d+)% faster, which is\s+less", out
+    )
+    assert found is not None, out
+    assert found[1] == "Perhaps"
+    assert re.search(r"measure a\s+few steps of both", out)
+
+
 def test_words_change_the_file(run: Run) -> None:
     _, out, _ = run("run.yaml", *GPUS, "recompute_granularity=full", "--pipeline_model_parallel_size", "4", "--seq=512")
     assert "layout   pp4 dp2; recompute full" in out
@@ -95,6 +108,9 @@ def test_a_model_is_searched_for_its_best_layout(run: Run, tmp_path: Path) -> No
     text = Path("new/best.yaml").read_text(encoding="utf-8")
     assert re.search(r"^cutoff_len: 1024 +# asked for$", text, re.M)
     assert re.search(r"^per_device_train_batch_size: \d+ +# plan$", text, re.M)
+    assert re.search(r"^bf16: true +# plan$", text, re.M)
+    # For which machines, and what is predicted of them.
+    assert re.match(r"# Planned for \d+ × a100-80g: .*\n# Predicted: memory: .* GiB; .* a step ±\d+ %\n", text)
     assert (tmp_path / "figures" / "plan_pipeline.png").stat().st_size > 10_000
 
 

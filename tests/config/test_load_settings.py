@@ -1,5 +1,7 @@
 """Reading a file, overrides and flags: values, places, and all that is wrong in one report."""
 
+from pathlib import Path
+
 import pytest
 
 from megatune.config.load import load
@@ -344,3 +346,16 @@ def test_a_missing_file_ends_with_its_own_exit_code(tmp_path, monkeypatch):
     with pytest.raises(MegatuneError, match="is a folder") as caught:
         load(tmp_path)
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+def test_a_key_between_training_and_evaluation_is_the_one_of_training() -> None:
+    (finding,) = load(overrides=["per_device_batch_size=2"]).findings
+    assert finding.fix == "did you mean per_device_train_batch_size?"
+
+
+@pytest.mark.parametrize("line", ["max_steps:2", "max_steps 2"])
+def test_a_colon_without_a_space_is_named_in_its_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\n{line}\nstage: sft\n")
+    (finding,) = load(tmp_path / "run.yaml").findings
+    assert finding.where.endswith("run.yaml:2")
+    assert "put a space after the colon" in finding.fix

@@ -7,7 +7,8 @@ from test_rules import BASE, QWEN
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.load import load
-from megatune.config.rules import check
+from megatune.config.rules import RULES, check
+from megatune.config.rules.finetuning import unused
 
 VISION = Vision(
     depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=96, patch_size=14, spatial_merge_size=2
@@ -160,13 +161,6 @@ WRONG = [
         "    fix: write finetuning_type: lora, or remove adapter_name_or_path",
     ),
     (
-        QWEN,
-        [LORA, "freeze_trainable_layers=4"],
-        "freeze_trainable_layers with finetuning_type: lora\n"
-        "    why: it says what freeze trains\n"
-        "    fix: write finetuning_type: freeze, or remove freeze_trainable_layers",
-    ),
-    (
         None,
         [LORA, "lora_target=[]"],
         "lora_target names nothing\n    why: there would be no adapters\n    fix: remove lora_target",
@@ -218,3 +212,11 @@ WRONG = [
 @pytest.mark.parametrize(("architecture", "overrides", "message"), WRONG)
 def test_message_says_what_why_and_the_nearest_fix(architecture, overrides, message):
     assert messages(architecture, *overrides) == [message]
+
+
+@pytest.mark.parametrize("rank", [8, 16])
+def test_settings_of_another_method_are_noted_whatever_their_value(rank: int) -> None:
+    """LLaMA-Factory ignores them without a word; they change nothing of the method that is written."""
+    loaded = load(overrides=["finetuning_type=full", f"lora_rank={rank}", "lora_target=all", "use_dora=false"])
+    assert unused(loaded.settings, loaded.written) == ["lora_rank", "lora_target"]
+    assert not [each for each in loaded.check(rules=RULES) if "lora" in each.what]

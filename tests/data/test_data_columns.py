@@ -34,6 +34,12 @@ def read(tmp_path: Path, columns: dict[str, str], *rows: dict[str, Any], stage: 
             {"talk": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}], "messages": "no"},
         ),
         ({"talk": "conversations"}, {"talk": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]}),
+        # LLaMA-Factory's order: the part of a row, then its column.
+        ({"prompt": "q", "response": "a"}, {"q": "Who?", "a": "I."}),
+        ({"prompt": "prompt", "response": "a"}, {"prompt": "Who?", "a": "I.", "output": "no"}),
+        ({"prompt": "q", "query": "r", "response": "a"}, {"q": "Who?", "r": "", "a": "I."}),
+        ({"query": "q", "response": "a"}, {"q": "Who?", "a": "I."}),
+        ({"messages": "t"}, {"t": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}),
         # What is told without: names in capital letters.
         ({}, {"Question": "Who?", "Response": "I.", "Id": 1}),
     ],
@@ -68,6 +74,34 @@ def test_a_column_that_the_first_rows_lack(tmp_path: Path) -> None:
     assert source.columns.images == "picture"
 
 
+def test_columns_that_read_both_ways_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MegatuneError, match=r"\{prompt: response, response: prompt\} can be read both ways"):
+        read(tmp_path, {"prompt": "response", "response": "prompt"}, {"prompt": "I.", "response": "Who?"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "stage", "fix"),
+    [
+        (
+            {},
+            {"id": "7", "Kunden Frage": "a", "Antwort: alt": "b"},
+            "sft",
+            "{Kunden Frage: query, 'Antwort: alt': response}",
+        ),
+        ({}, {"Frage": "a", "gut": "b", "schlecht": "c"}, "dpo", "{Frage: query, gut: chosen, schlecht: rejected}"),
+        ({}, {"n": 1, "Verlauf": [{"role": "user", "content": "a"}]}, "sft", "{Verlauf: messages}"),
+        ({}, {"n": 1}, "sft", "{n: query}"),
+        ({"prompt": "Fragen", "response": "Antwort"}, {"Frage": "a", "Antwort": "b"}, "sft", "one of Antwort, Frage"),
+    ],
+)
+def test_what_the_columns_could_be_is_suggested(
+    tmp_path: Path, columns: dict[str, str], row: dict[str, Any], stage: str, fix: str
+) -> None:
+    with pytest.raises(MegatuneError) as caught:
+        read(tmp_path, columns, row, stage=stage)
+    assert fix in str(caught.value)
+
+
 def test_refusals(tmp_path: Path) -> None:
     rows = '{"q": "Who?", "a": "I."}\n'
     for name in ("one.jsonl", "two.jsonl"):
@@ -81,7 +115,7 @@ def test_refusals(tmp_path: Path) -> None:
         "    fix: one of a, q, query, response",
         "columns: no data set has a field 's'",
         "    fix: one of a, q, query, response",
-        "columns: 'sistem' is no usual name",
+        "columns: 'sistem' is not a name that rows may have",
         "    fix: one of system",
     ]
     assert caught.value.exit_code == ExitCode.SETTINGS

@@ -142,8 +142,23 @@ def test_the_report_in_words(folder: Path) -> None:
         "lengths: |      ▁▃¦█| to 70 tokens, p50 70, p90 70, p99 70, mean 69; 30 (69.8%) over cutoff_len 69",
         "train: 11 token rows, 730 tokens, 69 of them trained",
         "evaluation: 2 token rows, 127 tokens, 10 of them trained",
+        "warning: cutoff_len 69 leaves out 30 of 47 rows (64%); cutoff_len: 70 keeps 99 % of them whole",
     ]
     assert DataReport.load(result.directory / "report.json") == result.report
+
+
+@pytest.mark.parametrize(("cutoff_len", "is_warned"), [(60, True), (69, True), (70, False)])
+def test_rows_that_are_cut(cutoff_len: int, is_warned: bool, folder: Path) -> None:
+    report = prepared(folder, "good", cutoff_len=cutoff_len).report
+    cut = report.datasets[0].truncated
+    words = f"cutoff_len {cutoff_len} cuts {cut} of 40 rows ({cut / 40:.0%}); cutoff_len: 70 keeps 99 % of them whole"
+    assert report.cut_warning() == (words if is_warned else "")
+
+
+def test_a_cutoff_in_which_no_answer_has_room(folder: Path) -> None:
+    with pytest.raises(MegatuneError, match="cutoff_len: 20 leaves no room for an answer") as refused:
+        prepared(folder, "good", cutoff_len=20)
+    assert refused.value.exit_code == ExitCode.SETTINGS
 
 
 def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
@@ -371,7 +386,7 @@ def test_the_split_follows_the_texts(folder: Path) -> None:
     assert len(held_out) == 5
     rows = json.loads((folder / "good.json").read_text())
     (folder / "backwards.json").write_text(json.dumps(rows[::-1]))
-    for options in ({"template": "qwen3_nothink"}, {"cutoff_len": 20}, {"packing": True}):
+    for options in ({"template": "qwen3_nothink"}, {"cutoff_len": 60}, {"packing": True}):
         assert set(answers(prepared(folder, "good", val_size=5.0, **options).evaluation)) == held_out
     assert set(answers(prepared(folder, "backwards.json", val_size=5.0).evaluation)) == held_out
     beside = set(answers(prepared(folder, "mixed", "good", val_size=6.0).evaluation))

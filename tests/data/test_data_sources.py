@@ -214,8 +214,8 @@ def test_a_path_is_a_data_set_of_the_form_of_its_rows(
 def test_rows_of_no_known_form(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"odd": 1, "strange": 2}\n')
     expected = (
-        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: write columns: {odd: query, ...}, or "
-        "describe it in dataset_info.json"
+        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: write columns: {odd: query, strange: "
+        "response}, or describe it in dataset_info.json"
     )
     assert refused("a.jsonl", tmp_path) == (expected, ExitCode.DATA)
 
@@ -337,7 +337,8 @@ def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     folder = info(tmp_path, gone={"file_name": "gone.json"})
     assert refused("gone", folder) == ("dataset_info.json: gone: no such file or folder: gone.json", ExitCode.INPUT)
     for name in ("x/y.json", "./x/y", "x/y/z"):
-        assert refused(name, folder) == (f"dataset: no such file or folder: {name}", ExitCode.INPUT)
+        fix = "correct the path, which begins at the current folder or at dataset_dir"
+        assert refused(name, folder) == (f"dataset: no such file or folder: {name}\n    fix: {fix}", ExitCode.INPUT)
     write(tmp_path / "dataset_info.json", "{")
     message, code = refused("a", tmp_path)
     assert message.startswith("dataset_info.json:1: cannot read: Expecting property name")
@@ -346,3 +347,9 @@ def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     message, code = refused("a", tmp_path)
     assert message.startswith("dataset_info.json: cannot read")
     assert code == ExitCode.INPUT
+
+
+def test_a_dataset_dir_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MegatuneError, match=r"dataset_dir: folder .*dataa not found") as caught:
+        resolve_datasets(["identity"], tmp_path / "dataa", "sft")
+    assert caught.value.exit_code == ExitCode.INPUT

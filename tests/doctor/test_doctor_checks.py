@@ -18,6 +18,7 @@ from megatune.doctor.network import _infiniband, hub, network
 from megatune.doctor.report import as_json, from_json, lines
 from megatune.doctor.software import software
 from megatune.doctor.variables import variables
+from megatune.training.room import Room
 
 
 def trouble(checks):
@@ -26,9 +27,9 @@ def trouble(checks):
 
 
 def test_a_disk_too_small_for_the_checkpoints(tmp_path):
-    assert not trouble(folders(tmp_path / "not" / "yet", 10**6, 2))
+    assert not trouble(folders(tmp_path / "not" / "yet", Room(10**6, 2)))
     assert not list(tmp_path.iterdir())
-    found = trouble(folders(tmp_path, 10**17, 3))[f"room of {tmp_path}"]
+    found = trouble(folders(tmp_path, Room(10**17, 3)))[f"room of {tmp_path}"]
     assert found.verdict is Verdict.FAIL
     assert "3 checkpoints of 100000.0 TB" in found.found
     assert "300000.0 TB are needed" in found.why
@@ -36,7 +37,7 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written():
-    (found,) = trouble(folders(Path("/proc/self"), 0, 1)).values()
+    (found,) = trouble(folders(Path("/proc/self"), Room())).values()
     assert (found.name, found.verdict, found.found) == ("/proc/self", Verdict.FAIL, "cannot be written")
 
 

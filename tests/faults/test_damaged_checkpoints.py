@@ -92,7 +92,7 @@ def test_damage_is_named_and_an_older_checkpoint_taken(
     found = pool.run(2, choose, settings, tmp_path / "out")
     for chosen, notes, _ in found:
         assert chosen == "checkpoint-2"
-        assert notes[0].startswith(f"passed over: {tmp_path}/out/checkpoint-4: {words}")
+        assert notes[0].startswith(f"skipped: {tmp_path}/out/checkpoint-4: {words}")
     _, notes, seconds = found[0]
     told(case=case, fault=name, got=notes[0].splitlines()[0], seconds=seconds, lost="steps since the checkpoint before")
 

@@ -40,17 +40,48 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_no_room_is_said_before_a_checkpoint_is_begun(
+def test_a_disk_too_small_for_the_run_is_reported_before_the_first_step(
     pool: RankPool, model: Path, small_disk: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
     settings = settings_of(model, small_disk / "out", max_steps=4, save_steps=2)
-    with pytest.raises(AssertionError, match=r"no room to write .*/disk/out: needs [\d.]+ MB, [\d.]+ MB free") as full:
+    with pytest.raises(AssertionError, match=r"no room for 2 checkpoints of 4.5 MB .*/disk/out: 8.4 MB free") as full:
         pool.run(2, train, settings, tmp_path)
+    assert not list((small_disk / "out").iterdir())
+    got = next(line for line in str(full.value).splitlines() if "no room for" in line).partition("Error: ")[2]
+    told(
+        case="T16", fault="a disk that has room for one checkpoint of two", got=f"{got} (exit code 73)", lost="nothing"
+    )
+
+
+def fill_disk(settings: Settings, folder: Path) -> tuple[int, str]:
+    """A rank's run on a disk that somebody else fills in its third step."""
+    beat, output_dir = RankContext.beat, Path(str(settings.run.output_dir))
+
+    def beat_and_fill(context: RankContext, phase: str, step: int, **more: float | None) -> None:
+        beat(context, phase, step, **more)
+        if (phase, step, context.rank) == ("train", 3, 0):
+            (output_dir.parent / "filler").write_bytes(bytes(shutil.disk_usage(output_dir).free - 10**6))
+
+    RankContext.beat = beat_and_fill  # type: ignore[method-assign]
+    try:
+        return train(settings, folder), ""
+    except MegatuneError as error:
+        return error.exit_code, str(error)
+    finally:
+        RankContext.beat = beat  # type: ignore[method-assign]
+
+
+def test_no_room_is_said_before_a_checkpoint_is_begun(
+    pool: RankPool, model: Path, small_disk: Path, tmp_path: Path, told: Callable[..., None]
+) -> None:
+    settings = settings_of(model, small_disk / "out", max_steps=4, save_steps=2, save_only_model=True)
+    code, refusal = pool.run(2, fill_disk, settings, tmp_path)[0]
+    assert code == ExitCode.CANNOT_WRITE
     (first,) = list_checkpoints(small_disk / "out")
     assert not [problem for file in read_manifest(first).files if (problem := problem_of(first, file))]
     assert not list((small_disk / "out").glob(".checkpoint*"))
-    got = next(line for line in str(full.value).splitlines() if "no room to write" in line).partition("Error: ")[2]
-    told(case="T16", fault="a disk that has room for one checkpoint of two", got=f"{got} (exit code 73)",
+    got = next(line for line in refusal.splitlines() if "no room to write" in line)
+    told(case="T16", fault="a disk that others fill during the run", got=f"{got} (exit code 73)",
          lost="steps since the checkpoint before")  # fmt: skip
 
 

@@ -33,9 +33,9 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.weights import Segment, hf_shapes, layers_of
 from megatune.training.before import check_before
-from megatune.training.checkpoint import read_state
 from megatune.training.storage.manifest import problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore
+from megatune.training.train_state import read_state
 
 Loaded = dict[str, Any]
 

@@ -162,7 +162,7 @@ def test_a_stop_of_one_rank_and_of_the_launcher_is_agreed(
     job = Job(model, tmp_path / "run", [Fault("signal", "forward", rank=1, step=4, value="SIGTERM")])
     ended = job.finish()
     assert ended.code == ExitCode.STOPPED, ended.stderr
-    said = "stopped on request after step 5; the same command resumes from there"
+    said = "stopped on request: checkpoint-5 is kept; the same command resumes from there"
     assert said in ended.stdout
     assert ended.report["outcome"] == "stopped"
     told(case="T26", fault="SIGTERM to one rank", got=said, seconds=ended.seconds)
@@ -174,8 +174,8 @@ def test_a_stop_of_one_rank_and_of_the_launcher_is_agreed(
     ended = job.finish()
     assert ended.code == ExitCode.STOPPED, ended.stderr
     seconds = ended.report["ended"] - began
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("stopped on request after step"))
-    step = int(line.partition("step ")[2].partition(";")[0])
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("stopped on request: checkpoint-"))
+    step = int(line.partition("checkpoint-")[2].partition(" ")[0])
     resumed(model, tmp_path / "run", step, whole)
     told(case="T25", fault="SIGTERM to the launcher", got=line, seconds=seconds)
 

@@ -72,7 +72,7 @@ def test_a_run_ends_with_a_checkpoint_before_its_time_is_over(
     assert pool.run(1, train, settings, tmp_path) == [0]
     assert pool.run(1, train, settings_of(model, tmp_path / "whole", max_steps=4, save_steps=100), tmp_path) == [0]
     assert_same_tensors(tmp_path / "whole", tmp_path / "out")
-    got = "stopped before exit_duration_in_mins (1) is over after step 1; the same command resumes from there"
+    got = "stopped before exit_duration_in_mins (1) is over: checkpoint-1 is kept; the same command resumes from there"
     told(case="T33", fault="the time that exit_duration_in_mins allows ends", got=got)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 from tiny_models import tiny_model
 
@@ -116,6 +118,33 @@ def test_a_data_set_is_answered_in_order_with_labels(
     assert answers.read_bytes() == before
 
 
+@pytest.mark.parametrize("source", ["flags", "run.yaml", "a settings file"])
+def test_placeholders_become_what_they_were_in_training(
+    source: str, qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chinese = {"query": "你是谁？", "response": "我是{{NAME}}。", "tag": "zh"}
+    rows = rows_file(
+        tmp_path / "rows.jsonl", {"query": "Are you {{name}}?", "response": "I am, by {{author}}."}, chinese
+    )
+    model, flags = qwen3, []
+    names = {"model_name": ["小团", "Tuna, Inc."], "model_author": "us"}
+    if source == "run.yaml":
+        model = tmp_path / "out" / "checkpoint-1"
+        shutil.copytree(qwen3, model)
+        (model.parent / "run.yaml").write_text(yaml.safe_dump(names))
+    elif source == "a settings file":
+        model = tmp_path / "model.yaml"
+        model.write_text(yaml.safe_dump({"model_name_or_path": str(qwen3), **names}))
+    else:
+        flags = ["--model_name", *names["model_name"], "--model_author", "us"]
+    answers = tmp_path / "answers.jsonl"
+    command = ["infer", str(model), "--val_dataset", str(rows), *flags, "--result_path", str(answers)]
+    assert main([*command, "--max_new_tokens", "2"]) == ExitCode.DONE
+    first, second = lines_of(answers)
+    assert first["messages"][0]["content"] == "Are you Tuna, Inc.?"
+    assert [first["labels"], second["labels"]] == ["I am, by us.", "我是小团。"]
+
+
 def test_streamed_rows_are_printed_and_land_beside_the_model(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +191,7 @@ def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "q.jsonl", {"messages": messages, "tools": [tool]})
     generator = Generator.load(make_checkpoint("qwen3", tmp_path / "m", num_layers=1), GenerationOptions())
     ((_, prompt),) = dataset._prompted(
-        generator, read_questions(open_datasets([str(rows)], ""), Outcome(), pictures=False), Outcome(), ""
+        generator, read_questions(open_datasets([str(rows)], ""), Outcome(), {}, pictures=False), Outcome(), ""
     )
     schema = {"type": "function", "function": tool}
     expected = generator.tokenizer.apply_chat_template(messages[:3], tools=[schema], add_generation_prompt=True)
@@ -177,6 +206,9 @@ def test_data_sets_that_cannot_be_answered(
     texts = rows_file(tmp_path / "t.jsonl", {"text": "once"})
     assert "its rows are texts" in refused(ExitCode.SETTINGS, "--val_dataset", str(texts))
     empty = rows_file(tmp_path / "e.jsonl", asking(""))
+    placeholders = rows_file(tmp_path / "p.jsonl", {"query": "Who?", "response": "I am {{name}}."})
+    said = refused(ExitCode.SETTINGS, "--val_dataset", str(placeholders))
+    assert "p.jsonl:1: {{name}} is in the data and model_name is not set" in said
     assert "no row could be answered, of 1" in refused(ExitCode.DATA, "--val_dataset", str(empty))
     assert not list((qwen3 / "infer_result").glob("*"))
     said = refused(

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatune.cli.train import start
 from megatune.config.load import load
-from megatune.errors import ExitCode
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
 from megatune.training.before import check_before
+from megatune.training.room import Room
+from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
 
 ROWS = [{"instruction": f"Say {i}.", "output": f"{i}.", "system": "Be brief.", "id": i} for i in range(3)]
 
@@ -71,8 +76,10 @@ def test_everything_is_said_at_once(run: dict[str, Any]) -> None:
 def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
     entry = {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output"}}
     Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
-    whats, codes, _ = found(run)
-    assert (whats, codes) == (["rows: none of its first 3 rows can be trained on"], [ExitCode.DATA])
+    (error,) = check_before(load(overrides=[f"{key}={value}" for key, value in run.items()]).settings).errors
+    assert error.exit_code == ExitCode.DATA
+    assert "rows: none of its first 3 rows can be trained on" in str(error)
+    assert "columns: {prompt: instruction, response: output}" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,74 @@ def test_checkpoints_that_cannot_be_resumed_from(run: dict[str, Any]) -> None:
     whats, codes, _ = found(run, resume_from_checkpoint="old")
     assert len(whats) == 1
     assert codes == [ExitCode.INPUT]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """A checkpoint with training state, as far as it is looked at before a run starts."""
+    path = folder / f"checkpoint-{step}"
+    (path / "training").mkdir(parents=True)
+    (path / "training/state.json").write_text(json.dumps({"step": step, "global_batch_size": 8, "seed": 42}))
+    write_manifest(path, Manifest(step, (FileDigest("training/state.json", 0, ""),), {}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "whats", "codes"),
+    [
+        ({"per_device_train_batch_size": 8}, 1, [], []),
+        ({"per_device_train_batch_size": 2}, 4, [], []),
+        ({"per_device_train_batch_size": 2}, 1, ["rows per step", "seed was 42, and is 7"], [64]),
+        ({"per_device_train_batch_size": 2}, None, [], []),  # nobody knows the batch
+        ({"resume_from_checkpoint": "false"}, 1, ["out holds checkpoint-4, checkpoint-6 of an earlier run"], [73]),
+        ({"resume_from_checkpoint": "out/checkpoint-4", "per_device_train_batch_size": 8}, 1, ["out holds"], [73]),
+        ({"overwrite_output_dir": "true"}, 1, [], []),
+    ],
+)
+def test_what_an_earlier_run_of_the_folder_does_not_allow(
+    changes: dict[str, Any], world_size: int | None, whats: list[str], codes: list[int], run: dict[str, Any]
+) -> None:
+    for step in (4, 6):
+        checkpoint(Path("out"), step)
+    words = {**run, **changes, **({"seed": 7} if len(whats) == 2 else {})}
+    settings = load(overrides=[f"{key}={value}" for key, value in words.items()]).settings
+    errors = check_before(settings, world_size=world_size).errors
+    findings = [finding.what for error in errors for finding in error.findings]
+    assert [int(error.exit_code) for error in errors] == codes
+    assert len(findings) == len(whats)
+    assert all(what in finding for what, finding in zip(whats, findings, strict=True))
+
+
+def test_a_disk_without_room_for_the_first_checkpoint(run: dict[str, Any], tmp_path: Path) -> None:
+    """The command refuses before it starts a process, what `megatune doctor FILE` finds, too."""
+    model = make_checkpoint("qwen3", tmp_path / "demo")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 2**31 - 1, "hidden_size": 2**20}))
+    words = {**run, "model_name_or_path": model, "template": "default", "memory_check": "off", "max_steps": 2}
+    with pytest.raises(MegatuneError) as refused:
+        start(load(overrides=[f"{key}={value}" for key, value in words.items()]))
+    assert refused.value.exit_code == ExitCode.CANNOT_WRITE
+    assert " of 27021.6 TB with training state in out: " in str(refused.value)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"max_steps": 20, "save_steps": 5}, 4),
+        ({"max_steps": 20, "save_steps": 5, "save_total_limit": 2}, 3),
+        ({"max_steps": 20, "save_steps": 50, "save_total_limit": 2}, 1),
+        ({"num_train_epochs": 3, "save_steps": 5}, 2),
+        ({"num_train_epochs": 3, "save_strategy": "epoch"}, 3),
+        ({"max_steps": 20, "save_strategy": '"no"'}, 1),
+    ],
+)
+def test_how_many_checkpoints_need_room(settings: dict[str, Any], copies: int, tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    words = [f"{key}={value}" for key, value in {**settings, "output_dir": tmp_path / "out"}.items()]
+    asked, architecture = load(overrides=words).settings, load_architecture(model)
+    assert Room.of(asked, architecture).copies == copies
+    checkpoint(tmp_path / "out", 1)
+    assert Room.of(asked, architecture).copies == max(1, copies - 1)
 
 
 def test_other_machines_may_have_no_output_dir(run: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def test_plain_lines() -> None:
         )
     )
     assert output.getvalue().splitlines() == [
-        "training demo: 12 steps, 3 epochs, 16 rows per step",
+        "run 'demo': 12 steps of 16 rows, 3 epochs",
         "step 1/12  epoch 0.25  loss 12.3457  lr 1.00e-05  grad_norm 1.23  tokens/s 12,345  1,234 TFLOP/s  mfu 41.2%  "
         "mem 1.2 GiB  eta 0:00:06",
         "step 12/12  epoch 3.00  loss 1.5000  lr 1.00e-05  grad_norm inf  tokens/s 2,000  0.123 TFLOP/s  mfu —  "
@@ -180,7 +180,7 @@ def test_a_resumed_run_that_stops_says_so() -> None:
     console.on_train_begin(SCHEDULE)
     console.on_train_end(summary("stopped", 9))
     assert output.getvalue().splitlines() == [
-        "training demo: 12 steps, 3 epochs, 16 rows per step, resumed after step 7",
+        "run 'demo': 12 steps of 16 rows, 3 epochs, resumed after step 7",
         "stopped: after step 9 of 12 in 0:00:06",
     ]
 

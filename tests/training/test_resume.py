@@ -81,9 +81,9 @@ def test_all_ranks_pass_over_what_one_of_them_finds_damaged(pool: RankPool, tmp_
     for name, notes, _ in pool.run(3, choose, tmp_path, 0):
         assert name == "checkpoint-4"
         assert [note.partition(": in ")[0] for note in notes[:3]] == [
-            f"passed over: {tmp_path}/checkpoint-9: holds a model without training state, so no run can resume from it",
-            f"passed over: {newest}: model-2.safetensors is damaged: its digest does not match",
-            f"passed over: {newest}: model-3.safetensors is missing",
+            f"skipped: {tmp_path}/checkpoint-9: holds a model without training state, so no run can resume from it",
+            f"skipped: {newest}: model-2.safetensors is damaged: its digest does not match",
+            f"skipped: {newest}: model-3.safetensors is missing",
         ]
     for text, code, _ in pool.run(2, choose, tmp_path, 0, str(newest)):
         assert "model-2.safetensors is damaged" in text

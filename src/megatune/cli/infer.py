@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from megatune.cli import model_flags
 from megatune.cli.model_file import read_model_file
@@ -16,6 +18,7 @@ from megatune.cli.own_flags import add_flag
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
+    from megatune.data.samples import Replacements
     from megatune.generation.generator import Generator
     from megatune.generation.results import ResultFile
 
@@ -58,6 +61,10 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
              help="a new file for the answers (of data sets: MODEL/infer_result/TIMESTAMP.jsonl)")  # fmt: skip
     add_flag(group, "max_batch_size", type=int, default=1, metavar="N",
              help="rows that Transformers answers side by side (1)")  # fmt: skip
+    for name, what in (("model_name", "{{name}}"), ("model_author", "{{author}}")):
+        add_flag(group, name, nargs="+", metavar="TEXT",
+                 help=f"what {what} in the rows becomes; two texts: in Chinese rows, in others (what MODEL's run.yaml "
+                 "has)")  # fmt: skip
     group.add_argument("--metric", choices=("acc", "rouge"), metavar="NAME",
                        help="acc: print the share of answers that are the row's own")  # fmt: skip
 
@@ -103,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         if sources:
             assert results is not None
-            _answer_datasets(generator, sources, results, args)
+            _answer_datasets(generator, sources, results, _placeholders(args, Path(checked.name)), args)
         else:
             _answer(generator, args, results)
     return ExitCode.DONE
@@ -125,12 +132,33 @@ def _answer(generator: Generator, args: argparse.Namespace, results: ResultFile 
         print(f"answers are in {results.path}", file=sys.stderr)
 
 
-def _answer_datasets(generator: Generator, sources: list, results: ResultFile, args: argparse.Namespace) -> None:
+def _placeholders(args: argparse.Namespace, model: Path) -> Replacements:
+    """Return what placeholders become: as flags say, else as in the run that trained the model."""
+    from megatune.config.settings import DataSettings
+    from megatune.data.samples import replacements
+
+    values = {name: getattr(args, name) for name in ("model_name", "model_author")}
+    for folder in (model, model.parent):
+        if (path := folder / "run.yaml").is_file() and None in values.values():
+            with suppress(yaml.YAMLError, UnicodeDecodeError):  # somebody else's
+                written = yaml.safe_load(path.read_text(encoding="utf-8"))
+                known = written if isinstance(written, dict) else {}
+                values = {name: value or known.get(name) for name, value in values.items()}
+    return replacements(DataSettings(**values))
+
+
+def _answer_datasets(
+    generator: Generator,
+    sources: list,
+    results: ResultFile,
+    placeholders: Replacements,
+    args: argparse.Namespace,
+) -> None:
     """Answer the rows of data sets, and say what became of them."""
     from megatune.generation.dataset import Outcome, answer_rows, read_questions
 
     outcome = Outcome()
-    rows = read_questions(sources, outcome, pictures=generator.pictures is not None)
+    rows = read_questions(sources, outcome, placeholders, pictures=generator.pictures is not None)
     answer_rows(
         generator, rows, results, outcome,
         batch_size=args.max_batch_size, media_dir=args.dataset_dir, show=bool(args.stream),

@@ -40,6 +40,19 @@ _NOT_BUILT = {
     "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
 }
 
+# What LLaMA-Factory's verbs are here.
+_LLAMAFACTORY = {
+    "chat": "`megatune infer MODEL` chats with a model",
+    "api": "`megatune serve MODEL` answers the OpenAI API",
+    "eval": "`megatune infer MODEL --val_dataset NAME --metric acc` compares answers with those of a data set; "
+    "eval_dataset and eval_strategy of a training file measure the loss during training",
+    "webchat": "`megatune infer MODEL` chats on the terminal, and `megatune serve MODEL` answers clients over HTTP",
+    "webui": "there is no web interface for settings; `megatune explain --all` lists them, and `megatune train "
+    "FILE.yaml` runs LLaMA-Factory's files",
+    "env": "`megatune doctor` shows versions and checks the machine",
+    "version": "`megatune --version`",
+}
+
 _EPILOG = """\
 exit codes: 0 done, 64 settings, 65 data, 66 input missing or refused, 69 a service or peer missing, 70 internal,
 71 out of memory, 73 cannot write, 75 stopped and resumable, 76 a process died or hung, 77 numbers not finite"""
@@ -139,6 +152,8 @@ def _unknown_verb(word: str, verbs: list[str], parent: str = "") -> MegatuneErro
     if word.endswith((".yaml", ".yml")):
         fix = f"{before} {verbs[0] if parent else 'train'} {word}"
         return _refusal(f"{word!r} is a settings file, not a verb", fix=fix)
+    if (known := _LLAMAFACTORY.get(word)) is not None and not parent:
+        return _refusal(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=known)
     near = difflib.get_close_matches(word, verbs if parent else [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
     fix = f"did you mean `{before} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
     return _refusal(f"unknown verb {word!r}", before if parent else "", fix=fix)

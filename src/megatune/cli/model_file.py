@@ -18,6 +18,7 @@ _SAME = (
     "top_k", "repetition_penalty", "seed", "image_max_pixels", "image_min_pixels", "video_max_pixels",
     "video_min_pixels", "video_fps", "video_maxlen",
 )  # fmt: skip
+_NAMES = ("model_name", "model_author")  # one text, or two
 _TEXTS = ("model_revision", "cache_dir", "infer_backend")
 _BACKENDS = {"huggingface": "transformers"}
 # Keys that change no answer, and why.
@@ -63,14 +64,18 @@ def _read(args: argparse.Namespace, entry: SettingEntry) -> list[Finding]:
         print(f"accepted   {key}: {_PASSED[key]}", file=sys.stderr)
         return []
     name = _FLAGS.get(key, key)
-    if name not in (*_FLAGS.values(), *_SAME) or not hasattr(args, name):
+    if name not in (*_FLAGS.values(), *_SAME, *_NAMES) or not hasattr(args, name):
         why = "the file says how a model answers, and this is no part of that"
         return [Finding(f"{key} is not known here", entry.where, why, "remove it; `megatune infer --help` lists flags")]
-    text, is_text = entry.value.text, name in (*_FLAGS.values(), *_TEXTS)
+    text, is_text = entry.value.text, name in (*_FLAGS.values(), *_TEXTS, *_NAMES)
+    if name in _NAMES and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        text = ", ".join(value)
     if (is_text and text is None) or not (is_text or isinstance(value, bool | int | float)):
         said = "text" if is_text else "a number" if name != "enable_thinking" else "true or false"
         return [Finding(f"{key} is {shown(value)}", entry.where, f"expected {said}", f"give it {said}")]
     given: Any = _BACKENDS.get(text or "", text) if is_text else value
+    if name in _NAMES:
+        given = value if isinstance(value, list) else [text]
     if name == "adapters":
         given = [each.strip() for each in (text or "").split(",") if each.strip()]
     if type(given) is int and isinstance(getattr(args, name), float):

@@ -144,7 +144,7 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
     if options.output is not None and found.best is not None:
         from megatune.plan.launch_lines import winner_yaml
 
-        text = winner_yaml(found.best, found.question.origins)
+        text = winner_yaml(found.best, found.question.origins, found.question.written)
         try:
             Path(options.output).parent.mkdir(parents=True, exist_ok=True)
             Path(options.output).write_text(text, encoding="utf-8")

@@ -85,6 +85,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     from megatune.launch.rank_main import run_joined
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
     from megatune.launch.world import joined
+    from megatune.plan.run.preflight import PLAN
     from megatune.plan.run.trouble import ran_out_of_memory
     from megatune.training.before import check_before
     from megatune.training.rerun import rerun_lines
@@ -103,8 +104,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     model = RunModel(loaded.settings, asks=place is None or place.local_rank == 0)
     # One process of the whole run holds the folder: the first machine's, or rank 0 under torchrun.
     first = place.rank == 0 if place else world is None or world.node_rank == 0
-    before = check_before(loaded.settings, loaded.invalid, first=first)
-    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors)
+    before = check_before(loaded.settings, loaded.invalid, first=first, world_size=here.world_size if here else None)
+    checked = _preflight(loaded, here, num_gpus, problems, model, before.errors, first=first)
     check_installed(loaded.settings)
     check_restarts(loaded.settings, is_joined=place is not None, nnodes=world.nnodes if world else 1)
     settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
@@ -119,10 +120,12 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "case": checked.planned.case if checked.planned else None,
         "asked": loaded.without_secrets,
         "began": began,
+        "plan": [line for line in checked.lines if line.startswith(PLAN)],
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
-    if first and (said := [*lines(loaded), *checked.lines, *before.lines, *rerun_lines(settings, run_yaml)]):
+    noted = [line for line in checked.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
+    if first and (said := [*lines(loaded), *noted, *before.lines, *rerun_lines(settings, run_yaml)]):
         print("\n".join(said), flush=True)
     why = "says which part was larger than planned, and what helps" if checked.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
@@ -164,19 +167,26 @@ def _preflight(
     problems: tuple[Finding, ...],
     model: RunModel,
     errors: Sequence[MegatuneError],
+    *,
+    first: bool,
 ) -> Preflight:
     """Return everything that can be known before a process is started.
 
     Args:
         place: this process's, or this machine's; None where `problems` say why there is none.
         num_gpus: of this machine.
-        errors: what is wrong with data, weights and folders, said with everything else.
+        errors: what is wrong with data, weights and folders, reported with everything else.
+        first: whether this process writes output_dir.
 
     Raises:
         MegatuneError: SETTINGS, what a hub refuses the model with, or else with the least code of the errors.
     """
     try:
         checked = _held_against_machine(loaded, place, num_gpus, problems, model)
+        if first and checked.architecture is not None:
+            from megatune.training.room import check_room
+
+            check_room(checked.settings, checked.architecture)
     except MegatuneError as error:
         errors = [error, *errors]
     if errors:

@@ -100,6 +100,10 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
         return Finding("a tab where YAML takes only spaces", where, fix="indent with spaces")
     if "expected a single document" in (error.context or ""):
         return Finding("a second document starts here", where, fix="remove the line `---`, or split the file")
+    if "could not find expected ':'" in problem and error.context_mark is not None:
+        where = f"{name}:{error.context_mark.line + 1}"
+        fix = "write `key: value`, and put a space after the colon: `max_steps: 2`"
+        return Finding("this line is not a key and its value", where, "no colon with a space after it was found", fix)
     why = f"{error.context}, {problem}" if error.context else problem
     fix = "write one `key: value` a line; quote text that holds `: `"
     return Finding("not readable as YAML", where, why, fix)

@@ -346,7 +346,9 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
 
     foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
     names = dict.fromkeys((*dialect.names, *foreign))
-    near = [key] if key in names else difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
+    # Of keys that are about as near, the one of training comes first.
+    near = [key] if key in names else sorted(close, key=lambda name: "eval" in name and "eval" not in key)[:1]
     if not near:
         fix = "remove it; `megatune explain --all` lists every setting"
     elif dialect.knows(near[0]):

@@ -16,7 +16,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
 from megatune.data.sources import DatasetSource, datasets_of
-from megatune.data.sources.detection import ROWS_FOR_DETECTION
+from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
 from megatune.data.templates.files import check_template
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -83,7 +83,9 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     errors = [sample.example for sample in first if isinstance(sample.example, RowError)]
     if first and len(errors) == len(first) and all(error.code in _MISSING for error in errors):
         what = f"{source.name}: none of its first {len(first)} rows can be trained on"
-        fix = "name the columns of its rows: `columns` of its entry in dataset_info.json, or the setting columns"
+        found = suggested(first[0].row.fields, settings.run.stage)
+        parts = {"prompt" if usual == "query" else usual: name for name, usual in found.items()}
+        fix = f"name its columns, in its entry of dataset_info.json or as a setting: columns: {as_yaml(parts)}"
         raise MegatuneError(Finding(what, first[0].where, str(errors[0]), fix), ExitCode.DATA)
     return list(dict.fromkeys(name for sample in first for name in sample.row.fields))
 

@@ -8,6 +8,7 @@ writes token rows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowShape
+from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.processes import usable_processes
 from megatune.data.report import DatasetReport
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_SHORTEST = Conversation((Message("user", "a"), Message("assistant", "b")))
 Results = Generator[Result, None, None]
 Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a position, given how many come before it
 
@@ -65,7 +68,9 @@ class Pipeline:
         """
         training = datasets_of(settings)
         evaluation = datasets_of(settings, evaluation=True)
-        return cls(settings, make_encoder(settings, tokenizer, vision), training, evaluation)
+        encoder = make_encoder(settings, tokenizer, vision)
+        _check_cutoff(encoder)
+        return cls(settings, encoder, training, evaluation)
 
     @property
     def shape(self) -> RowShape:
@@ -102,6 +107,18 @@ class Pipeline:
     def _reader(self, source: DatasetSource, seed: int | None = None) -> RowReader:
         placeholders, takes_pictures = replacements(self.settings.data), self.encoder.vision is not None
         return RowReader(source, self.settings.run.stage, placeholders, takes_pictures, seed)
+
+
+def _check_cutoff(encoder: Encoder) -> None:
+    """Refuse a cutoff_len in which no answer has room: every row would be cut to the template's own tokens."""
+    if encoder.template is None:
+        return
+    (shortest,) = replace(encoder, cutoff_len=sys.maxsize, vision=None).encode([_SHORTEST])
+    if isinstance(shortest, Encoded) and shortest.length > encoder.cutoff_len:
+        what = f"cutoff_len: {encoder.cutoff_len} leaves no room for an answer"
+        why = f"a question and an answer of one letter each take {shortest.length} tokens in this template"
+        fix = "`megatune data stats FILE.yaml` shows how long the rows are; 2048 holds most conversations"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
 
 
 class DatasetReader:

@@ -11,11 +11,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatune.data.bad_rows import RowError
+from megatune.data.bad_rows import TOO_LONG, RowError
 from megatune.data.lengths import LengthReport
 from megatune.data.pictures import PictureCounts
 
 EXAMPLES_PER_REASON = 3
+NOTABLE_CUT = 0.1  # of all rows: a data set of which more are cut is trained on beginnings
+_BY_LENGTH = (TOO_LONG, "nothing-left")
 
 
 @dataclass(slots=True)
@@ -140,6 +142,37 @@ class DataReport:
             if tokens is not None:
                 yield f"{name}: {tokens.line()}"
         yield from (f"note: {note}" for note in self.notes)
+        if warning := self.cut_warning():
+            yield f"warning: {warning}"
+
+    def summary(self) -> str:
+        """Return what there is to train, and what became of the other rows, in a line."""
+        parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(map(str, self._names))}"]
+        for what, number in (
+            ("held out", sum(each.evaluation for each in self.datasets)),
+            ("dropped", sum(each.dropped.total() for each in self.datasets)),
+        ):
+            parts += [f"{number:,} {what}"] if number else []
+        return ", ".join(parts)
+
+    @property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(each.name for each in self.datasets if each.trained))
+
+    def cut_warning(self) -> str:
+        """Return what a user should know where cutoff_len takes something of many rows; "" where it does not."""
+        read = sum(dataset.read for dataset in self.datasets)
+        cut = sum(dataset.truncated for dataset in self.datasets)
+        reasons = [(each.codes[reason], count) for each in self.datasets for reason, count in each.dropped.items()]
+        left_out = sum(count for code, count in reasons if code in _BY_LENGTH)
+        if self.lengths is None or cut + left_out <= NOTABLE_CUT * read:
+            return ""
+        done = [f"cuts {cut:,}"] * (cut > 0) + [f"leaves out {left_out:,}"] * (left_out > 0)
+        share = (cut + left_out) / read
+        return (
+            f"cutoff_len {self.lengths.cutoff_len} {' and '.join(done)} of {read:,} rows ({share:.0%});"
+            f" cutoff_len: {self.lengths.p99} keeps 99 % of them whole"
+        )
 
     def raw(self) -> dict[str, Any]:
         """Return the report as a JSON object."""

@@ -83,9 +83,7 @@ class RowReader:
                 check_inside(example.pictures)
             missing: list[str] = []
             if any("{{" in text for text in texts(example)):
-                chosen = 0 if fields.get(LANGUAGE_FIELD) == CHINESE else 1
-                filled = {placeholder: both and both[chosen] for placeholder, both in self.placeholders.items()}
-                example, missing = fill_placeholders(example, filled)
+                example, missing = fill_placeholders(example, values_for(fields, self.placeholders))
         except (RowError, UnsupportedRow) as error:
             return error, NO_FACTS
         desirable = example.desirable if isinstance(example, Conversation) else None
@@ -126,6 +124,12 @@ def rank(example: Example, seed: int) -> int:
 def replacements(data: DataSettings) -> Replacements:
     """Return what placeholders become: of a setting with two values the first in Chinese rows, the second in others."""
     return {placeholder: _both(getattr(data, setting)) for placeholder, setting in PLACEHOLDERS.items()}
+
+
+def values_for(fields: Mapping[str, Any], placeholders: Replacements) -> dict[str, str | None]:
+    """Return what placeholders become in a row."""
+    chosen = 0 if fields.get(LANGUAGE_FIELD) == CHINESE else 1
+    return {placeholder: both and both[chosen] for placeholder, both in placeholders.items()}
 
 
 def _both(value: str | list[str] | None) -> tuple[str, str] | None:
@@ -191,10 +195,11 @@ def all_filled(results: Generator[Result, None, None], *, at_once: bool = False)
                     break
             yield result
     if unfilled:
-        raise _unfilled(unfilled)
+        raise not_filled(unfilled)
 
 
-def _unfilled(where: Mapping[str, str]) -> MegatuneError:
+def not_filled(where: Mapping[str, str]) -> MegatuneError:
+    """Return the error of placeholders without a value, by the first place of each."""
     findings = [
         Finding(f"{name} is in the data and {PLACEHOLDERS[name]} is not set", place, fix=f"set {PLACEHOLDERS[name]}")
         for name, place in where.items()

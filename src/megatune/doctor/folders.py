@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatune.data.report import counted
 from megatune.doctor.check import Check, Verdict
+from megatune.training.room import Room
 from megatune.training.storage.files import amount, nearest_folder
 
 _PROBE_BYTES = 64 * 2**20
@@ -20,18 +20,17 @@ _LEAST_INODES = 10_000
 _LEAST_TEMPORARY = 10**9
 
 
-def folders(output_dir: Path, checkpoint: int, copies: int) -> Iterator[Check]:
+def folders(output_dir: Path, room: Room) -> Iterator[Check]:
     """Check the folder of a run and the one for temporary files.
 
     Args:
-        checkpoint: bytes of one checkpoint with its training state; 0 where that is not known.
-        copies: checkpoints that are there at the same time.
+        room: that the checkpoints of a run need.
     """
     folder = nearest_folder(output_dir)
     try:
         # In the nearest folder that is there: a check leaves nothing behind.
         with tempfile.TemporaryDirectory(prefix=".megatune-doctor-", dir=folder) as name:
-            yield _room(folder, checkpoint, copies)
+            yield _room(folder, room)
             yield _inodes(folder)
             yield _speed(Path(name))
             yield _rename(Path(name))
@@ -48,18 +47,13 @@ def folders(output_dir: Path, checkpoint: int, copies: int) -> Iterator[Check]:
     yield _temporary()
 
 
-def _room(folder: Path, checkpoint: int, copies: int) -> Check:
-    free = shutil.disk_usage(folder).free
-    found, name = f"{amount(free)} free", f"room of {folder}"
-    if not checkpoint:
-        return Check("disk", name, Verdict.PASS, f"{found}; what a run writes is known with a settings file")
-    needed = checkpoint * copies
-    found += f", {counted(copies, 'checkpoint')} of {amount(checkpoint)} with training state"
-    if free >= needed:
-        return Check("disk", name, Verdict.PASS, found)
-    why = f"{amount(needed)} are needed" + (": one is written beside those that stay" if copies > 1 else "")
-    fix = "free some room, lower save_total_limit, or save_only_model: true"
-    return Check("disk", name, Verdict.FAIL, found, why, fix)
+def _room(folder: Path, room: Room) -> Check:
+    free, name = f"{amount(shutil.disk_usage(folder).free)} free", f"room of {folder}"
+    if not room.checkpoint:
+        return Check("disk", name, Verdict.PASS, f"{free}; what a run writes is known with a settings file")
+    if problem := room.problem(folder):
+        return Check("disk", name, Verdict.FAIL, f"{free}, {room.words}", problem.why, problem.fix)
+    return Check("disk", name, Verdict.PASS, f"{free}, {room.words}")
 
 
 def _inodes(folder: Path) -> Check:

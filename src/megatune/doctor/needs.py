@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.doctor.check import Check, Verdict
 from megatune.errors import MegatuneError
 from megatune.training.before import check_before
+from megatune.training.room import Room
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
@@ -28,8 +29,7 @@ class Needs:
         output_dir: None where no file names one.
         timeout: seconds in which ranks must meet.
         workers: processes that load data, of each rank.
-        checkpoint: bytes of one with its training state; 0 where the model is not known.
-        copies: checkpoints that are there at the same time.
+        room: that its checkpoints need.
         hubs: ("hf" or "ms", what lies there).
         checks: of the file itself.
     """
@@ -39,8 +39,7 @@ class Needs:
     workers: int = 0
     bf16: bool = False
     tensor_parallel: bool = False
-    checkpoint: int = 0
-    copies: int = 1
+    room: Room = field(default_factory=Room)
     hubs: tuple[tuple[Hub, str], ...] = ()
     checks: tuple[Check, ...] = ()
 
@@ -67,7 +66,11 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
                 for each in error.findings
             ]
     findings = loaded.check(architecture, world_size)
-    findings += [each for error in check_before(settings, loaded.invalid).errors for each in error.findings]
+    findings += [
+        each
+        for error in check_before(settings, loaded.invalid, world_size=world_size).errors
+        for each in error.findings
+    ]
     checks += [
         Check("settings", each.where or "settings", Verdict.FAIL, each.what, each.why, each.fix) for each in findings
     ]
@@ -80,33 +83,16 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
                 "valid for this layout and model; data, weights and folders are there",
             )
         ]
-    limit = settings.checkpoint.save_total_limit
     return Needs(
         output_dir=Path(settings.run.output_dir) if settings.run.output_dir else None,
         timeout=timeout,
         workers=settings.data.dataloader_num_workers or 0,
         bf16=settings.precision.bf16,
         tensor_parallel=settings.parallel.tensor_model_parallel_size > 1,
-        checkpoint=checkpoint_bytes(settings, architecture) if architecture else 0,
-        copies=(limit or 1) + 1,
+        room=Room.of(settings, architecture),
         hubs=hubs,
         checks=tuple(checks),
     )
-
-
-def checkpoint_bytes(settings: Settings, architecture: Architecture) -> int:
-    """Return bytes of a checkpoint: the model, or its adapters, and what a resume needs of each trained parameter."""
-    from megatune.plan.flops import num_parameters
-    from megatune.plan.memory.parameters import optimizer_rules
-    from megatune.plan.memory.tensors import num_trained_parameters
-
-    size, adapters = settings.precision.params_itemsize, settings.finetuning.finetuning_type == "lora"
-    trained = num_trained_parameters(architecture, settings.finetuning)
-    model = (trained if adapters else num_parameters(architecture)) * size
-    if settings.checkpoint.save_only_model:
-        return model
-    master = 4 if size < 4 else 0
-    return model + trained * (master + optimizer_rules(settings).element_bytes)
 
 
 def _architecture(settings: Settings) -> Architecture:

@@ -36,7 +36,7 @@ def machine_checks(needs: Needs, place: World | RankEnv) -> list[Check]:
     checks += software()
     checks += machine(local, needs.workers)
     checks += gpus(local if num_gpus else 0, bf16=needs.bf16)
-    checks += folders(needs.output_dir or Path(), needs.checkpoint, needs.copies)
+    checks += folders(needs.output_dir or Path(), needs.room)
     # torchrun itself listens at its port.
     first = place.node_rank == 0 and isinstance(place, World)
     checks += network(place.master_addr, place.master_port, first=first, several=several)

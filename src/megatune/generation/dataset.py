@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import RowPicture
+from megatune.data.conversation import Conversation, RowPicture, fill_placeholders, texts
+from megatune.data.conversation import Message as TextMessage
 from megatune.data.formats import Question, to_question
 from megatune.data.formats.pictures import TAG, check_inside
 from megatune.data.media.sources import picture_source
-from megatune.data.samples import drawn_rows
+from megatune.data.readers import RawRow
+from megatune.data.samples import Replacements, drawn_rows, not_filled, values_for
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
 from megatune.data.templates.tools import tool_schema
@@ -64,21 +66,25 @@ def open_datasets(names: Sequence[str], dataset_dir: str) -> list[DatasetSource]
     return resolve_datasets(names, dataset_dir, "sft")
 
 
-def read_questions(sources: Sequence[DatasetSource], outcome: Outcome, *, pictures: bool) -> Iterator[Asked]:
+def read_questions(
+    sources: Sequence[DatasetSource], outcome: Outcome, placeholders: Replacements, *, pictures: bool
+) -> Iterator[Asked]:
     """Yield what the rows ask; those that cannot be read are named on stderr and counted.
 
     Args:
+        placeholders: what {{name}} and {{author}} become, as in training.
         pictures: whether the model takes some.
 
     Raises:
-        MegatuneError: (SETTINGS) a data set asks nothing, or what the model does not take; a file cannot be read.
+        MegatuneError: (SETTINGS) a data set asks nothing, or what the model does not take, or has a placeholder
+            without a value; a file cannot be read.
     """
     for source in sources:
         for row, _, copies in drawn_rows(source, _SEED):
             try:
                 if row.error is not None:
                     raise row.error
-                question = to_question(row.fields, source, pictures=pictures)
+                question = _filled(to_question(row.fields, source, pictures=pictures), row, placeholders)
                 if source.fetched:
                     check_inside(question.conversation.pictures)
             except RowError as error:
@@ -88,6 +94,21 @@ def read_questions(sources: Sequence[DatasetSource], outcome: Outcome, *, pictur
                 what = f"{source.name} cannot be answered: {unsupported}"
                 raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
             yield from [Asked(row.where, question)] * copies
+
+
+def _filled(question: Question, row: RawRow, placeholders: Replacements) -> Question:
+    label = () if question.label is None else (TextMessage("assistant", question.label),)
+    whole = replace(question.conversation, messages=(*question.conversation.messages, *label))
+    if not any("{{" in text for text in texts(whole)):
+        return question
+    filled, missing = fill_placeholders(whole, values_for(row.fields, placeholders))
+    if missing:
+        raise not_filled(dict.fromkeys(missing, row.where))
+    assert isinstance(filled, Conversation)
+    *messages, last = filled.messages
+    if not label:
+        return Question(filled, None)
+    return Question(replace(filled, messages=tuple(messages)), last.content)
 
 
 def answer_rows(

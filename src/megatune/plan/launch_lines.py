@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
@@ -14,6 +14,7 @@ from megatune.plan.case import Case
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
+from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 from megatune.plan.search.free import FREE
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -166,27 +167,37 @@ _PLACEHOLDERS = (
 )
 
 
-def winner_yaml(estimate: Estimate, origins: Mapping[str, str]) -> str:
-    """Write a settings file that `megatune train` runs.
+def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collection[str] = ()) -> str:
+    """Write a settings file that `megatune train` runs, with what was planned for at its head.
 
     Args:
+        written: "group.name" of what a user gave a value on a command line without a file.
         origins: "group.name" -> where a user wrote it, as `Loaded.origins`. Where some were written in a file, the text
             holds every setting; where none was, only those that differ from the defaults, and comments in place of
             what only the user knows.
     """
     settings = estimate.case.settings
     if all(origin == "default" for origin in origins.values()):
-        return _short(estimate.case)
+        return f"{_planned(estimate)}{_short(estimate.case, written)}"
     chosen = {
         path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
     }
     chosen |= {
         path: "plan" for path in _FREE if origins.get(path, "default") == "default" and _is_written(settings, path)
     }
-    return dump(settings, {**origins, **chosen})
+    return f"{_planned(estimate)}{dump(settings, {**origins, **chosen})}"
 
 
-def _short(case: Case) -> str:
+def _planned(estimate: Estimate) -> str:
+    """Return comments on the machines and the numbers that are predicted on them."""
+    case, time = estimate.case, estimate.time
+    return (
+        f"# Planned for {case.world_size} × {case.machine.device.name}: {layout_words(case)}\n"
+        f"# Predicted: {fullest(estimate)}; {seconds(time.total)} a step ±{percent(time.uncertainty)}\n"
+    )
+
+
+def _short(case: Case, user: Collection[str]) -> str:
     """Write only what differs from the defaults, and comments in place of what is not known."""
     settings = case.settings
     lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {case.global_batch_size} rows"]
@@ -196,8 +207,8 @@ def _short(case: Case) -> str:
             f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"
             for path, example, note in missing
         ]
-    asked = {path: "asked for" for path in all_settings() if _is_written(settings, path)}
-    written = dump(settings, {**asked, **dict.fromkeys((*_CHOSEN, *_FREE), "plan")}).splitlines()
+    chosen = {path: "plan" for path in all_settings() if _is_written(settings, path) or path in (*_CHOSEN, *_FREE)}
+    written = dump(settings, {**chosen, **dict.fromkeys((*user, "model.model_name_or_path"), "asked for")}).splitlines()
     keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or _is_written(settings, path)}
     lines += [line for line in written if line.partition(":")[0] in keys]
     return "\n".join(lines) + "\n"

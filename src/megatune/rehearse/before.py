@@ -16,7 +16,6 @@ from megatune.data.report import DataReport, counted
 from megatune.data.templates.files import check_template
 from megatune.doctor.check import Verdict as Looked
 from megatune.doctor.folders import folders
-from megatune.doctor.needs import checkpoint_bytes
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
@@ -153,7 +152,7 @@ def _bad_rows(path: Path) -> tuple[list[Finding], int]:
 def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Rows) -> Outcome:
     """Look at the folders that the real run writes, and the room for its checkpoints."""
     from megatune.training.before import check_checkpoint, check_output, check_weights
-    from megatune.training.storage.files import amount
+    from megatune.training.room import Room
 
     checked = Checked()
     checked.run(partial(check_output, settings))
@@ -165,28 +164,21 @@ def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Row
     findings = [finding for error in checked.errors for finding in error.findings]
     code = min((error.exit_code for error in checked.errors), default=ExitCode.CANNOT_WRITE)
     assert settings.run.output_dir is not None
-    size, copies = checkpoint_bytes(settings, real.architecture), _copies(settings, world_size, rows)
-    found = f"{counted(copies, 'checkpoint')} of {amount(size)} with training state"
+    room = Room.of(settings, real.architecture, _num_steps(settings, world_size, rows))
+    found = room.words
     if not any(error.exit_code == ExitCode.CANNOT_WRITE for error in checked.errors):
-        looked = list(folders(Path(settings.run.output_dir), size, copies))
+        looked = list(folders(Path(settings.run.output_dir), room))
         wrong = (each for each in looked if each.verdict is Looked.FAIL)
         findings += [Finding(f"{each.name}: {each.found}", "output_dir", each.why, each.fix) for each in wrong]
         found = "; ".join(f"{each.name}: {each.found}" for each in looked if each.verdict is not Looked.FAIL)
     return failed(DISK, findings, code) if findings else passed(DISK, found)
 
 
-def _copies(settings: Settings, world_size: int, rows: Rows) -> int:
-    """Return how many checkpoints lie side by side: those of the whole run, where its steps are known."""
-    checkpoint, batch, optimizer = settings.checkpoint, settings.batch, settings.optimizer
-    if checkpoint.save_total_limit:
-        return checkpoint.save_total_limit + 1
+def _num_steps(settings: Settings, world_size: int, rows: Rows) -> int | None:
+    """Return the steps of the whole run; None where nobody knows how many rows there are."""
+    batch, optimizer = settings.batch, settings.optimizer
+    if optimizer.max_steps > 0 or rows.report is None or not rows.whole or settings.data.streaming:
+        return None
     replicas = world_size // settings.parallel.model_parallel_size
     a_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
-    total = optimizer.max_steps
-    if total < 1:
-        if rows.report is None or not rows.whole or settings.data.streaming:
-            return 2
-        total = ceil(optimizer.num_train_epochs * ceil(rows.report.train.rows / a_step))
-    if checkpoint.save_strategy == "steps":
-        return max(1, ceil(total / checkpoint.save_steps))
-    return ceil(optimizer.num_train_epochs) if checkpoint.save_strategy == "epoch" else 1
+    return ceil(optimizer.num_train_epochs * ceil(rows.report.train.rows / a_step))

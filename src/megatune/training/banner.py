@@ -1,8 +1,9 @@
-"""What a run says before its first step."""
+"""What a run prints before its first step, and the details that it keeps in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
@@ -26,17 +28,98 @@ from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
 from megatune.objectives.language_model import CrossEntropy
+from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
+from megatune.plan.pages.words import fullest, seconds
 from megatune.training.loop import Trainer
 from megatune.training.objective import describe as describe_loss
+from megatune.training.objective import has_reference
 from megatune.training.profiling import profile_dir, profiled_ranks
 
 _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is known of a run beside its trainer.
+
+    Attributes:
+        asked: what the user wrote; None where no command line started the run.
+        planned: for its rows; None where nothing was planned.
+        lines: for the details: plans, and which checkpoints were verified or skipped.
+    """
+
+    asked: Loaded | None = None
+    planned: Estimate | None = None
+    lines: Sequence[str] = ()
+
+
+def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[str]:
+    """Yield what a user should see before the first step: warnings, and one line each on model, layout, data, loss and
+    plan."""
+    settings, assembly, feed = trainer.settings, trainer.assembly, trainer.feed
+    architecture, place = assembly.architecture, assembly.place
+    yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
+    yield from (f"warning    {line}" for line in feed.warnings)
+    counted = _counts(settings, architecture)
+    yield f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {counted}{_base(settings)}"
+    layout = " × ".join(_layout(settings.parallel, place, architecture))
+    yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
+    template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"
+    yield f"data       {feed.summary}{template}"
+    if not isinstance(trainer.objective, CrossEntropy):
+        yield f"loss       {describe_loss(trainer.objective)}{_reference(settings)}"
+    if start.planned is not None:
+        yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
+    if resumed is not None:
+        yield f"resume     {_resume(trainer, resumed)}"
+
+
+def _counts(settings: Settings, architecture: Architecture) -> str:
+    trained, every = num_trained_parameters(architecture, settings.finetuning), num_parameters(architecture)
+    if settings.finetuning.finetuning_type == "lora":
+        return f"{every:,} parameters, {kind_of_adapters(settings.finetuning)} of {trained:,} trained"
+    return f"{every:,} parameters" + (f", {trained:,} of them trained" if trained < every else "")
+
+
+def _template(settings: Settings, asked: Loaded | None) -> str:
+    """Name the template that is used, and where it was set."""
+    name, origin = settings.data.template, (asked.origins if asked is not None else {}).get("data.template", "")
+    if name in (None, "default"):
+        name = "of the model's tokenizer"
+    where = {"default": "not set", "override": "command line", "flag": "command line"}.get(origin, origin)
+    return f"{name} ({where})" if where else str(name)
+
+
+def _reference(settings: Settings) -> str:
+    """Say which model answers are compared with; "" where the loss has no reference."""
+    if not has_reference(settings):
+        return ""
+    preference, finetuning = settings.preference, settings.finetuning
+    chain = list(finetuning.adapter_name_or_path)
+    if preference.ref_model is not None:
+        return f", compared with {' + '.join((preference.ref_model, *preference.ref_model_adapters))}"
+    if finetuning.finetuning_type != "lora":
+        return ", compared with the model that the run starts from"
+    if not chain or finetuning.create_new_adapter:
+        return f", compared with the base {'and ' + ', '.join(chain) if chain else 'without adapter'}"
+    *merged, last = chain
+    base = f"the base and {', '.join(merged)}" if merged else "the base without adapter"
+    return f", compared with {base} (create_new_adapter: true compares with {last})"
+
+
+def _resume(trainer: Trainer, resumed: Path) -> str:
+    """Say how much is done, how much is left, and what starts afresh."""
+    settings, step, last = trainer.settings, trainer.state.step, trainer.schedule.total_steps
+    fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
+    named = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
+    left = f" of {last}, so nothing is left to train: raise max_steps or num_train_epochs" if step >= last else ""
+    return f"{resumed}: {step} steps done{left}" + (f", with a new {named}" if named else "")
+
+
 def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
-    """Describe the model, the layout, the data, the schedule and the checkpoint that is resumed from, a line each."""
+    """Yield the details of model, layout, data, schedule and checkpoint, a line each."""
     settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
     revision = settings.model.model_revision
@@ -66,7 +149,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
     if not isinstance(trainer.objective, CrossEntropy):
-        yield f"loss       {describe_loss(trainer.objective)}"
+        yield f"loss       {describe_loss(trainer.objective)}{_reference(settings)}"
     batch = settings.batch
     yield (
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
@@ -76,16 +159,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
     yield f"schedule   {schedule.total_steps} steps{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
-        fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
-        anew = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
-        step, last = trainer.state.step, schedule.total_steps
-        left = (
-            ""
-            if step < last
-            else f" of {last}, so nothing is left to train: a larger max_steps, or more epochs, goes on"
-        )
-        fresh_start = f", with a fresh start of {anew}" if anew else ""
-        yield f"resume     {resumed}: {step} steps done{left}{fresh_start}"
+        yield f"resume     {_resume(trainer, resumed)}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
         behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""

@@ -16,18 +16,22 @@ from megatune.families import read_config
 from megatune.families.weight_index import check_layers, no_weights, read_weight_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
+from megatune.training.rerun import check_rerun
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import list_checkpoints
 
 _INDEX = "model.safetensors.index.json"
 
 
-def check_before(settings: Settings, invalid: Collection[str] = (), *, first: bool = True) -> Checked:
+def check_before(
+    settings: Settings, invalid: Collection[str] = (), *, first: bool = True, world_size: int | None = None
+) -> Checked:
     """Look at everything that a run reads and writes, as far as it is on this machine.
 
     Args:
         invalid: "group.name" of settings that were refused: what hangs on them is not looked at.
         first: whether this process writes output_dir; others, of other machines, may not have it.
+        world_size: processes of the whole run; None where that is not known.
     """
     checked = Checked()
     wrong = set(invalid)
@@ -37,6 +41,8 @@ def check_before(settings: Settings, invalid: Collection[str] = (), *, first: bo
     if first and not {"run.output_dir", "run.resume_from_checkpoint", "run.overwrite_output_dir"} & wrong:
         checked.run(lambda: check_output(settings))
         resumes = checked.run(lambda: check_checkpoint(settings))
+        if resumes is not None:
+            checked.run(lambda: check_rerun(settings, world_size, invalid))
         if folder is not None and not is_megatron and not (resumes and settings.finetuning.finetuning_type != "lora"):
             checked.run(lambda: check_weights(folder))
     reference = settings.preference.ref_model
@@ -69,7 +75,8 @@ def check_checkpoint(settings: Settings) -> bool:
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         if not Path(asked).is_dir():
-            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+            fix = "name a checkpoint-N folder, or remove resume_from_checkpoint: the newest one in output_dir is taken"
+            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}", fix=fix), ExitCode.INPUT)
         if not read_manifest(Path(asked)).resumable:
             what = "holds a model without training state, so no run can resume from it"
             raise MegatuneError(Finding(what, where=asked), ExitCode.INPUT)
@@ -79,7 +86,8 @@ def check_checkpoint(settings: Settings) -> bool:
     found = list_checkpoints(Path(output_dir))
     if asked and not found:
         what = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
-        raise MegatuneError(Finding(what), ExitCode.INPUT)
+        fix = "remove resume_from_checkpoint to start a new run, or name the output_dir of the run to continue"
+        raise MegatuneError(Finding(what, fix=fix), ExitCode.INPUT)
     return bool(found)
 
 

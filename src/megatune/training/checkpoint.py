@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +29,12 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.training.megatron import write_beside
-from megatune.training.storage.manifest import FileDigest
+from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
 from megatune.training.storage.model_files import reward_config, small_files, with_dtype
+from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
-_TRAINING = "training"
-_STATE = "state.json"
 # Of the model itself, whose adapters are loaded onto it.
 _OF_MODEL = ("config.json", "generation_config.json")
-
-
-@dataclass(slots=True)
-class TrainState:
-    """How far a run has come.
-
-    Attributes:
-        step: optimizer steps done.
-        rows_digest: of all that determines the rows (data/cache/key.py).
-        rows_parts: what they are made of, in words, each with a digest of its own; {} where that is not known.
-        global_batch_size: rows per step; with `seed` it determines which rows a step trains.
-        best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
-        stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
-        base: digest of what adapters are beside (training/base.py); "" without adapters.
-        reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
-        reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
-        updates: of the optimizer, where a step may have several.
-        bad_steps: how many were skipped (training/bad_steps.py).
-        recent_losses, recent_grad_norms: of the last steps that were not bad.
-    """
-
-    step: int = 0
-    rows_digest: str = ""
-    global_batch_size: int = 0
-    seed: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    stream: dict[str, Any] | None = None
-    base: str = ""
-    reference: str = ""
-    reward_sum: float = 0.0
-    reward_pairs: float = 0.0
-    updates: int = 0
-    bad_steps: int = 0
-    recent_losses: list[float] = field(default_factory=list)
-    recent_grad_norms: list[float] = field(default_factory=list)
-    rows_parts: dict[str, str] = field(default_factory=dict)
 
 
 class CheckpointFiles:
@@ -97,14 +59,16 @@ class CheckpointFiles:
         self._small: list[SmallFile] = []
         if not settings.checkpoint.save_only_model:
             shards = main_shards(assembly.optimizer)
-            self._sets.append(optimizer_files(parameters, shards, *layout, folder=f"{_TRAINING}/"))
+            self._sets.append(optimizer_files(parameters, shards, *layout, folder=TRAINING_FOLDER))
             numbers = safetensors.torch.save(device.rng_state())
-            self._small.append(SmallFile(f"{_TRAINING}/{_rng_name(assembly)}", numbers))
+            self._small.append(SmallFile(f"{TRAINING_FOLDER}{_rng_name(assembly)}", numbers))
         if self._small and assembly.place.rank == 0:
             parts = {"optimizer": scalars(assembly.optimizer), "layout": layout_of(assembly, settings)}
             content = {**asdict(state), **parts}
-            own = {_STATE: json.dumps(content, indent=1).encode()}
-            self._small += [SmallFile(f"{_TRAINING}/{name}", data) for name, data in {**(beside or {}), **own}.items()]
+            own = {STATE_NAME: json.dumps(content, indent=1).encode()}
+            self._small += [
+                SmallFile(f"{TRAINING_FOLDER}{name}", data) for name, data in {**(beside or {}), **own}.items()
+            ]
         self.num_bytes = sum(files.num_bytes for files in self._sets)
         self.model_bytes = self._sets[0].num_bytes
 
@@ -175,33 +139,35 @@ def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
     }
 
 
-def read_state(checkpoint: Path) -> TrainState | None:
-    """Read how far the run had come; None where the checkpoint is a model only."""
-    path = checkpoint / _TRAINING / _STATE
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
-
-
-def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, expected: TrainState) -> TrainState:
-    """Restore optimizer, counters and random numbers into an assembly whose weights came from this checkpoint.
+def check_continues(checkpoint: Path, architecture: Architecture, settings: Settings, expected: TrainState) -> None:
+    """Refuse to continue with other rows, another batch or other trained weights, before anything is loaded.
 
     Args:
-        expected: what this run would train on; a run may not continue with other rows or another batch unnoticed.
+        expected: what this run would train on.
 
     Raises:
-        MegatuneError: SETTINGS, naming what was changed; INPUT, when the state cannot be read.
+        MegatuneError: SETTINGS, naming what was changed.
     """
-    training = checkpoint / _TRAINING
-    content = json.loads((training / _STATE).read_text(encoding="utf-8"))
-    counters, layout = content.pop("optimizer"), content.pop("layout")
-    state = TrainState(**content)
-    findings = list(_changed(checkpoint, state, expected))
+    state = read_state(checkpoint)
+    assert state is not None, "a checkpoint that was chosen has training state"
+    findings = list(changed_since(checkpoint, state, expected))
     if not settings.run.no_load_optim:
-        findings += _trained_otherwise(training, assembly, settings)
+        findings += _trained_otherwise(checkpoint / TRAINING_FOLDER, architecture, settings)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) -> TrainState:
+    """Restore optimizer, counters and random numbers into an assembly whose weights came from this checkpoint, which
+    `check_continues` accepted.
+
+    Raises:
+        MegatuneError: INPUT, when the state cannot be read.
+    """
+    training = checkpoint / TRAINING_FOLDER
+    content = json.loads((training / STATE_NAME).read_text(encoding="utf-8"))
+    counters, layout = content.pop("optimizer"), content.pop("layout")
+    state = TrainState(**content)
     if not settings.run.no_load_optim:
         shards = main_shards(assembly.optimizer)
         load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
@@ -213,46 +179,9 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings, ex
     return state
 
 
-def _changed(checkpoint: Path, state: TrainState, expected: TrainState) -> Iterator[Finding]:
-    size = "rows per step (batch size × accumulation × data-parallel size)"
-    for what, name in ((size, "global_batch_size"), ("seed", "seed")):
-        before, after = getattr(state, name), getattr(expected, name)
-        if before != after:
-            changed = f"{what} was {before}, and is {after} in this run"
-            why = "rows already trained could not be told from those to come"
-            fix = f"set it to {before} again, or start anew with overwrite_output_dir: true"
-            yield Finding(changed, str(checkpoint), why, fix)
-    if state.rows_digest != expected.rows_digest:
-        what = "the training rows are others than those the run began with"
-        why = _changed_parts(state.rows_parts, expected.rows_parts)
-        fix = "put it back, or start anew with overwrite_output_dir: true"
-        yield Finding(what, str(checkpoint), why, fix)
-    if state.base != expected.base:
-        what = "the adapters were trained beside another base"
-        why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
-        fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
-        yield Finding(what, str(checkpoint), why, fix)
-    elif state.reference != expected.reference:
-        what = "answers were compared with another reference"
-        why = "the weights of ref_model, or of the model that the run started from, are others than then"
-        fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
-        yield Finding(what, str(checkpoint), why, fix)
-
-
-def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Name what the rows are made of and was not the same before."""
-    if not before or not after:
-        return "a file of the data sets, the tokenizer, the template or another data setting was changed"
-    changed = [part for part in after if part in before and before[part] != after[part]]
-    gone, new = ([part for part in one if part not in other] for one, other in ((before, after), (after, before)))
-    lists = (("changed", changed), ("gone", gone), ("new", new))
-    return "; ".join(f"{said}: {', '.join(parts)}" for said, parts in lists if parts) or "their order"
-
-
-def _trained_otherwise(training: Path, assembly: Assembly, settings: Settings) -> Iterator[Finding]:
+def _trained_otherwise(training: Path, architecture: Architecture, settings: Settings) -> Iterator[Finding]:
     """Compare what the run trains with what the checkpoint has optimizer state of."""
     held = {name.partition("/")[2] for name in SafetensorsFolder(training, "optimizer").names()}
-    architecture = assembly.architecture
     trained = {
         name
         for weight, layer in trained_weights(architecture, settings.finetuning)

@@ -38,12 +38,12 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
-from megatune.training.checkpoint import read_state
 from megatune.training.machines import KEY, check_same, wait_for_machines
 from megatune.training.objective import has_kl
 from megatune.training.planned_rows import lengths_of
 from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
+from megatune.training.train_state import read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Feed:
 
     rows: StepRows
     evaluation: TokenRows | None  # None where nothing is evaluated
-    lines: Sequence[str]  # the report, for the banner
+    lines: Sequence[str]  # the report
+    summary: str  # of it, in a line
+    warnings: Sequence[str] = ()
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
     quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
     has_pictures: bool = True  # whether rows may have some
@@ -129,7 +131,10 @@ def _prepared_feed(
         lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
     has_pictures = any(part.pictures.tokens for part in parts)
-    feed = Feed(rows, prepared.evaluation, lines, quarantine=quarantine, has_pictures=has_pictures)
+    report = prepared.report
+    warnings = [*report.notes, *([warning] if (warning := report.cut_warning()) else [])]
+    told = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
+    feed = replace(told, quarantine=quarantine, has_pictures=has_pictures)
     if not has_kl(settings):
         return feed
     size = settings.data.cutoff_len
@@ -150,7 +155,7 @@ def _streamed_feed(
     if stream.held_out is not None:
         lines += stream.held_out.lines()
     steps = stream.steps(size, is_packed=settings.packing, is_pairs=settings.run.stage in PAIR_STAGES)
-    return Feed(steps, evaluation, lines, follower, quarantine)
+    return Feed(steps, evaluation, lines, lines[0], follower=follower, quarantine=quarantine)
 
 
 def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:

@@ -29,7 +29,6 @@ from megatune.plan.run.record import RankMemory
 from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, TrainSummary
-from megatune.training.checkpoint import TrainState
 from megatune.training.feed import Feed
 from megatune.training.first_step import check_first_step
 from megatune.training.joint_losses import with_joint_losses
@@ -45,6 +44,7 @@ from megatune.training.saving import CheckpointSaver
 from megatune.training.step_report import step_report
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.time_budget import TimeBudget
+from megatune.training.train_state import TrainState
 from megatune.training.train_step import StepResult, evaluate, not_finite_gradients, train_step
 from megatune.training.unreadable import without_unreadable
 

@@ -9,7 +9,7 @@ from megatune.data.pictures import PictureCounts
 from megatune.data.rows import TokenRows
 from megatune.plan.case import Case
 from megatune.plan.rows import RowLengths
-from megatune.plan.run.preflight import with_rows
+from megatune.plan.run.preflight import Preflight, with_rows
 
 _MOST = 100_000  # lengths that are summed up; of more, as many at equal distances
 
@@ -28,20 +28,14 @@ def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
     )
 
 
-def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: Loaded | None) -> Case:
-    """Print the plan for these rows.
+def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: Loaded | None) -> Preflight:
+    """Plan a run for these rows.
 
     Args:
         asked: what the user wrote, in whose words advice is given.
-
-    Returns:
-        The case with them.
 
     Raises:
         MegatuneError: SETTINGS, where it cannot fit.
     """
     seen = (pictures.of_row, pictures.largest) if case.model.architecture.vision is not None else None
-    checked = with_rows(case, lengths, seen, loaded=asked)
-    assert checked.planned is not None
-    print("\n".join(checked.lines), flush=True)
-    return checked.planned.case
+    return with_rows(case, lengths, seen, loaded=asked)

@@ -1,7 +1,10 @@
-"""What a run that goes on from an earlier one is told before it starts: from where, and with which other settings."""
+"""A run that continues from an earlier one: from where, whether it may, and with which other settings; without torch,
+for start-up checks."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +12,98 @@ import yaml
 
 from megatune.config.settings import Settings
 from megatune.config.values import shown
-from megatune.training.storage.store import list_checkpoints
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.training.storage.store import checkpoint_step, list_checkpoints
+from megatune.training.train_state import TrainState, changed_batch, read_state
 
 # They say where to begin, not how to train.
 _OF_THE_START = {"resume_from_checkpoint", "overwrite_output_dir"}
+_OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
+
+
+def checkpoint_to_try(settings: Settings) -> Path | None:
+    """Return the checkpoint that the run will try first, before any of its files is verified; None for none."""
+    asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
+    if isinstance(asked, str):
+        return Path(asked)
+    if asked is False or settings.run.overwrite_output_dir or output_dir is None:
+        return None
+    return next(reversed(list_checkpoints(Path(output_dir))), None)
+
+
+def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[str] = ()) -> None:
+    """Refuse what a run cannot continue from and what it would mix up, as far as small files show it.
+
+    Args:
+        world_size: processes of the whole run; None where that is not known.
+        invalid: "group.name" of settings that were refused.
+
+    Raises:
+        MegatuneError: SETTINGS, where rows would come in another order; CANNOT_WRITE, see `later_checkpoints`.
+    """
+    if settings.run.output_dir is None:  # refused elsewhere
+        return
+    resumed = checkpoint_to_try(settings)
+    state = _readable_state(resumed) if resumed is not None else None
+    if resumed is not None and state is None:
+        return  # ranks verify it, and name what is damaged or take an older one
+    later_checkpoints(settings, resumed, state.step if state is not None else 0)
+    parallel, batch = settings.parallel, settings.batch
+    if state is None or resumed is None or world_size is None or {*_OF_THE_BATCH} & {*invalid}:
+        return
+    replicas = world_size // parallel.model_parallel_size
+    rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+    if findings := [*changed_batch(resumed, state, rows, settings.run.seed)]:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def later_checkpoints(settings: Settings, resumed: Path | None, step: int) -> list[Path]:
+    """Return an earlier run's checkpoints beyond the step that this run begins at, which the user said to delete: the
+    next resume would take them for this run's.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE, when there are some and the user did not.
+    """
+    assert settings.run.output_dir is not None
+    output_dir, asked = Path(settings.run.output_dir), settings.run.resume_from_checkpoint
+    beyond = [path for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
+    if not beyond or (resumed is not None and not isinstance(asked, str)):
+        return []  # an automatic resume skipped these as damaged; the run replaces them when it comes to their steps
+    if not settings.run.overwrite_output_dir:
+        what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
+        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
+        fix = "overwrite_output_dir: true deletes them; another output_dir keeps them"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.CANNOT_WRITE)
+    return beyond
 
 
 def rerun_lines(settings: Settings, run_yaml: str) -> list[str]:
     """Return a line on the checkpoint and one for each setting that differs from those it was trained with.
 
     Args:
-        run_yaml: the text of this run's OUTPUT/run.yaml, which the earlier one's still is in the place of.
+        run_yaml: the text of this run's OUTPUT/run.yaml, while the file still has the earlier one's.
 
     Returns:
-        Nothing where the run starts anew, or goes on as it was.
+        Nothing where the run starts from its model, or continues unchanged.
     """
-    begins = _begins_at(settings)
-    if begins is None:
+    begins = checkpoint_to_try(settings)
+    if begins is None or not (begins.parent / "run.yaml").is_file():
         return []
     then, now = _values((begins.parent / "run.yaml").read_text(errors="replace")), _values(run_yaml)
     changed = [key for key in now if key in then and key not in _OF_THE_START and then[key] != now[key]]
     if not changed:
         return []
-    anew = "overwrite_output_dir: true starts anew; another output_dir keeps both"
+    fresh = "overwrite_output_dir: true starts from the model; another output_dir keeps both"
     return [
-        f"resume     goes on from {begins}, with other settings from there on ({anew})",
+        f"resume     from {begins}, with changed settings from there on ({fresh})",
         *(f"changed    {key}: {shown(then[key])} in the run before, {shown(now[key])} now" for key in changed),
     ]
 
 
-def _begins_at(settings: Settings) -> Path | None:
-    """Return the checkpoint that the run will try first; None where there is none, or nothing is noted beside it."""
-    assert settings.run.output_dir is not None
-    asked = settings.run.resume_from_checkpoint
-    if isinstance(asked, str):
-        begins = Path(asked)
-    elif (
-        asked is False
-        or settings.run.overwrite_output_dir
-        or not (found := list_checkpoints(Path(settings.run.output_dir)))
-    ):
-        return None
-    else:
-        begins = found[-1]
-    return begins if (begins.parent / "run.yaml").is_file() else None
+def _readable_state(checkpoint: Path) -> TrainState | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):  # damaged: said where its digests are compared
+        return read_state(checkpoint)
+    return None
 
 
 def _values(text: str) -> dict[str, Any]:

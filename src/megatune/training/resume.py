@@ -19,7 +19,7 @@ from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import amount
 from megatune.training.storage.manifest import FileDigest, added_files, problem_of, read_manifest
-from megatune.training.storage.store import checkpoint_step, list_checkpoints, newest_verified, remove_checkpoints
+from megatune.training.storage.store import list_checkpoints, newest_verified
 
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 10.0
@@ -46,32 +46,13 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
         return None, []
     newest, problems = newest_verified(on_rank_0(lambda: list_checkpoints(output_dir)), check)
     if newest is None and problems:
-        fix = "overwrite_output_dir: true deletes them and starts anew; another output_dir keeps them"
+        fix = "overwrite_output_dir: true deletes them and starts from the model; another output_dir keeps them"
         none = Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix)
         raise MegatuneError([*problems, none], ExitCode.INPUT)
     if newest is None and asked:
         nothing = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
         raise MegatuneError(Finding(nothing), ExitCode.INPUT)
-    return newest, [*(f"passed over: {problem}" for problem in problems), *notes]
-
-
-def clear_later_checkpoints(settings: Settings, output_dir: Path, resumed: Path | None, step: int) -> None:
-    """Remove an earlier run's checkpoints beyond the step that this run begins at, where the user said so: the next
-    resume would take them for this run's.
-
-    Raises:
-        MegatuneError: CANNOT_WRITE, when there are some and the user did not.
-    """
-    beyond = [path for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
-    asked = settings.run.resume_from_checkpoint
-    if not beyond or (resumed is not None and not isinstance(asked, str)):
-        return  # what an automatic resume passed over is damaged, and is replaced when the run comes to it
-    if not settings.run.overwrite_output_dir:
-        what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
-        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
-        fix = "overwrite_output_dir: true deletes them; another output_dir keeps them"
-        raise MegatuneError(Finding(what, "", why, fix), ExitCode.CANNOT_WRITE)
-    remove_checkpoints(beyond)
+    return newest, [*(f"skipped: {problem}" for problem in problems), *notes]
 
 
 def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -> list[Finding]:

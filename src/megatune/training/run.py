@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
+from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_steps import BadSteps
-from megatune.training.banner import banner
+from megatune.training.banner import Start, banner, summary
 from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
-from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.decoding import loader_workers
 from megatune.training.feed import Feed, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
@@ -42,12 +44,15 @@ from megatune.training.objective import objective_of
 from megatune.training.planned_rows import plan_rows
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.reference import open_reference
-from megatune.training.resume import choose_checkpoint, clear_later_checkpoints
+from megatune.training.rerun import later_checkpoints
+from megatune.training.resume import choose_checkpoint
+from megatune.training.room import check_room
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.same_settings import check_same_settings
 from megatune.training.storage.files import write_atomically, writing
-from megatune.training.storage.store import CheckpointStore, checkpoint_step, clean_partials, finalize_model
+from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
 from megatune.training.time_budget import TimeBudget
+from megatune.training.train_state import TrainState, read_state
 
 _JOIN_GRACE = 60.0  # seconds
 
@@ -57,8 +62,8 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "asked", what the user wrote, without secrets; "model_dir", where the launcher put the files of a model on a
-            hub; "began", when the user started it, of `time.monotonic`.
+            "plan", lines on it; "asked", what the user wrote, without secrets; "model_dir", where the launcher put the
+            files of a model on a hub; "began", when the user started it, of `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -79,7 +84,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         check_same_settings(asked.settings)
         budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
         given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
-        return _train(context, settings, *given, budget=budget)
+        return _train(context, settings, *given, budget=budget, plan=payload["plan"])
     finally:
         remember_groups()
         groups.leave()
@@ -93,52 +98,80 @@ def _train(
     asked: Loaded | None = None,
     model_dir: str | None = None,
     budget: TimeBudget | None = None,
+    plan: Sequence[str] = (),
 ) -> int:
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
-    on_rank_0(lambda: _open_output(output_dir, run_yaml))
+    on_rank_0(lambda: _open_output(output_dir))
     resumed, notes = choose_checkpoint(context, settings, output_dir)
-    on_rank_0(lambda: _note_plan(output_dir, case, resumed))
     source = model_on_node(context, settings, model_dir, resumed)
-    finetuning = as_adapter(settings.finetuning, load_architecture(source, settings.run.stage))
-    settings = settings.model_copy(update={"finetuning": finetuning})
+    architecture = load_architecture(source, settings.run.stage)
+    settings = settings.model_copy(update={"finetuning": as_adapter(settings.finetuning, architecture)})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
-            on_rank_0(lambda: _plan_rows(output_dir, case, data, asked, resumed))
-            trainer = _build_trainer(context, settings, source, data, resumed, memory)
+            planned: list[Preflight] = []
+
+            def begin(schedule: RunSchedule) -> None:
+                on_rank_0(lambda: check_room(settings, architecture, schedule.total_steps))
+                on_rank_0(lambda: planned.extend(_begin_output(settings, run_yaml, case, data, asked, resumed)))
+
+            trainer = _build_trainer(context, settings, source, data, resumed, memory, begin)
             trainer.budget = budget or trainer.budget
-            return _run(trainer, resumed, notes)
+            lines = [*plan, *(line for each in planned for line in each.lines), *notes]
+            return _run(trainer, resumed, Start(asked, planned[0].planned if planned else None, lines))
     finally:
         memory.note()
 
 
-def _open_output(output_dir: Path, run_yaml: str) -> None:
-    """Tidy what a killed run left in the folder, and note what this one does."""
+def _open_output(output_dir: Path) -> None:
+    """Make the folder, and tidy what a killed run left in it."""
     with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         clean_partials(output_dir)
-        write_atomically(output_dir / "run.yaml", run_yaml)
 
 
-def _note_plan(output_dir: Path, case: Case | None, resumed: Path | None) -> None:
+def _begin_output(
+    settings: Settings, run_yaml: str, case: Case | None, data: RunData, asked: Loaded | None, resumed: Path | None
+) -> list[Preflight]:
+    """Note what this run does and what is planned for it: last of all checks, so that a refused run changes nothing.
+
+    Returns:
+        The plan for its rows, where one was made.
+
+    Raises:
+        MegatuneError: SETTINGS, where it cannot fit with the rows that there are; CANNOT_WRITE.
+    """
+    assert settings.run.output_dir is not None
+    output_dir, state = Path(settings.run.output_dir), read_state(resumed) if resumed is not None else None
+    later_checkpoints(settings, resumed, state.step if state is not None else 0)
+    planned = []
+    if case is not None and data.lengths is not None and data.pictures is not None:  # not of a stream
+        planned = [plan_rows(case, data.lengths, data.pictures, asked)]
+        case = planned[0].planned.case if planned[0].planned is not None else case
     with writing(output_dir):
+        write_atomically(output_dir / "run.yaml", run_yaml)
         if case is None:  # an earlier run's plan is not this one's
             (output_dir / PLAN_NAME).unlink(missing_ok=True)
         else:
-            begin_record(output_dir, case, (checkpoint_step(resumed) or 0) if resumed is not None else 0)
-
-
-def _plan_rows(output_dir: Path, case: Case | None, data: RunData, asked: Loaded | None, resumed: Path | None) -> None:
-    """Plan again with the rows that there are, which nobody knew before; those of a stream nobody does."""
-    if case is not None and data.lengths is not None and data.pictures is not None:
-        _note_plan(output_dir, plan_rows(case, data.lengths, data.pictures, asked), resumed)
+            begin_record(output_dir, case, state.step if state is not None else 0)
+    return planned
 
 
 def _build_trainer(
-    context: RankContext, settings: Settings, source: Path, data: RunData, resumed: Path | None, memory: MemoryLog
+    context: RankContext,
+    settings: Settings,
+    source: Path,
+    data: RunData,
+    resumed: Path | None,
+    memory: MemoryLog,
+    begin: Callable[[RunSchedule], None],
 ) -> Trainer:
-    """Load model, optimizer and training state."""
+    """Load model, optimizer and training state.
+
+    Args:
+        begin: called once all checks have passed, before anything is loaded.
+    """
     assert settings.run.output_dir is not None
     output_dir, optimizer = Path(settings.run.output_dir), settings.optimizer
     has_adapters = settings.finetuning.finetuning_type == "lora"
@@ -147,12 +180,18 @@ def _build_trainer(
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
     schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
+    digest = "" if reference is None else reference.digest
+    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
+    state.rows_parts = data.key_parts
+    if resumed is not None:
+        check_continues(resumed, load_architecture(source, settings.run.stage), settings, state)
     models = [
         load_architecture(source),
         *([reference.architecture] if reference is not None else []),
     ]
     feed = data.feed(schedule, min(model.vocab_size for model in models))
     loaders, note = _loaders(context, settings, source, place, feed)
+    begin(schedule)
 
     def load() -> LoadedModel:
         context.beat("load", 0, limit=settings.run.ddp_timeout)
@@ -160,11 +199,8 @@ def _build_trainer(
 
     feed, loaded = (feed, load()) if reference is None else reference.added(feed, loaders, load)
     assembly = attach_optimizer(loaded, settings)
-    digest = "" if reference is None else reference.digest
-    state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
-    state.rows_parts = data.key_parts
     if resumed is not None:
-        state = load_checkpoint(resumed, assembly, settings, state)
+        state = load_checkpoint(resumed, assembly, settings)
     store = CheckpointStore(output_dir)
     bad_steps = BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None)
     shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
@@ -204,11 +240,13 @@ def _loaders(
     return Loaders(settings, place, padding_token(tokenizer), vision, num_workers), note
 
 
-def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
+def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     settings, state, output_dir = trainer.settings, trainer.state, trainer.store.output_dir
     if trainer.context.rank == 0:
-        print("\n".join([*notes, *banner(trainer, resumed)]), flush=True)
-    on_rank_0(lambda: clear_later_checkpoints(settings, output_dir, resumed, state.step))
+        print("\n".join(summary(trainer, resumed, start)), flush=True)
+        with writing(output_dir):
+            write_atomically(output_dir / DETAILS_NAME, "\n".join([*start.lines, *banner(trainer, resumed), ""]))
+    on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)))
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
     device.synchronize()
@@ -220,7 +258,8 @@ def _run(trainer: Trainer, resumed: Path | None, notes: Sequence[str]) -> int:
         if trainer.context.rank == 0:
             minutes = settings.run.exit_duration_in_mins
             why = f"before exit_duration_in_mins ({minutes:g}) is over" if trainer.budget.spent else "on request"
-            print(f"stopped {why} after step {state.step}; the same command resumes from there", flush=True)
+            kept = trainer.store.checkpoint(state.step).name
+            print(f"stopped {why}: {kept} is kept; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
     chosen = on_rank_0(lambda: _finish(trainer, output_dir))
     if trainer.context.rank == 0:

@@ -24,10 +24,11 @@ from megatune.engine.model import gather_parameters
 from megatune.errors import MegatuneError
 from megatune.launch.devices import free_memory
 from megatune.training.agreement import on_rank_0, post_outcome, posted_outcomes
-from megatune.training.checkpoint import CheckpointFiles, TrainState, complete_checkpoint, layout_of
+from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
 from megatune.training.storage.files import amount, ensure_room, writing
 from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore, rotate
+from megatune.training.train_state import TrainState
 
 _KEY = "save"
 # What of a machine's free memory copies may take: the page cache has a use for some of it, too.

@@ -27,10 +27,10 @@ class DataSettings(Group):
     When: Set false where the order of a data set means something. The order of training is disable_shuffling's."""
     columns: dict[str, str] = Field(default={})
     """The columns of data sets that dataset_info.json does not describe: their own name, then the usual one.
-    How: The form of the rows is told as if they had the usual names: {question_text: query, reply: response} reads
-    these two columns as a query and its response. A column that no data set has is refused.
-    When: Set it where the form of a file is not told, or told wrongly, and an entry of dataset_info.json is not worth
-    writing."""
+    How: With {question_text: query, reply: response} these two columns are a query and its response; LLaMA-Factory's
+    order, {prompt: question_text, response: reply}, means the same. A column that no data set has is refused.
+    When: Set it where the form of a file is not detected, or detected wrongly, and an entry of dataset_info.json is not
+    worth writing."""
     eval_dataset: list[str] = Field(default=[])
     """Data sets to evaluate on, beside those trained on; named as in `dataset`.
     How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
+from megatune.config.entry import SettingEntry
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
-from megatune.config.settings import setting_value
+from megatune.config.settings import Settings, setting_value
 
 NOT_BUILT: dict[str, Refused] = {
     "loraplus_lr_embedding": Refused(
@@ -21,7 +22,7 @@ _OF_LORA = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target", "use_rslora", "use_dora",
     "loraplus_lr_ratio", "adapter_name_or_path", "create_new_adapter",
 )  # fmt: skip
-_LAYERS = "freeze_trainable_layers"
+_LAYERS, _ADAPTERS, _METHOD = "freeze_trainable_layers", "adapter_name_or_path", "finetuning.finetuning_type"
 _DEFAULTS = FinetuningSettings()
 
 
@@ -56,16 +57,35 @@ def layers(context: Context) -> Iterator[Problem]:
         yield Problem((_LAYERS,), what, "", fix)
 
 
+def unused(settings: Settings, written: Mapping[str, SettingEntry]) -> list[str]:
+    """Return the keys, as they were written, that belong to another finetuning_type than the one that is written.
+
+    They change nothing, whatever their value, and a run prints them. Where the type is left open they ask for another
+    one, and a folder of adapters would be another model: both are refused.
+    """
+    if _METHOD not in written:
+        return []
+    paths = (f"finetuning.{name}" for _, name in _of_others(settings.finetuning) if name != _ADAPTERS)
+    return [written[path].key for path in paths if path in written and setting_value(settings, path)]
+
+
+def _of_others(finetuning: FinetuningSettings) -> Iterator[tuple[str, str]]:
+    """Yield (finetuning_type, setting) of the types that the run does not have."""
+    for kind, names in (("freeze", _OF_FREEZE), ("lora", _OF_LORA)):
+        if finetuning.finetuning_type != kind:
+            yield from ((kind, name) for name in names)
+
+
 def without_effect(context: Context) -> Iterator[Problem]:
     """What is written takes part in what is trained."""
     finetuning, architecture = context.settings.finetuning, context.architecture
-    for kind, names in (("freeze", _OF_FREEZE), ("lora", _OF_LORA)):
-        for name in names if finetuning.finetuning_type != kind else ():
-            path, default = f"finetuning.{name}", getattr(_DEFAULTS, name)
-            if context.asks(path, default, "finetuning.finetuning_type"):
-                what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
-                fix = f"write finetuning_type: {kind}, or remove {name}"
-                yield Problem((name, "finetuning_type"), what, f"it says what {kind} trains", fix)
+    for kind, name in _of_others(finetuning):
+        path, default = f"finetuning.{name}", getattr(_DEFAULTS, name)
+        is_noted = name != _ADAPTERS and {_METHOD, path} <= context.written.keys()
+        if not is_noted and context.asks(path, default, _METHOD):
+            what = f"{name} with finetuning_type: {finetuning.finetuning_type}"
+            fix = f"write finetuning_type: {kind}, or remove {name}"
+            yield Problem((name, "finetuning_type"), what, f"it says what {kind} trains", fix)
     if context.settings.checkpoint.merge_lora and finetuning.finetuning_type != "lora":
         what = f"merge_lora: true with finetuning_type: {finetuning.finetuning_type}"
         fix = "write finetuning_type: lora, or remove merge_lora"

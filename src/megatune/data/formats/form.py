@@ -111,6 +111,27 @@ def detect_named(row: Mapping[str, object], own: Mapping[str, str]) -> Form | No
     return replace(form, columns=Columns(**named))
 
 
+def by_own_name(columns: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str] | None:
+    """Return own name -> usual name of columns that are written this way round, or as LLaMA-Factory writes them, the
+    part of a row first: {prompt: question_text}. None where the fields of rows fit both.
+
+    Args:
+        names: of the fields of rows.
+    """
+    there, parts = {name.lower() for name in names}, {field.name: field.default for field in fields(Columns)}
+    own, values = ([name.lower() in there for name in each] for each in (columns.keys(), columns.values()))
+    if not columns.keys() <= parts.keys() or all(name == usual for name, usual in columns.items()):
+        return columns
+    if all(own) and all(values):
+        return None
+    if not (all(values) or (not any(own) and (any(values) or not USUAL_NAMES.issuperset(columns.values())))):
+        return columns
+    usual = {part: str(default or part) for part, default in parts.items()}
+    if "prompt" not in columns:  # of alpaca's rows `query` is what an instruction is about
+        usual["query"] = "query"
+    return {name: usual[part] for part, name in columns.items()}
+
+
 def own_names(columns: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return usual name -> own name of the columns that rows have, in any case of letters.
 

@@ -190,8 +190,12 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
 
 def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
     if data_suffix(Path(name)) or "/" in name:
-        return MegatuneError(Finding(f"no such file or folder: {name}", "dataset"), ExitCode.INPUT)
+        fix = "correct the path, which begins at the current folder or at dataset_dir"
+        return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     near = nearest(name, directory.info)
+    if directory.folder is not None and not directory.folder.is_dir():
+        what, fix = f"folder {directory.folder} not found", "write dataset_dir: the folder of the data sets"
+        return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
     known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
     what = f"{name!r} is neither in {directory.where} nor a path"
     return MegatuneError(Finding(what, "dataset", fix=f"nearest: {near}" if near else known), ExitCode.SETTINGS)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+import yaml
+
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.formats import USUAL_NAMES, Form, detect_named, own_names
+from megatune.data.formats import USUAL_NAMES, Form, by_own_name, detect_named, own_names
 from megatune.data.readers import read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference, nearest
 from megatune.data.sources.source import DatasetSource, source_of
@@ -16,6 +18,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Readable rows that are looked at for the form of a data set that no entry describes.
 ROWS_FOR_DETECTION = 100
+_ANSWERED = ("query", "response")
+_NO_TEXTS = frozenset(("id", "uuid", "source", "category", "lang", "language", "type", "label"))
 
 
 @dataclass(slots=True)
@@ -23,7 +27,7 @@ class Detection:
     """Tells the form of data sets that no entry describes.
 
     Attributes:
-        columns: own name -> usual name.
+        columns: own name -> usual name, or LLaMA-Factory's part of a row -> own name (see `by_own_name`).
         swift_version: of ms-swift, if its rules read all rows.
         seen: the names of the fields of all of them, in the rows that were looked at.
     """
@@ -47,13 +51,17 @@ class Detection:
             renames = tuple(self.columns.items())
             read = Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
             return source_of(text, files, read, reference.num_samples, fetched=fetched)
-        own = own_names(self.columns, names)
+        if (columns := by_own_name(self.columns, names)) is None:
+            what = f"columns: {as_yaml(self.columns)} can be read both ways: rows have all of these fields"
+            fix = f"describe the data set in {DATASET_INFO}: its columns are a part of a row, then the field"
+            raise MegatuneError(Finding(what, f"dataset: {text}", fix=fix), ExitCode.SETTINGS)
+        own = own_names(columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):
             if form := next((form for row in rows if (form := detect_named(row, known))), None):
                 return source_of(text, files, self._of_stage(form, text), reference.num_samples, fetched=fetched)
         what = f"{text}: no known form has the fields {', '.join(rows[0]) or 'of a row without fields'}"
-        fix = f"write columns: {{{next(iter(rows[0]), 'FIELD')}: query, ...}}, or describe it in {DATASET_INFO}"
+        fix = f"write columns: {as_yaml(suggested(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
 
     def _of_stage(self, form: Form, text: str) -> Form:
@@ -72,15 +80,36 @@ class Detection:
         fix = (
             f"one of {listed}" if listed else f"write them into the entries of {DATASET_INFO}, which every data set has"
         )
-        missing = [name for name in self.columns if name.lower() not in there]
-        unknown = [name for name in self.columns.values() if name not in USUAL_NAMES]
+        columns = by_own_name(self.columns, self.seen) or {}
+        missing = [name for name in columns if name.lower() not in there]
+        unknown = [name for name in columns.values() if name not in USUAL_NAMES]
         return [
             *(Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing),
             *(
-                Finding(f"columns: {name!r} is no usual name", fix=f"one of {nearest(name, USUAL_NAMES) or usual}")
+                Finding(
+                    f"columns: {name!r} is not a name that rows may have",
+                    fix=f"one of {nearest(name, USUAL_NAMES) or usual}",
+                )
                 for name in unknown
             ),
         ]
+
+
+def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
+    """Guess what the fields of a row are, as `columns` says it: messages, or its texts in their order."""
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return {name: "messages"}
+    texts = [name for name, value in row.items() if isinstance(value, str) and name.lower() not in _NO_TEXTS]
+    parts = ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage == "pt" else _ANSWERED
+    return dict(zip(texts or row or ("FIELD",), parts, strict=False))
+
+
+def as_yaml(columns: Mapping[str, str]) -> str:
+    """{Kunden Frage: query}, quoted where YAML needs it"""
+    return yaml.safe_dump(
+        dict(columns), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
+    ).strip()
 
 
 def check_stage(form: Form, stage: str, where: str, fix: str) -> None:

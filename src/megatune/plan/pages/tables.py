@@ -80,7 +80,7 @@ def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_step
     time = estimate.time
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
     unit, factor = seconds_unit(time.total), 1 + time.uncertainty
-    yield f"Time of a step, {unit.name}, of the slowest stage; exchanges as far as nothing hides them"
+    yield f"Time of a step, {unit.name}, slowest stage, communication not overlapped with compute"
     rows = []
     for part in TIME_PARTS:
         if seconds := getattr(time, part):

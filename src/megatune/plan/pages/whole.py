@@ -30,6 +30,7 @@ from megatune.plan.pages.words import (
     layout_words,
     length_words,
     machine_words,
+    percent,
     recompute_words,
     row_words,
     size,
@@ -191,9 +192,16 @@ def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
         nearly = f": the fastest would save {1 - 1 / gain:.1%} of a step" if 1 - 1 / gain > 0.001 else ""
         yield from wrapped(f"None that is worth a change{nearly}; {judged}.", width, "")
         return
-    faster = f"is {gain - 1:.0%} faster" if gain < 2 else f"is {gain:.1f} times as fast"
-    does = faster if own.fits else "fits, and is the fastest that does"
-    yield from wrapped(f"Yes: {layout_words(best.case)} {does}; {judged}. What to write:", width, "")
+    faster = f"{gain - 1:.0%} faster" if gain < 2 else f"{gain:.1f} times as fast"
+    does, uncertainty = f"Yes: {layout_words(best.case)} is {faster}", best.time.uncertainty
+    if not own.fits:
+        does = f"Yes: {layout_words(best.case)} fits, and is the fastest that does"
+    elif gain - 1 < uncertainty:
+        does = (
+            f"Perhaps: {layout_words(best.case)} is predicted to be {faster}, which is less than the uncertainty of a "
+            f"plan, ±{percent(uncertainty)}: measure a few steps of both"
+        )
+    yield from wrapped(f"{does}; {judged}. What to write:", width, "")
     yield from comparison_lines(own, best, width)
 
 

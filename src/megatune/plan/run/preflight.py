@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatune.architecture import Architecture
 from megatune.config.load import Loaded
-from megatune.config.rules import RULES, preference
+from megatune.config.rules import RULES, finetuning, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -33,14 +34,17 @@ from megatune.plan.rows import RowLengths
 from megatune.plan.run.advice import idle_words, warnings_of
 from megatune.plan.run.too_large import allowed, longest_row, may_fit
 
+PLAN = "plan  "  # how the lines of a plan begin, among those for the user
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings, and where each came from, by "group.name"; its plan, None where nobody
-    knows the machine or memory_check is off; and lines for the user, under the same names as the lines that a run
-    begins with."""
+    """A run that may start: valid settings, and where each came from, by "group.name"; its model, None where another
+    process asks a hub for it; its plan, None where nobody knows the machine or memory_check is off; and lines for the
+    user, under the same names as the lines that a run begins with."""
 
     settings: Settings
+    architecture: Architecture | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     planned: Estimate | None = None
     lines: tuple[str, ...] = ()
@@ -91,10 +95,11 @@ def preflight(
     lines = (
         *accepted,
         *_unsaid(loaded),
+        *_unused(loaded),
         *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
     )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
-        return Preflight(settings=settings, origins=loaded.origins, lines=lines)
+        return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, lines=lines)
     model = PlannedModel(name=str(path), architecture=architecture)
     planned = estimate(Case(model=model, settings=settings, world_size=world_size, machine=machine))
     lines = (*lines, *_plan_lines(planned))
@@ -106,7 +111,7 @@ def preflight(
         said = warnings_of(planned) if planned.fits else [allowed(planned, loaded.phrased)]
     said += idle_words(planned, idle_gpus) if planned.fits else ()
     lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in said))
-    return Preflight(settings=settings, origins=loaded.origins, planned=planned, lines=lines)
+    return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, planned=planned, lines=lines)
 
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:
@@ -114,6 +119,13 @@ def _unsaid(loaded: Loaded) -> Iterator[str]:
     is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
     if is_file and "finetuning.finetuning_type" not in loaded.entries:
         yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
+
+
+def _unused(loaded: Loaded) -> Iterator[str]:
+    """Yield the settings of another finetuning_type, which change nothing."""
+    if keys := finetuning.unused(loaded.settings, loaded.written):
+        method = loaded.settings.finetuning.finetuning_type
+        yield f"accepted   {', '.join(keys)}: no effect with finetuning_type: {method}"
 
 
 def with_rows(

@@ -37,7 +37,7 @@ from megatune.plan.uncertainty import time_uncertainty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step, as the slowest pipeline stage spends them; exchanges as far as nothing hides them.
+    """Seconds of one optimizer step, of the slowest pipeline stage; communication not overlapped with compute.
 
     Attributes:
         compute: forward and backward passes; in preference training also passes without gradients, exchanges included.

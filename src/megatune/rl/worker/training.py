@@ -13,17 +13,19 @@ from megatune.engine import device
 from megatune.engine.groups import build
 from megatune.engine.step import Objective, StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
 from megatune.training.agreement import on_rank_0
 from megatune.training.base import digest_base
-from megatune.training.checkpoint import TrainState, load_checkpoint
+from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.resume import choose_checkpoint
 from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.files import writing
 from megatune.training.storage.store import CheckpointStore, clean_partials
+from megatune.training.train_state import TrainState
 from megatune.training.train_step import StepResult, not_finite_gradients, train_step
 
 
@@ -105,12 +107,14 @@ class TrainedWorker(ModelWorker):
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
         place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+        self.state = TrainState(0, "", self.rl.samples_per_step, settings.run.seed, base=base)
+        if resumed is not None:
+            check_continues(resumed, load_architecture(source, settings.run.stage), settings, self.state)
         model = load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
         self.loaded = attach_optimizer(model, settings)
         self._offload = offload_of(self.loaded)
-        self.state = TrainState(0, "", self.rl.samples_per_step, settings.run.seed, base=base)
         if resumed is not None:
-            self.state = load_checkpoint(resumed, self.loaded, settings, self.state)
+            self.state = load_checkpoint(resumed, self.loaded, settings)
         self.step = self.state.step
         self.learning_rate = self._schedule()
         self._saver = CheckpointSaver(CheckpointStore(self.output_dir), self.loaded, settings, source)

@@ -14,7 +14,7 @@ from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.card import Card
-from megatune.training.callbacks.console import Console
+from megatune.training.callbacks.console import DETAILS_NAME, Console
 from megatune.training.callbacks.hub_push import HubPush
 from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
@@ -50,7 +50,7 @@ def build_callbacks(
     log_dir = log_dir or output_dir / "logs"
     workers = {each: WORKERS[each] for each in asked if each in WORKERS}
     callbacks: list[Callback] = [
-        Console(name, resume_step, shown=shown),
+        Console(name, resume_step, shown=shown, details=output_dir / DETAILS_NAME),
         Metrics(output_dir, resume_step),
         TrainerLog(output_dir, resume_step),
         Results(output_dir),

@@ -15,6 +15,7 @@ from megatune.training.callbacks.base import Callback, EvalReport, LogReport, No
 from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
+DETAILS_NAME = "start.log"  # in output_dir: all that a run is told before its first step
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
 # Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
 # fifth step of a process on and without its first two, in which workers start and files are read for the first time.
@@ -33,11 +34,18 @@ class Console(Callback):
         resume_step: steps done before this process.
         console: where to print; standard output unless given.
         shown: what the switches of logging leave in.
+        details: the file with what the run is told before its first step; None where there is none.
     """
 
     def __init__(
-        self, run_name: str, resume_step: int = 0, console: RichConsole | None = None, shown: Shown = SHOW_ALL
+        self,
+        run_name: str,
+        resume_step: int = 0,
+        console: RichConsole | None = None,
+        shown: Shown = SHOW_ALL,
+        details: Path | None = None,
     ) -> None:
+        self._details = details
         self._shown = shown
         self._run_name = run_name
         self._resume_step = resume_step
@@ -50,9 +58,10 @@ class Console(Callback):
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
-        epochs = "" if schedule.num_epochs is None else f"{schedule.num_epochs:g} epochs, "
-        rows = f"{schedule.global_batch_size} rows per step"
-        self._print(f"training {self._run_name}: {schedule.total_steps} steps, {epochs}{rows}{resumed}")
+        epochs = "" if schedule.num_epochs is None else f", {schedule.num_epochs:.3g} epochs"
+        rows = f" of {schedule.global_batch_size} rows"
+        details = f"; details are in {self._details}" if self._details is not None else ""
+        self._print(f"run '{self._run_name}': {schedule.total_steps} steps{rows}{epochs}{resumed}{details}")
         if self._console.is_terminal:
             columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console, expand=True)

@@ -1,0 +1,105 @@
+"""How far a run has come, and whether another start may continue from there; without torch, for start-up checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatune.errors import Finding
+from megatune.training.storage.manifest import TRAINING_FOLDER
+
+STATE_NAME = "state.json"
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps done.
+        rows_digest: of all that determines the rows (data/cache/key.py).
+        rows_parts: what they are made of, in words, each with a digest of its own; {} where that is not known.
+        global_batch_size: rows per step; with `seed` it determines which rows a step trains.
+        best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
+        stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
+        base: digest of what adapters are beside (training/base.py); "" without adapters.
+        reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
+        reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
+        updates: of the optimizer, where a step may have several.
+        bad_steps: how many were skipped (training/bad_steps.py).
+        recent_losses, recent_grad_norms: of the last steps that were not bad.
+    """
+
+    step: int = 0
+    rows_digest: str = ""
+    global_batch_size: int = 0
+    seed: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    stream: dict[str, Any] | None = None
+    base: str = ""
+    reference: str = ""
+    reward_sum: float = 0.0
+    reward_pairs: float = 0.0
+    updates: int = 0
+    bad_steps: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    recent_grad_norms: list[float] = field(default_factory=list)
+    rows_parts: dict[str, str] = field(default_factory=dict)
+
+
+def read_state(checkpoint: Path) -> TrainState | None:
+    """Read how far the run had come; None where the checkpoint is a model only."""
+    path = checkpoint / TRAINING_FOLDER / STATE_NAME
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
+
+
+def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, seed: int) -> Iterator[Finding]:
+    """Yield what would change the order of rows and is known before any data is read."""
+    size = "rows per step (batch size × accumulation × data-parallel size)"
+    for what, before, after in ((size, state.global_batch_size, global_batch_size), ("seed", state.seed, seed)):
+        if before != after:
+            changed = f"{what} was {before}, and is {after} in this run"
+            why = "rows already trained could not be told from those to come"
+            fix = f"set it to {before} again, or start anew with overwrite_output_dir: true"
+            yield Finding(changed, str(checkpoint), why, fix)
+
+
+def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> Iterator[Finding]:
+    """Yield why a run may not continue from the state of a checkpoint: rows, batch, base or reference were changed.
+
+    Args:
+        expected: what this run would train on.
+    """
+    yield from changed_batch(checkpoint, state, expected.global_batch_size, expected.seed)
+    if state.rows_digest != expected.rows_digest:
+        what = "the training rows are others than those the run began with"
+        why = _changed_parts(state.rows_parts, expected.rows_parts)
+        fix = "put it back, or start anew with overwrite_output_dir: true"
+        yield Finding(what, str(checkpoint), why, fix)
+    if state.base != expected.base:
+        what = "the adapters were trained beside another base"
+        why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
+        fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
+        yield Finding(what, str(checkpoint), why, fix)
+    elif state.reference != expected.reference:
+        what = "answers were compared with another reference"
+        why = "the weights of ref_model, or of the model that the run started from, are others than then"
+        fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
+        yield Finding(what, str(checkpoint), why, fix)
+
+
+def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Name what the rows are made of and was not the same before."""
+    if not before or not after:
+        return "a file of the data sets, the tokenizer, the template or another data setting was changed"
+    changed = [part for part in after if part in before and before[part] != after[part]]
+    gone, new = ([part for part in one if part not in other] for one, other in ((before, after), (after, before)))
+    lists = (("changed", changed), ("gone", gone), ("new", new))
+    return "; ".join(f"{said}: {', '.join(parts)}" for said, parts in lists if parts) or "their order"
