@@ -246,7 +246,10 @@ def _held_out(
 def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
     """Say how the rows are made."""
     data, stage = settings.data, settings.run.stage
-    template = "" if stage == "pt" else f", template {data.template or 'default'}"
+    name = data.template or "default"
+    if data.swift_version and encoder.template is not None:
+        name = f"{encoder.template.name} of ms-swift {data.swift_version}"
+    template = "" if stage == "pt" else f", template {name}"
     yield f"stage {stage}{template}, cutoff_len {data.cutoff_len:,}" + (", packing" if settings.packing else "")
     names = (("{{name}}", data.model_name), ("{{author}}", data.model_author))
     if filled := [(placeholder, value) for placeholder, value in names if value is not None]:

@@ -1,7 +1,7 @@
 """ms-swift's chat templates: how its command lines write a conversation, and which part of it they train.
 
-Written by the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. What sets a template
-apart is a row of `swift_table`.
+They follow the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. `swift_table` has one
+entry for each template.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SwiftRules:
 
 
 @dataclass(slots=True)
-class _Said:
-    """Messages of one role in a row, each with its own text; what tools return is the whole prompt."""
+class _Merged:
+    """Neighbouring messages of one role. An answer has a text for each message; results of tools are one prompt."""
 
     role: Role
     texts: list[str]
@@ -108,28 +108,28 @@ class SwiftTemplate:
             given: dict[str, Any] = dict(conversation.switches)
             rules = replace(self.rules, **given)
             return replace(self, rules=rules).render(replace(conversation, switches=()), thinking)
-        said = self._said(conversation.messages)
+        merged = self._merged(conversation.messages)
         system = self._system(conversation)
         if self.rules.has_template:
             if self.empty_thought and self.rules.add_empty_thought:
-                self._add_empty_thoughts(said)
+                self._add_empty_thoughts(merged)
             if not self._preserves_thinking:
-                self._leave_thoughts_out(said)
+                self._leave_thoughts_out(merged)
             if conversation.tools:
-                system, said[0].texts[0] = self._agent().offer(conversation.tools, system, said[0].texts[0])
-        if said[0].role == "assistant":
-            said.insert(0, _Said("user", [""]))
-        if any((each.role == "assistant") != bool(index % 2) for index, each in enumerate(said)):
-            raise RowError("roles-out-of-order", "roles out of order", " ".join(each.role for each in said))
+                system, merged[0].texts[0] = self._agent().offer(conversation.tools, system, merged[0].texts[0])
+        if merged[0].role == "assistant":
+            merged.insert(0, _Merged("user", [""]))
+        if any((each.role == "assistant") != bool(index % 2) for index, each in enumerate(merged)):
+            raise RowError("roles-out-of-order", "roles out of order", " ".join(each.role for each in merged))
         if self.separator is None:
-            said = said[-1 if len(said) % 2 else -2 :]
-        return list(self._turns(said, system))
+            merged = merged[-1 if len(merged) % 2 else -2 :]
+        return list(self._turns(merged, system))
 
-    def _turns(self, said: Sequence[_Said], system: str | None) -> Iterator[Turn]:
+    def _turns(self, merged: Sequence[_Merged], system: str | None) -> Iterator[Turn]:
         before = _fill(self.system, system) if system and self.system is not None else self.prefix
-        last, last_round = len(said) - 2, self._last_question(said)
-        for index in range(0, len(said), 2):
-            question = said[index]
+        last, last_round = len(merged) - 2, self._last_question(merged)
+        for index in range(0, len(merged), 2):
+            question = merged[index]
             asked = question.texts[0] if question.role == "tool" else _fill(self.prompt, question.texts[0])
             prompt: tuple[str, ...] = (before, asked)
             if masked := 0 if self.rules.has_template else self._masked(asked):
@@ -138,7 +138,7 @@ class SwiftTemplate:
             if index > last:  # nothing answers the last question
                 yield Turn((*prompt, self._begun), ())
                 return
-            answer = said[index + 1]
+            answer = merged[index + 1]
             for text, message in zip(answer.texts, answer.messages, strict=False):
                 is_meant = not self.rules.last_round or index >= last_round
                 trained = is_meant if message.trained is None else message.trained
@@ -148,9 +148,9 @@ class SwiftTemplate:
                     prompt = ()
                 yield Turn(prompt, (text[masked:],), trained)
                 prompt = ()
-            is_followed = len(said) > index + 2 and said[index + 2].role != "tool"
+            is_followed = len(merged) > index + 2 and merged[index + 2].role != "tool"
             before = (self.separator or "") if is_followed else ""
-        if not said[-1].texts[-1].endswith(tuple(filter(None, (*self.stop_words, self.suffix.strip())))):
+        if not merged[-1].texts[-1].endswith(tuple(filter(None, (*self.stop_words, self.suffix.strip())))):
             yield Turn((), (self.suffix,), True)
 
     @property
@@ -163,33 +163,33 @@ class SwiftTemplate:
             return ""
         return self.thought_start if thinks else self.empty_thought
 
-    def _said(self, messages: Sequence[Message]) -> list[_Said]:
+    def _merged(self, messages: Sequence[Message]) -> list[_Merged]:
         """Write calls and what tools return, and join messages of one role in a row."""
-        said: list[_Said] = []
+        merged: list[_Merged] = []
         for message in self._with_calls_written(messages):
-            previous = said[-1] if said else None
+            previous = merged[-1] if merged else None
             if message.role == "tool":
-                self._add_result(said, message.content)
+                self._add_result(merged, message.content)
             elif previous is None or previous.role != message.role:
-                said.append(_Said(message.role, [message.content], [message]))
+                merged.append(_Merged(message.role, [message.content], [message]))
             elif message.role == "user" or self.rules.version < 4:
                 previous.texts[-1] += message.content
             else:
                 previous.texts.append(message.content)
                 previous.messages.append(message)
-        results = [index for index, each in enumerate(said) if each.role == "tool"]
+        results = [index for index, each in enumerate(merged) if each.role == "tool"]
         for index in results:
-            answer = said[index - 1]
-            answer.texts[-1], written = self._agent().results(answer.texts[-1], said[index].texts, self._chat_text)
-            said[index].texts = [written]
-        return said
+            answer = merged[index - 1]
+            answer.texts[-1], written = self._agent().results(answer.texts[-1], merged[index].texts, self._chat_text)
+            merged[index].texts = [written]
+        return merged
 
-    def _add_result(self, said: list[_Said], content: str) -> None:
-        previous = said[-1] if said else None
+    def _add_result(self, merged: list[_Merged], content: str) -> None:
+        previous = merged[-1] if merged else None
         if previous is not None and previous.role == "tool":
             previous.texts.append(content)
         elif previous is not None and previous.role == "assistant":
-            said.append(_Said("tool", [content]))
+            merged.append(_Merged("tool", [content]))
         else:
             written = None
             if previous is not None and self.rules.version >= 4:
@@ -230,10 +230,10 @@ class SwiftTemplate:
             raise RowError("no-system-in-template", "the template has no place for a system message")
         return self.default_system if system is None else system
 
-    def _add_empty_thoughts(self, said: Sequence[_Said]) -> None:
-        start = self._last_question(said) if self.rules.last_round else -1
-        for index, each in enumerate(said):
-            follows = said[index - 1].role if index else None
+    def _add_empty_thoughts(self, merged: Sequence[_Merged]) -> None:
+        start = self._last_question(merged) if self.rules.last_round else -1
+        for index, each in enumerate(merged):
+            follows = merged[index - 1].role if index else None
             if index < start or each.role != "assistant" or (self.after_question_only and follows != "user"):
                 continue
             if not each.texts[0].startswith(("<think>", self.empty_thought)):
@@ -245,16 +245,16 @@ class SwiftTemplate:
             return self.rules.preserve_thinking
         return not (self.rules.last_round and (self.thinks or self.rules.enable_thinking))
 
-    def _leave_thoughts_out(self, said: Sequence[_Said]) -> None:
+    def _leave_thoughts_out(self, merged: Sequence[_Merged]) -> None:
         """Leave the reasoning of answers before the last question, or results of tools, out."""
-        for each in said[: max(self._last_question(said), 0)]:
+        for each in merged[: max(self._last_question(merged), 0)]:
             if each.role == "assistant":
                 each.texts[0] = self.history_prefix + each.texts[0].rpartition("</think>")[2].strip()
 
-    def _last_question(self, said: Sequence[_Said]) -> int:
+    def _last_question(self, merged: Sequence[_Merged]) -> int:
         """Return the index of the last question; in version 4 results of tools are one."""
         roles = ("user",) if self.rules.version < 4 else ("user", "tool")
-        return max((index for index, each in enumerate(said) if each.role in roles), default=-1)
+        return max((index for index, each in enumerate(merged) if each.role in roles), default=-1)
 
     def _masked(self, text: str) -> int:
         """Return how many characters at the start of a trained answer are not trained."""
