@@ -52,7 +52,7 @@ def test_other_parts_of_a_row(tmp_path: Path) -> None:
     columns = {"q": "query", "good": "response", "bad": "rejected_response", "s": "system_prompt", "past": "history"}
     row = {"q": "Who?", "good": "I.", "bad": "He.", "s": "Be brief.", "past": [["a", "b"]], "system": "no"}
     (pair,) = read(tmp_path, columns, row, stage="dpo")
-    assert [message.content for message in (*pair.prompt, pair.chosen, pair.rejected)] == [
+    assert [message.content for message in (*pair.chosen.messages, pair.rejected.messages[-1])] == [
         "a",
         "b",
         "Who?",

@@ -208,7 +208,10 @@ REFUSED: list[tuple[Case, str, int]] = [
         64,
     ),
 ]
-WITHOUT_NETWORK = "from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it is in the cache"
+WITHOUT_NETWORK = (
+    "from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it is in the cache; a gated repository also needs "
+    "HF_TOKEN when it is fetched"
+)
 OFFLINE: list[tuple[Case, str, int]] = [
     (case("hf::team/never"), f"dataset: cannot get team/never {WITHOUT_NETWORK}{MIRROR}", 69),
     (case("team/halves:zh"), f"dataset: cannot get team/halves {WITHOUT_NETWORK}{MIRROR}", 69),

@@ -303,7 +303,7 @@ def test_prepared_rows_follow_the_files_of_pictures(
 
 OTHER_VALUES = {
     "image_max_pixels": 100, "image_min_pixels": 100, "video_max_pixels": 100, "video_min_pixels": 100,
-    "video_fps": 1.0, "video_maxlen": 5, "media_dir": "elsewhere",
+    "video_fps": 1.0, "video_maxlen": 5, "media_dir": "elsewhere", "image_scale_pixels": 100,
 }  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
 def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path) -> None:
     found = look("deepseek-ai/DeepSeek-V3", tmp_path, template="deepseek3", save_total_limit=1000)
     text = told(found[DISK])
-    assert "1,001 checkpoints of" in text
+    assert "1 checkpoint of" in text
     assert "save_total_limit" in text
     assert exit_code(list(found.values())) == 73
 

@@ -58,7 +58,8 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
     is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
     offline = (
-        "HF_HUB_OFFLINE is set, and not all of it is in the cache; a gated model also needs HF_TOKEN when it is fetched"
+        "HF_HUB_OFFLINE is set, and not all of it is in the cache; "
+        "a gated repository also needs HF_TOKEN when it is fetched"
     )
     return _unavailable(repository, offline if is_offline else why(error))
 

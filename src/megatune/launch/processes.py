@@ -221,8 +221,10 @@ def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS would start its threads at import, before the fork
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that an import may ask for GPUs without initialising CUDA
         "KINETO_LOG_LEVEL": "6",  # the profiler's library prints that it starts and stops, whoever asks
-        # oneDNN keeps what it compiled for each shape; rows of many lengths would fill its 1,024 places.
+        # oneDNN, and torch's layer over it, keep what they made for each of the last 1,024 shapes: a gibibyte and more
+        # where rows have many lengths.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+        "LRU_CACHE_CAPACITY": "16",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels run in launch order, which Megatron-Core's overlaps count on
     }
     return defaults | dict(env)

@@ -209,6 +209,7 @@ def _start(
         "run_yaml": dump(settings, {}),
         "case": None,
         "asked": Loaded(settings, []),
+        "plan": [],
         "began": time.monotonic(),
     }
     run_dir = scene.folder / "launch" / name

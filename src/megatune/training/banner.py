@@ -63,7 +63,7 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
     yield from (f"warning    {line}" for line in feed.warnings)
     counted = _counts(settings, architecture)
-    yield f"model      {settings.model.model_name_or_path}: {architecture.model_type}, {counted}{_base(settings)}"
+    yield f"model      {_model(settings)}: {architecture.model_type}, {counted}{_base(settings)}"
     layout = " × ".join(_layout(settings.parallel, place, architecture))
     yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
     template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"
@@ -74,6 +74,12 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
         yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
+
+
+def _model(settings: Settings) -> str:
+    """Name the model, with its revision where it is not the newest."""
+    revision = settings.model.model_revision
+    return f"{settings.model.model_name_or_path}" + ("" if revision == MAIN else f" at {revision[:12]}")
 
 
 def _counts(settings: Settings, architecture: Architecture) -> str:
@@ -125,10 +131,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     """Yield the details of model, layout, data, schedule and checkpoint, a line each."""
     settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
     architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
-    revision = settings.model.model_revision
-    version = "" if revision == MAIN else f" at {revision[:12]}"
     yield (
-        f"model      {settings.model.model_name_or_path}{version}: {architecture.model_type}, "
+        f"model      {_model(settings)}: {architecture.model_type}, "
         f"{architecture.num_layers} layers, {num_parameters(architecture):,} parameters"
     )
     if (weights := settings.model.mcore_model) is not None and resumed is None:

@@ -18,11 +18,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatune.data.conversation import Conversation, Message
-from megatune.data.truncation import Stretch
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatune.data.truncation import Stretch
 
 OPENING = "<think>\n"
 EMPTY_THOUGHT = f"{OPENING}\n</think>\n\n"

@@ -14,7 +14,7 @@ from megatune.families.scores import as_saved
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
 _RUN_FILES = (
     "run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json", "adapter_config.json",
-    "all_results.json", "train_results.json", "eval_results.json", "plan.json", "trackers.json",
+    "start.log", "all_results.json", "train_results.json", "eval_results.json", "plan.json", "trackers.json",
     "bad_rows.jsonl", "bad_steps.jsonl", "args.json", "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 
