@@ -92,7 +92,7 @@ def test_a_run_fetches_what_it_needs_and_resumes_without_the_hub(hub: Hub, tmp_p
     code, output = finish(start(hub, tmp_path, "max_steps=2", "push_to_hub=true", f"hub_token={TOKEN}", HF_TOKEN=""))
     assert code == 0, output
     assert f"model      team/tiny at {COMMIT[:12]}: qwen3" in output
-    assert output.index("plan  ") < output.index("fetching ") < output.index("model   ")
+    assert output.index("fetching ") < output.index("model   ") < output.index("plan  ")
     assert sent(hub).count(WEIGHTS) == sent(hub).count("tokenizer.json") == 1
     assert not [path for path in sent(hub) if path.endswith((".py", ".bin"))]
     written = (tmp_path / "out" / "run.yaml").read_text()
