@@ -59,7 +59,7 @@ def test_other_parts_of_a_row(tmp_path: Path) -> None:
         "I.",
         "He.",
     ]
-    assert pair.system == "Be brief."
+    assert pair.chosen.system == "Be brief."
     (judged,) = read(tmp_path, {"ok": "label"}, {"query": "Who?", "response": "I.", "ok": False}, stage="kto")
     assert judged.desirable is False
     assert read(tmp_path, {"body": "text"}, {"body": "Once"}, stage="pt") == ["Once"]
