@@ -1,7 +1,7 @@
 """What every example file and script means: its effective settings, with where each came from, as JSON.
 
 python benchmarks/effective_settings.py DUMP.json          writes them
-python benchmarks/effective_settings.py --compare A B      lists what differs between two dumps, exit code 1 if anything does
+python benchmarks/effective_settings.py --compare A B      lists what differs; the exit code is 1 if anything does
 
 A change of how settings are read is compared so: one dump before it, one after it.
 """
@@ -85,6 +85,9 @@ def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             yield from differences(one.get(key, "absent"), other.get(key, "absent"), f"{at} > {key}" if at else key)
+    elif isinstance(one, list) and isinstance(other, list):
+        yield from (f"{at}: only in the first: {each}" for each in one if each not in other)
+        yield from (f"{at}: only in the second: {each}" for each in other if each not in one)
     elif one != other:
         yield f"{at}:\n    {one}\n    {other}"
 

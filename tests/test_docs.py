@@ -22,9 +22,10 @@ def test_settings_page_is_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == render(name), "run docs/generate_settings.py"
 
 
-def test_tables_of_llama_factory_are_current() -> None:
-    found = runpy.run_path(str(ROOT / "docs" / "generate_llamafactory.py"))
-    assert found["PAGE"].read_text(encoding="utf-8") == found["render"](), "run docs/generate_llamafactory.py"
+@pytest.mark.parametrize("page", ["LLAMAFACTORY_PAGE", "SWIFT_PAGE"])
+def test_tables_of_other_systems_are_current(page: str) -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "generate_migration.py"))
+    assert found[page].read_text(encoding="utf-8") == found["render"](found[page]), "run docs/generate_migration.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

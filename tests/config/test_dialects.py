@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.dialects.dialect import Chooses, Dialect, GlobalBatchSize, Refused, Sets, negated
+from megatune.config.dialects.dialect import Alias, Dialect, GlobalBatchSize, Refused, ValueMap, negated
 from megatune.config.load import Loaded, dump, load
 from megatune.errors import Finding
 
@@ -16,13 +16,13 @@ SWIFT = Dialect(
         "output_dir": "run.output_dir",
         "save": "run.output_dir",
         "model": "model.model_name_or_path",
-        "micro_batch_size": Sets(("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size")),
+        "micro_batch_size": Alias(("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size")),
         "global_batch_size": GlobalBatchSize(),
-        "recompute_granularity": Sets(("recompute.recompute_granularity",), values={"none": None}),
-        "lr_decay_style": Sets(("optimizer.lr_scheduler_type",), values={"inverse-square-root": "inverse_sqrt"}),
+        "recompute_granularity": Alias(("recompute.recompute_granularity",), values={"none": None}),
+        "lr_decay_style": Alias(("optimizer.lr_scheduler_type",), values={"inverse-square-root": "inverse_sqrt"}),
         "no_rope_fusion": negated("performance.apply_rope_fusion"),
-        "distributed_timeout_minutes": Sets(("run.ddp_timeout",), factor=60),
-        "torch_dtype": Chooses(
+        "distributed_timeout_minutes": Alias(("run.ddp_timeout",), factor=60),
+        "torch_dtype": ValueMap(
             {
                 "bfloat16": {"precision.bf16": True},
                 "float16": {"precision.fp16": True},

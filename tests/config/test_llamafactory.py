@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megatune.config.dialects.dialect import Dialect, Refused, Sets
+from megatune.config.dialects.dialect import Alias, Dialect, Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.dialects.llamafactory_defaults import DEFAULTS
+from megatune.config.dialects.table import table
 from megatune.config.load import load
 from megatune.config.rules import DATA_RULES
 from megatune.config.settings import SECRETS, all_settings, setting_value
@@ -103,13 +103,13 @@ def test_every_default_that_differs_is_listed():
             refused = fate(name, default) == "refused" or name == "optimizer_offload_fraction"
             if refused or any(setting_value(settings, path) != value for path, value in here.items()):
                 differing[name] = default
-    assert differing == {name: shown(default.theirs) for name, default in DEFAULTS.items()}
+    assert differing == {name: shown(row.default) for name, row in table("llamafactory").rows.items() if row.kept}
 
 
 def test_every_setting_can_be_set_and_every_key_sets_one():
     """Its own keys are the names of our settings, which options.txt freezes, and these."""
     for path, info in all_settings().items():
-        assert LLAMAFACTORY.meaning_of(info.name) == Sets((path,))
+        assert LLAMAFACTORY.meaning_of(info.name) == Alias((path,))
         assert LLAMAFACTORY.key_of(path) == info.name
     assert LLAMAFACTORY.names_of("data.packing") == [
         "packing", "neat_packing", "sequence_packing", "use_packed_sequences"

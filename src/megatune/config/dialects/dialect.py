@@ -65,7 +65,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Sets:
+class Alias:
     """A key that is more than another name of one setting.
 
     Attributes:
@@ -115,13 +115,13 @@ class Sets:
         return value // self.factor if value % self.factor == 0 else value / self.factor
 
 
-def negated(path: str) -> Sets:
+def negated(path: str) -> Alias:
     """Declare a key that says the opposite of a setting: no_rope_fusion."""
-    return Sets((path,), values={True: False, False: True})
+    return Alias((path,), values={True: False, False: True})
 
 
 @dataclass(frozen=True, slots=True)
-class Chooses:
+class ValueMap:
     """A key each of whose values sets several settings: torch_dtype.
 
     Attributes:
@@ -167,7 +167,7 @@ class GlobalBatchSize:
         return replace(all_settings()[path], default=None)
 
 
-Meaning: TypeAlias = str | Sets | Chooses | GlobalBatchSize
+Meaning: TypeAlias = str | Alias | ValueMap | GlobalBatchSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +197,10 @@ class Dialect:
         """Every key that it knows."""
         return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built, *self.accepted)))
 
-    def meaning_of(self, key: str) -> Sets | Chooses | GlobalBatchSize | None:
+    def meaning_of(self, key: str) -> Alias | ValueMap | GlobalBatchSize | None:
         """Return what a key sets, or None where it sets nothing."""
         meaning = self.keys.get(key) or setting_paths().get(key)
-        return Sets((meaning,)) if isinstance(meaning, str) else meaning
+        return Alias((meaning,)) if isinstance(meaning, str) else meaning
 
     def names_of(self, path: str) -> list[str]:
         """List the keys that set a setting, the preferred one first, our own name among them."""

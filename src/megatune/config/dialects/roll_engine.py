@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Chooses, Dialect, Meaning, Refused
+from megatune.config.dialects.dialect import Dialect, Meaning, Refused, ValueMap
 from megatune.config.dialects.roll_ignored import (
     MODEL_IGNORED,
     MODEL_REFUSED,
@@ -23,7 +23,7 @@ from megatune.config.settings import Settings, all_settings
 from megatune.config.values import Value
 
 KEYS: dict[str, Meaning] = {
-    "dtype": Chooses(
+    "dtype": ValueMap(
         {"bf16": {"precision.bf16": True}, "fp16": {"precision.fp16": True}, "fp32": {"precision.bf16": False}}
     ),
     "moe_aux_loss_coef": "experts.moe_aux_loss_coeff",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatune.config.dialects.dialect import Refused
-from megatune.config.dialects.swift_ignored import IGNORED as MEGATRON_IGNORED
+from megatune.config.dialects.table import table
 
 _OLD = "it is of an older version of ROLL, which drops it, too"
 _NO_EFFECT = "it has no effect in ROLL either"
@@ -175,7 +175,7 @@ _OF_MEGATRON = (
     *("align_param_gather", "microbatch_group_size_per_vp_stage"),
 )
 STRATEGY_IGNORED: dict[str, str] = {
-    **{key: MEGATRON_IGNORED[key][1] for key in _OF_MEGATRON},
+    **{key: table("swift").rows[key].ignored for key in _OF_MEGATRON},
     "variable_seq_lengths": _ROW,
     "calculate_per_token_loss": "loss_agg_mode says what a loss is divided by",
     "delay_grad_reduce": "when gradients are exchanged is decided by overlap_grad_reduce",

@@ -10,56 +10,30 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects import swift_meaning, swift_run_meaning
-from megatune.config.dialects.dialect import Dialect, Refused
-from megatune.config.dialects.llamafactory_refused import NOT_BUILT
-from megatune.config.dialects.swift_command import MEANT, Command, by_current_name
-from megatune.config.dialects.swift_defaults import DEFAULTS, VERSION_3
-from megatune.config.dialects.swift_ignored import IGNORED
-from megatune.config.dialects.swift_keys import KEYS, SAME
-from megatune.config.dialects.swift_refused import REFUSED
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.swift_command import Command, by_current_name
 from megatune.config.dialects.swift_syntax import read_command_line
+from megatune.config.dialects.table import Row, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
-from megatune.config.settings import all_settings, setting_paths
+from megatune.config.settings import setting_paths
 from megatune.config.values import shown
 from megatune.errors import Finding
 
-# Booleans that are true by themselves: `--no_X` turns them off.
-NEGATABLE = (
-    "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion",
-    "cross_entropy_loss_fusion", "calculate_per_token_loss", "manual_gc_eval", "train_dataloader_shuffle",
-    "dataset_shuffle", "dataloader_pin_memory", "padding_free", "finetune", "use_distributed_optimizer",
-    "overlap_p2p_comm", "align_param_gather", "align_grad_reduce", "attention_softmax_in_fp32", "moe_grouped_gemm",
-    "save_safetensors", "check_model", "add_version", "freeze_vit", "freeze_aligner", "add_non_thinking_prefix",
-    "remove_unused_columns", "muon_split_qkv",
-)  # fmt: skip
-
-
 _COUNT = re.compile("[0-9]{1,9}")
-
-
-def _keys(newest_first: bool) -> dict[str, Any]:
-    """Return the keys of settings, those of one version before those of the other."""
-    keys = {**{name: setting_paths()[name] for name in SAME if name in setting_paths()}, **KEYS}
-    keys = {
-        name: meaning for name, meaning in keys.items() if not isinstance(meaning, str) or meaning in all_settings()
-    }
-    ordered = sorted(keys, key=lambda name: (name in VERSION_3) is newest_first)
-    return {name: keys[name] for name in ordered}
-
-
-def _of_our_names() -> dict[str, Refused]:
-    """Return what values are refused of settings that a command line may name as a file does: do_train."""
-    return {name: refused for name, refused in NOT_BUILT.items() if refused.values and name in setting_paths()}
 
 
 @cache
 def dialect_of(generation: int) -> Dialect:
     """Return the dialect; its messages name flags as version 3 or 4 does."""
+    rows = table("swift").rows
+    names = sorted(table("swift").keys, key=lambda name: (rows[name].version == 3) is (generation == 4))
+    # What a command line may name as a file does has values that are refused, too: do_train.
+    own = {name: refused for name, refused in table("llamafactory").refused.items() if name in setting_paths()}
     return Dialect(
         name=f"Megatron-SWIFT {generation}",
-        keys=_keys(generation == 4),
-        not_built={**_of_our_names(), **REFUSED},
+        keys={name: table("swift").keys[name] for name in names},
+        not_built={**{name: refused for name, refused in own.items() if refused.values}, **table("swift").refused},
         prefix="--",
         separator=" ",
     )
@@ -68,20 +42,14 @@ def dialect_of(generation: int) -> Dialect:
 @cache
 def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
-    found: dict[str, type] = {name: _kind_of_setting(path) for name, path in setting_paths().items()}
-    for name, refused in REFUSED.items():
-        found[name] = type(refused.off[0]) if refused.off else str
-    found |= {name: kind for name, (kind, _) in IGNORED.items()}
-    for name in dialect_of(4).keys:
-        meaning = dialect_of(4).meaning_of(name)
-        assert meaning is not None
-        found[name] = bool if name == "strict" else _kind_of_setting(meaning.paths[0])
-    return {**found, **MEANT, "main_grads_dtype": str, "loss_scale": str, "torch_dtype": str}
+    own = {name: Row(target=path) for name, path in setting_paths().items()}
+    return {name: row.kind for name, row in {**own, **table("swift").rows}.items()}
 
 
-def _kind_of_setting(path: str) -> type:
-    of_setting = all_settings()[path].kinds
-    return next((kind for kind in (list, dict, float, int, str) if kind in of_setting), bool)
+@cache
+def negatable() -> tuple[str, ...]:
+    """Return the booleans that are true by themselves: `--no_X` turns them off."""
+    return tuple(name for name, row in table("swift").rows.items() if row.negatable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +85,17 @@ def read_swift(
     Raises:
         MegatuneError: the file of flags is missing or unreadable (exit 66). Everything else is a finding of `loaded`.
     """
-    line = read_command_line(words, kinds(), NEGATABLE)
+    line = read_command_line(words, kinds(), negatable())
     typed = tuple(line.flags.values())
-    generation = 3 if any(entry.key in VERSION_3 for entry in typed) else 4
+    rows = table("swift").rows
+    generation = 3 if any(entry.key in rows and rows[entry.key].version == 3 for entry in typed) else 4
     flags = {by_current_name(entry.key): entry for entry in typed}
     env = {**line.variables, **env}
     command = Command(verb, generation, flags, config or {}, env, on_cpu)
     command.findings, command.variables = list(line.findings), dict(line.variables)
-    for key, value in DEFAULTS[generation].items():
-        command.default(key, value)
+    for key, row in rows.items():
+        if (value := row.default_in(generation)) is not ... and not row.kept:
+            command.default(key, value)
     _set_processes(command)
     _check_kinds(command)
     for meaning in (*swift_meaning.MEANINGS, *swift_run_meaning.MEANINGS):
@@ -133,11 +103,12 @@ def read_swift(
     if verb != "rlhf":
         command.default("stage", command.verb)
     for name, entry in list(command.flags.items()):
-        if entry.key in REFUSED:
+        row = rows.get(entry.key)
+        if row is None or row.unsupported:
             continue
-        if entry.key in IGNORED:
-            command.ignore(name, IGNORED[entry.key][1])
-        elif entry.key in MEANT and dialect_of(generation).meaning_of(entry.key) is None:
+        if row.ignored:
+            command.ignore(name, row.ignored)
+        elif row.meaning is None:  # the functions above have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     loaded = load_entries(places, dialect_of(generation), command.findings)
@@ -170,7 +141,8 @@ def _check_kinds(command: Command) -> None:
     """Find flags without a setting of their own whose value is of another type."""
     expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
-        kind, value = MEANT.get(entry.key), entry.value.data
+        row, value = table("swift").rows.get(entry.key), entry.value.data
+        kind = row.kind if row is not None and row.type and row.meaning is None and not row.ignored else None
         fits = isinstance(value, kind) if kind else True
         if kind is float:
             fits = isinstance(value, int | float)

@@ -7,24 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatune.config.dialects.swift_defaults import VERSION_3
+from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
 from megatune.config.values import Value, shown
 from megatune.errors import Finding
-
-# Flags that set nothing by themselves: together with others, or as some of their values, they mean something.
-MEANT: dict[str, type] = {
-    **dict.fromkeys(("lr_decay_iters", "lr_wsd_decay_iters", "eval_iters", "data_seed"), int),
-    **dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "manual_gc_steps", "manual_gc_interval"), int),
-    **dict.fromkeys(("min_lr",), float),
-    **dict.fromkeys(("lr_wsd_decay_style", "loss_type", "mcore_model", "load"), str),
-    **dict.fromkeys(("ddp_backend", "distributed_backend"), str),
-    **dict.fromkeys(("calculate_per_token_loss", "calculate_KL", "finetune", "no_load_optim", "no_load_rng"), bool),
-    "disable_ignore_empty_think": bool,
-    **dict.fromkeys(("add_version", "save_safetensors", "async_save", "use_chat_template", "use_hf"), bool),
-    "model_kwargs": dict,
-    **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle"), bool),
-}
 
 
 @dataclass(slots=True)
@@ -142,4 +128,5 @@ def value_of(data: Any) -> Value:
 
 def by_current_name(name: str) -> str:
     """Return version 4's name of a flag, where version 3 had another one that means the same."""
-    return VERSION_3.get(name) or name
+    row = table("swift").rows.get(name)
+    return row.now or name if row is not None else name

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatune.config.dialects.swift import SwiftRun
-from megatune.config.dialects.swift_defaults import VERSION_3
-from megatune.config.dialects.swift_refused import REFUSED
+from megatune.config.dialects.table import table
 from megatune.config.load import Loaded
 from megatune.config.settings import all_settings, setting_value
 from megatune.config.values import shown
@@ -31,7 +30,8 @@ def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
 
 
 def _version(run: SwiftRun) -> tuple[str, str]:
-    old = [f"--{entry.key}" for entry in run.typed if entry.key in VERSION_3]
+    rows = table("swift").rows
+    old = [f"--{entry.key}" for entry in run.typed if entry.key in rows and rows[entry.key].version == 3]
     if not old:
         return "version 4", "its defaults: no flag is of version 3 alone"
     few = ", ".join(old[:3]) + (", ..." if len(old) > 3 else "")
@@ -48,7 +48,7 @@ def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         said = _said(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
         if said == [f"{entry.key}: {_words(entry.value.data)}"] and not why:
             continue
-        if not said and entry.key in REFUSED:
+        if not said and entry.key in table("swift").refused:
             yield left, "ignored: that is how it is"
         elif said or why:
             yield left, ", ".join(said) + (f" ({why})" if said and why else why)

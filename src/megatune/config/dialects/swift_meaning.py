@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from megatune.config.dialects.swift_command import Command
-from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
+from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
@@ -23,18 +23,9 @@ _MODULES = {
     "router": ["gate"],
 }
 _WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
-_OF_LORA = (
-    "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "merge_lora",
-    "lora_bias", "lora_dtype", "target_regex",
-)  # fmt: skip
-_OF_RLHF = (
-    "rlhf_type", "beta", "loss_type", "rpo_alpha", "label_smoothing", "desirable_weight", "undesirable_weight",
-    "calculate_KL", "center_rewards_coefficient", "ref_model", "ref_adapters", "reference_free", "f_divergence_type",
-)  # fmt: skip
 # What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
 _OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
 _MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
-ROLLOUTS = (*WITHOUT_DEFAULT, *DEFAULTS)
 
 
 def steps(command: Command) -> None:
@@ -108,7 +99,7 @@ def tuner(command: Command) -> None:
         command.default("tuner_type", "lora", "adapters are given")
         command.flags.pop("tuner_type", None)
     if command.value("tuner_type") != "lora":
-        for name in _OF_LORA:
+        for name in _flags_of("lora"):
             command.ignore(name, "it is of tuner_type lora")
         return
     modules = command.value("target_modules")
@@ -208,14 +199,15 @@ def losses(command: Command) -> None:
 def preferences(command: Command) -> None:
     """rlhf's own flags, of which each loss takes some."""
     if command.verb != "rlhf":
-        for name in _OF_RLHF:
+        for name in _flags_of("rlhf"):
             command.ignore(name, "it is of rlhf")
         return
     if not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
     if command.stage in ("grpo", "gkd"):  # one reason for all of their flags
-        for name in (*_OF_RLHF[1:], *ROLLOUTS):
-            command.ignore(name, f"it is of {command.stage}")
+        for name in (*_flags_of("rlhf"), *_flags_of("rollouts")):
+            if name != "rlhf_type":
+                command.ignore(name, f"it is of {command.stage}")
         return
     loss = command.value("loss_type")
     if command.stage == "rm":
@@ -236,6 +228,11 @@ def seeds(command: Command) -> None:
     if command.value("data_seed", 42) == command.value("seed", 42):
         command.ignore("data_seed", "seed is that of rows, too")
     command.refuse("data_seed", "one seed orders rows and draws weights", "write --seed with that number")
+
+
+def _flags_of(part: str) -> list[str]:
+    """List the flags that say something only of a part: lora, rlhf, rollouts."""
+    return [name for name, row in table("swift").rows.items() if row.of == part]
 
 
 MEANINGS = (steps, tuner, learning_rate, pictures, losses, preferences, seeds)

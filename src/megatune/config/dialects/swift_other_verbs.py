@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatune.config.dialects.swift import NEGATABLE, kinds
+from megatune.config.dialects.swift import kinds, negatable
 from megatune.config.dialects.swift_syntax import read_command_line, read_variables
 from megatune.config.entry import SettingEntry, read_file
 from megatune.config.values import Value, shown
@@ -78,7 +78,7 @@ def export_words(words: Sequence[str]) -> Words:
         MegatuneError: the file of flags is missing or unreadable (exit 66). Everything else is a finding.
     """
     of_export = {**{name: row[0] for name, row in _REFUSED.items()}, **{name: row[0] for name, row in _IGNORED.items()}}
-    line = read_command_line(words, {**kinds(), **of_export, **_EXPORT}, NEGATABLE)
+    line = read_command_line(words, {**kinds(), **of_export, **_EXPORT}, negatable())
     found = Words(variables=line.variables, findings=line.findings)
     for name, entry in line.flags.items():
         left = f"swift      --{name} {_text(entry.value)}"

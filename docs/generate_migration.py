@@ -1,4 +1,4 @@
-"""Writes the tables of migrate-from-llamafactory.md: defaults that differ, and what becomes of each example there."""
+"""Write the tables of the pages on migration: defaults that differ, and what becomes of LLaMA-Factory's examples."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.dialects.llamafactory_defaults import DEFAULTS
+from megatune.config.dialects.table import table
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
 
-PAGE = Path(__file__).with_name("migrate-from-llamafactory.md")
+LLAMAFACTORY_PAGE = Path(__file__).with_name("migrate-from-llamafactory.md")
+SWIFT_PAGE = Path(__file__).with_name("migrate-from-megatron-swift.md")
 _KIT = Path(__file__).parents[1] / "tests" / "llamafactory_kit.py"
 _WHY = {"architecture": "the model", "template": "the template", "unknown": "every key: it is no file of settings"}
 
 
 def _defaults() -> Iterator[str]:
     yield "| key | LLaMA-Factory | here | |\n|---|---|---|---|\n"
-    for key, default in sorted(DEFAULTS.items()):
+    for key, row in sorted(table("llamafactory").rows.items()):
+        if not row.kept:
+            continue
         meaning = LLAMAFACTORY.meaning_of(key)
         assert meaning is not None
         info = all_settings()[meaning.paths[0]]
         here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
-        yield f"| `{key}` | `{shown(default.theirs)}` | `{here}` | {default.why} |\n"
+        yield f"| `{key}` | `{shown(row.default)}` | `{here}` | {row.kept} |\n"
 
 
 def _examples() -> Iterator[str]:
@@ -44,14 +47,35 @@ def _examples() -> Iterator[str]:
         yield f"| `{folder}` | {said} | {fate} |\n"
 
 
-def render() -> str:
-    """The page with its tables written anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, rows in (("defaults", _defaults), ("examples", _examples)):
-        block = re.compile(rf"(<!-- {name}: docs/generate_llamafactory\.py -->\n).*?(<!-- end -->)", re.DOTALL)
+def _swift_defaults() -> Iterator[str]:
+    """List each flag whose default differs, with what is done about it."""
+    yield "| flag | Megatron-SWIFT | the setting here | |\n|---|---|---|---|\n"
+    for key, row in table("swift").rows.items():
+        theirs = sorted({shown(row.default_in(version)) for version in (3, 4) if row.default_in(version) is not ...})
+        if row.meaning is None or row.now or not theirs:
+            continue
+        here = ", ".join(
+            f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.meaning.paths
+        )
+        fate = f"kept: {row.kept}" if row.kept else "taken over"
+        yield f"| `{key}` | {' or '.join(f'`{value}`' for value in theirs)} | {here} | {fate} |\n"
+
+
+_TABLES = {
+    LLAMAFACTORY_PAGE: {"defaults": _defaults, "examples": _examples},
+    SWIFT_PAGE: {"defaults": _swift_defaults},
+}
+
+
+def render(page: Path) -> str:
+    """Return the page with its tables recreated."""
+    text = page.read_text(encoding="utf-8")
+    for name, rows in _TABLES[page].items():
+        block = re.compile(rf"(<!-- {name}: docs/generate_migration\.py -->\n).*?(<!-- end -->)", re.DOTALL)
         text = block.sub(lambda match, rows=rows: match[1] + "".join(rows()) + match[2], text)
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    for path in _TABLES:
+        path.write_text(render(path), encoding="utf-8")
