@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +70,9 @@ def render(page: Path) -> str:
     """Return the page with its tables recreated."""
     text = page.read_text(encoding="utf-8")
     for name, rows in _TABLES[page].items():
-        block = re.compile(rf"(<!-- {name}: docs/generate_migration\.py -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = block.sub(lambda match, rows=rows: match[1] + "".join(rows()) + match[2], text)
+        before, opening, rest = text.partition(f"<!-- {name}: docs/generate_migration.py -->\n")
+        _, closing, after = rest.partition("<!-- end -->")
+        text = before + opening + "".join(rows()) + closing + after
     return text
 
 

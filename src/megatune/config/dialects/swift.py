@@ -43,7 +43,7 @@ def dialect_of(generation: int) -> Dialect:
 def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
     own = {name: Row(target=path) for name, path in setting_paths().items()}
-    return {name: row.kind for name, row in {**own, **table("swift").rows}.items()}
+    return {name: row.type for name, row in {**own, **table("swift").rows}.items()}
 
 
 @cache
@@ -103,12 +103,12 @@ def read_swift(
     if verb != "rlhf":
         command.default("stage", command.verb)
     for name, entry in list(command.flags.items()):
-        row = rows.get(entry.key)
-        if row is None or row.unsupported:
+        known = rows.get(entry.key)
+        if known is None or known.unsupported:
             continue
-        if row.ignored:
-            command.ignore(name, row.ignored)
-        elif row.meaning is None:  # the functions above have read it
+        if known.ignored:
+            command.ignore(name, known.ignored)
+        elif known.meaning is None:  # the functions above have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     loaded = load_entries(places, dialect_of(generation), command.findings)
@@ -142,7 +142,7 @@ def _check_kinds(command: Command) -> None:
     expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
         row, value = table("swift").rows.get(entry.key), entry.value.data
-        kind = row.kind if row is not None and row.type and row.meaning is None and not row.ignored else None
+        kind = row.type if row is not None and row.kind and row.meaning is None and not row.ignored else None
         fits = isinstance(value, kind) if kind else True
         if kind is float:
             fits = isinstance(value, int | float)

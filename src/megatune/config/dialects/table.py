@@ -12,7 +12,7 @@ A row is "group.name" of the setting that the key sets, or a mapping of these co
                    nothing, the first of them is named as the fix where `fix` is not given
     default        what the system takes where nothing is written; `defaults` has it by version. It is applied, unless
                    `kept` says why ours stays
-    type           of a value, where no setting, default or value tells it
+    kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
     negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
     of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
     version        the only version that has the key
@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.dialect import Accepted, Alias, GlobalBatchSize, Meaning, Refused, ValueMap
+from megatune.config.dialects.dialect import Accepted, Alias, GlobalBatchSize, Refused, ValueMap
 from megatune.config.settings import all_settings
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
@@ -54,14 +54,14 @@ class Row:
     default: Any = ...  # ... where the file has none: null is a default
     defaults: Mapping[int, Any] = field(default_factory=dict)
     kept: str = ""
-    type: str = ""
+    kind: str = ""
     negatable: bool = False
     of: str = ""
     version: int | None = None
     now: str = ""
 
     @property
-    def meaning(self) -> Meaning | None:
+    def meaning(self) -> Alias | ValueMap | GlobalBatchSize | None:
         """What the key sets; None where it sets nothing by itself."""
         if self.global_batch:
             return GlobalBatchSize()
@@ -73,10 +73,10 @@ class Row:
         return Alias(paths, self.values, self.factor)
 
     @property
-    def kind(self) -> type:
+    def type(self) -> type:
         """The type of the key's value: that of its first setting, where no column tells it."""
-        if self.type:
-            return _TYPES[self.type]
+        if self.kind:
+            return _TYPES[self.kind]
         if (meaning := self.meaning) is not None:
             kinds = all_settings()[meaning.paths[0]].kinds
             return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
@@ -94,7 +94,7 @@ class Table:
     rows: Mapping[str, Row]
 
     @cached_property
-    def keys(self) -> dict[str, Meaning]:
+    def keys(self) -> dict[str, Alias | ValueMap | GlobalBatchSize]:
         """The keys that set something."""
         return {key: meaning for key, row in self.rows.items() if (meaning := row.meaning) is not None}
 
