@@ -187,6 +187,7 @@ class Architecture:
         moe: None for a dense model.
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
         vision: None for a language model.
+        max_position_embeddings: positions that the rotary embeddings are made for, stretched by YaRN or not.
         mrope: None where rotary embedding turns by one position.
         num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
             for a language model.

@@ -130,7 +130,7 @@ def _positions(roles: Roles, architecture: Architecture | None) -> None:
     if architecture is not None and longest > architecture.max_position_embeddings:
         positions = architecture.max_position_embeddings
         what = f"sequence_length {longest} is more than the {positions} positions of the model"
-        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        why = "the rotary embeddings of its config.json were made for no more"
         where = roles.top.where("sequence_length", "response_length", "val_sequence_length")
         fix = f"write a prompt_length and a response_length of {positions} or less together"
         roles.reader.find(what, where, why, fix)
