@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,10 +85,9 @@ def ours(folder: Path, template: str, processes: int) -> dict[str, float]:
     from megatune.data.prepare import prepare
 
     tokenizer, settings = load_inputs(folder)
+    shutil.rmtree(folder / "cache" / "rows", ignore_errors=True)
     clock = Clock()
-    prepared = prepare(
-        settings(template=template, preprocessing_num_workers=processes, overwrite_cache=True), tokenizer
-    )
+    prepared = prepare(settings(template=template, preprocessing_num_workers=processes), tokenizer)
     return {**clock.read(), "tokens": prepared.report.train.tokens}
 
 

@@ -28,7 +28,7 @@ VALID = [
     [*STREAMED],
     [*STREAMED, "val_size=100", "eval_strategy=steps", "disable_shuffling=true"],
     [*STREAMED, "eval_dataset=e", "eval_strategy=steps", TWO, "mix_strategy=interleave_over", "interleave_probs=.5,.5"],
-    ["tokenized_path=rows", "overwrite_cache=true", "on_bad_row=quarantine", "template=null"],
+    ["tokenized_path=rows", "on_bad_row=quarantine", "template=null"],
     ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
     [*STREAMED, "buffer_size=128"],
     ["stage=dpo"],

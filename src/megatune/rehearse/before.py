@@ -132,7 +132,6 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
         "data.on_bad_row": "quarantine",
         "data.preprocessing_num_workers": None,
         "data.tokenized_path": None,
-        "data.overwrite_cache": False,
         "data.streaming": False,
     }
     if not real_tokenizer:

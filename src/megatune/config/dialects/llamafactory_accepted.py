@@ -69,6 +69,9 @@ ACCEPTED: dict[str, Accepted] = {
         ),
         Accepted(_READING),
     ),
+    "overwrite_cache": Accepted(
+        "prepared rows are kept by the content of all that they were made from, and are never out of date", off=(False,)
+    ),
     "label_names": Accepted("the template says which tokens are trained"),
     "quantization_device_map": Accepted("the layout says which rank holds what of the base"),
     "use_fast_tokenizer": Accepted("a tokenizer is the fast one where there is one"),

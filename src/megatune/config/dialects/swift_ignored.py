@@ -26,6 +26,7 @@ IGNORED: dict[str, tuple[type, str]] = {
     "padding_free": (bool, "padding is never trained on, and takes no part in attention"),
     "mlp_padding_free": (bool, "padding is never trained on, and takes no part in attention"),
     "lazy_tokenize": (bool, _CACHE),
+    "load_from_cache_file": (bool, _CACHE),
     "packing_num_proc": (int, _CACHE),
     "no_create_attention_mask_in_dataloader": (bool, "masks are made where they are needed"),
     "dataloader_type": (str, _READING),

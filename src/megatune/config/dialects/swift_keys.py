@@ -110,7 +110,6 @@ KEYS: dict[str, Meaning] = {
     "max_pixels": "data.image_scale_pixels",
     "system": "data.default_system",
     "dataset_num_proc": "data.preprocessing_num_workers",
-    "load_from_cache_file": negated("data.overwrite_cache"),
     "shuffle_buffer_size": "data.buffer_size",
     "interleave_prob": "data.interleave_probs",
     "stopping_strategy": Sets(

@@ -134,11 +134,6 @@ class DataSettings(Group):
     instead of training on the wrong rows.
     When: Set it to prepare rows on one machine and train on another, or to keep them. The cache does the rest by
     itself."""
-    overwrite_cache: bool = False
-    """Prepare the rows anew even where they are in the cache.
-    How: The cache is keyed by the content of files, tokenizer, template and settings, so a change of any of them
-    prepares anew without this.
-    When: Seldom: where something outside the key has changed."""
     max_samples: Annotated[Count, "rows"] | None = None
     """Use at most this many rows of each data set, the first ones.
     How: The rest is not read.
