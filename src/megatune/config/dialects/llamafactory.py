@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatune.config.dialects.dialect import Chooses, Dialect, Meaning
+from megatune.config.dialects.dialect import Chooses, Dialect, Meaning, PooledLoss
 from megatune.config.dialects.llamafactory_accepted import ACCEPTED
 from megatune.config.dialects.llamafactory_refused import NOT_BUILT
 
@@ -34,7 +34,7 @@ _OTHERS: dict[str, Meaning] = {
     ),
     "mixed_precision": Chooses({"bf16_mixed": {"precision.bf16": True}, "fp16_mixed": {"precision.fp16": True}}),
     "gradient_checkpointing": Chooses({"true": {_RECOMPUTE: "full"}, "false": {_RECOMPUTE: None}}),
-    "moe_aux_loss_coef": "experts.moe_aux_loss_coeff",
+    "moe_aux_loss_coef": PooledLoss(),
     "megatron_pretrained_checkpoint": "model.mcore_model",
     "save_merged_model": "checkpoint.merge_lora",
     "hf_hub_token": "checkpoint.hub_token",
