@@ -361,10 +361,11 @@ def _swift_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> T
         masks=None if data.answer_masks is None else tuple(data.answer_masks),
         has_template=not is_text,
     )
-    name = None if data.template == "default" else data.template
     model = settings.model.model_name_or_path or ""
     system = data.default_system
-    return swift_template(name, tokenizer, rules, model=model, agent=data.agent_template, default_system=system)
+    return swift_template(
+        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=system
+    )
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

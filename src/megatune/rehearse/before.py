@@ -67,7 +67,7 @@ def look_at_template(settings: Settings, real: RealModel) -> Outcome:
         return left(
             TEMPLATE, f"{real.note}: a demo tokenizer of the family takes its place, with the template's tokens"
         )
-    return passed(TEMPLATE, f"{name or 'default'} fits the tokenizer in {real.folder}")
+    return passed(TEMPLATE, f"{name or 'its own chat template'} fits the tokenizer in {real.folder}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ DEFAULTS: dict[str, Default] = {
         "lora", "on its Megatron path, where LoRA's keys are not read, it trains every parameter"
     ),
     "do_train": Default(False, "training is what the command does"),
-    "template": Default(None, "null is the same: the chat template of the model's tokenizer"),
     "neat_packing": Default(False, _PACKING),
     "sequence_packing": Default(False, _PACKING),
     "use_packed_sequences": Default(False, _PACKING),

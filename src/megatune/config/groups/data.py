@@ -35,9 +35,9 @@ class DataSettings(Group):
     """Data sets to evaluate on, beside those trained on; named as in `dataset`.
     How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.
     When: Use it where there is a fixed test set; use val_size to split one off. Not both."""
-    template: str | None = "default"
-    """How a conversation is written as tokens: default and null use the chat template of the model's tokenizer; a name
-    chooses one of ours, a path ending in .yaml your own.
+    template: str | None = None
+    """How a conversation is written as tokens: null uses the chat template of the model's tokenizer; a name chooses one
+    of ours, a path ending in .yaml your own.
     How: It decides the text around each turn, the stop token, and which tokens are the assistant's. A base model learns
     it from the data.
     When: Train with the template that the model will be asked with. `megatune data preview` shows what it makes of your

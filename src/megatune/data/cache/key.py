@@ -43,6 +43,9 @@ BY_PICTURES = frozenset((
     "media_dir",
 ))  # fmt: skip
 
+# Of templates: it follows from their names, or from the tokenizer.
+_UNKEYED = ("eos", "is_apart")
+
 _CHUNK_BYTES = 2**20
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
 
@@ -192,7 +195,8 @@ def _template_content(name: str | None) -> Any:
 def _declared(value: Any) -> Any:
     """Return a declaration as JSON can hold it: functions by their names."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _declared(getattr(value, field.name)) for field in fields(value)}
+        names = (field.name for field in fields(value) if field.name not in _UNKEYED)
+        return {name: _declared(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [_declared(item) for item in value]
     if isinstance(value, dict):

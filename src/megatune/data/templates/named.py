@@ -54,6 +54,8 @@ class NamedTemplate:
         special_tokens: what must be one token each, or the tokenizer is not for this template.
         system_in_question: the system message is written into the last message of the user, before its text.
         trims: roles whose text loses the white space around it.
+        is_apart: texts between the tokenizer's own tokens are tokenised each by itself, as LLaMA-Factory does.
+        eos: the tokenizer's own token, once it is known.
     """
 
     name: str
@@ -71,13 +73,15 @@ class NamedTemplate:
     special_tokens: tuple[str, ...] = ()
     system_in_question: bool = False
     trims: tuple[str, ...] = ()
+    is_apart: bool = False
+    eos: str = ""
 
     answer_end: ClassVar[str | None] = None
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
         texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
-        return replace(self, **texts)
+        return replace(self, **texts, eos=eos_token)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`."""
@@ -100,7 +104,15 @@ class NamedTemplate:
             start = stop + 1
         if any(question) and last_question < 0:
             raise RowError("no-question", "the template writes the system message and tools into a user's message")
-        return turns
+        return [self._split(turn) for turn in turns] if self.is_apart else turns
+
+    def _split(self, turn: Turn) -> Turn:
+        """Make pieces of their own of the tokenizer's own tokens."""
+        own = re.compile(f"({re.escape(self.eos)})")
+        prompt, completion = (
+            tuple(part for text in side for part in own.split(text) if part) for side in (turn.prompt, turn.completion)
+        )
+        return replace(turn, prompt=prompt, completion=completion)
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return what starts the conversation, and what the last message of the user has before it and inside it."""
