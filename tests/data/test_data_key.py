@@ -95,6 +95,7 @@ OTHER_VALUES = {
     "dataset_shuffle": False,
     "conversation_rules": "ms_swift_4",
     "agent_template": "hermes",
+    "tool_format": "qwen",
     "add_empty_thought": False,
     "answer_masks": [],
 }

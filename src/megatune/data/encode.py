@@ -340,7 +340,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     elif settings.run.stage == "pt":
         check_pretraining_tokenizer(tokenizer)
     else:
-        template = load_template(data.template, tokenizer, data.default_system)
+        template = load_template(data.template, tokenizer, data.default_system, data.tool_format)
     options = (data.truncation_strategy, data.train_on_prompt, data.mask_history or settings.run.stage == "kto")
     thinking = (data.enable_thinking, bool(data.preserve_thinking))
     whole_text = template is not None and template.answer_end is None and needs_whole_text(template, tokenizer)

@@ -203,8 +203,4 @@ NOT_BUILT: dict[str, Refused] = {
             "tpu_use_sudo",
         )
     },
-    "tool_format": Refused(
-        "calls of tools are written as the template does",
-        fix="write template: FILE.yaml, a template of your own, with tools: qwen, llama3, mistral or plain in it",
-    ),
 }

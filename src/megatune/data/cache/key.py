@@ -35,7 +35,9 @@ BY_VALUE = frozenset((
     "answer_masks",
 ))  # fmt: skip
 # Those that determine them by the content that they name.
-BY_CONTENT = frozenset({"dataset", "dataset_dir", "columns", "eval_dataset", "template", "packing", "on_bad_row"})
+BY_CONTENT = frozenset(
+    {"dataset", "dataset_dir", "columns", "eval_dataset", "template", "tool_format", "packing", "on_bad_row"}
+)
 # Those that determine the rows of a vision-language model: by its processor, and by the names of files.
 BY_PICTURES = frozenset((
     "image_max_pixels", "image_min_pixels", "image_scale_pixels",
@@ -44,7 +46,7 @@ BY_PICTURES = frozenset((
 ))  # fmt: skip
 
 # Of templates: it follows from their names, or from the tokenizer.
-_UNKEYED = ("eos", "is_apart")
+_UNKEYED = ("eos", "is_apart", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
@@ -125,6 +127,7 @@ def prepared_key(
         # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
         "refuses_bad_rows": data.on_bad_row == "error",
         **{name: getattr(data, name) for name in sorted(BY_VALUE)},
+        **({"tool_format": data.tool_format} if data.tool_format else {}),
     }
     content = {
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]

@@ -12,6 +12,7 @@ from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -26,12 +27,18 @@ def template_names() -> tuple[str, ...]:
     return tuple(NAMED_TEMPLATES)
 
 
-def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_system: str | None = None) -> Template:
+def load_template(
+    name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    default_system: str | None = None,
+    tool_format: str | None = None,
+) -> Template:
     """Load a template, checked against the tokenizer it will be used with.
 
     Args:
         name: one of `template_names`, or the path of a YAML file; None is the tokenizer's own chat template.
         default_system: for conversations without a system message; None keeps the template's own.
+        tool_format: one of LLaMA-Factory's formats; None keeps the template's own.
 
     Raises:
         MegatuneError: an unknown name or a faulty file (exit code 64); or there is no such file, or the tokenizer has
@@ -42,6 +49,8 @@ def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_
     template = read_template(name) if is_template_file(name) else named_template(name)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
+    if tool_format is not None:
+        template = template.with_tools(LLAMAFACTORY_TOOLS[tool_format])
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
     if default_system is not None:
         template = replace(template, default_system=default_system)

@@ -56,6 +56,8 @@ class NamedTemplate:
         trims: roles whose text loses the white space around it.
         is_apart: texts between the tokenizer's own tokens are tokenised each by itself, as LLaMA-Factory does.
         eos: the tokenizer's own token, once it is known.
+        has_other_tools: `tool_format` is not the template's own: calls are ended as an answer is, without the white
+            space behind it, and the offer begins with its line breaks, as in LLaMA-Factory.
     """
 
     name: str
@@ -75,6 +77,7 @@ class NamedTemplate:
     trims: tuple[str, ...] = ()
     is_apart: bool = False
     eos: str = ""
+    has_other_tools: bool = False
 
     answer_end: ClassVar[str | None] = None
 
@@ -82,6 +85,11 @@ class NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
         texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
         return replace(self, **texts, eos=eos_token)
+
+    def with_tools(self, tool_format: ToolFormat) -> NamedTemplate:
+        """Put another format of tools in the place of the template's own, as LLaMA-Factory's `tool_format` does."""
+        end = self.assistant.partition("{content}")[2].strip()
+        return replace(self, tool_format=tool_format, calls=f"{{content}}{end}", has_other_tools=True)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`."""
@@ -124,7 +132,8 @@ class NamedTemplate:
                 raise RowError("no-tools-in-template", "the template has no text for tools")
             offer = self.tool_format.offer(conversation.tools)
             if not self.tool_format.offer_before_question:
-                system, offer = (f"{system}{offer}" if system else offer.lstrip("\n")), ""
+                offer = offer if system or self.has_other_tools else offer.lstrip("\n")
+                system, offer = f"{system}{offer}", ""
         # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
         text = _fill(self.system, system) if given or system else ""
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
@@ -159,11 +168,12 @@ class NamedTemplate:
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 
     def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, is_last: bool) -> Turn:
-        only_calls = self.calls and message.tool_calls and not self._text(message)
+        only_calls = self.calls and message.tool_calls and (self.has_other_tools or not self._text(message))
         # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
         is_bare = "<think>" not in answer and "</think>" not in answer
         thinks = self.thinks and is_bare and (is_last or not thinking.drop_history)
-        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if thinks else answer)
+        strips = thinks and not (only_calls and self.has_other_tools)
+        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if strips else answer)
         if not thinks:
             return Turn(asked, (written,), message.trained)
         if thinking.enable:
