@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,10 +85,9 @@ def ours(folder: Path, template: str, processes: int) -> dict[str, float]:
     from megatune.data.prepare import prepare
 
     tokenizer, settings = load_inputs(folder)
+    shutil.rmtree(folder / "cache" / "rows", ignore_errors=True)
     clock = Clock()
-    prepared = prepare(
-        settings(template=template, preprocessing_num_workers=processes, overwrite_cache=True), tokenizer
-    )
+    prepared = prepare(settings(template=template, preprocessing_num_workers=processes), tokenizer)
     return {**clock.read(), "tokens": prepared.report.train.tokens}
 
 
@@ -195,7 +195,7 @@ WAYS: dict[str, tuple[str, Callable[[Path], dict[str, float]]]] = {
     "theirs-1": ("LLaMA-Factory's steps, one process", lambda folder: theirs(folder, 1)),
     "map-1": ("datasets.map, one process", lambda folder: datasets_map(folder, 1)),
     "named-1": ("megatune, template qwen, one process", lambda folder: ours(folder, "qwen", 1)),
-    "default-1": ("megatune, template default, one process", lambda folder: ours(folder, "default", 1)),
+    "default-1": ("megatune, the tokenizer's template, one process", lambda folder: ours(folder, "null", 1)),
     "theirs-2": ("LLaMA-Factory's steps, two processes", lambda folder: theirs(folder, 2)),
     "named-2": ("megatune, template qwen, two processes", lambda folder: ours(folder, "qwen", 2)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -49,6 +49,7 @@ class MixtureOfExperts:
         topk_scaling_factor: multiplies the shares of the chosen experts.
         expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
         router_dtype: what the family computes the router's logits in; None for the dtype of the model.
+        aux_loss_coeff: weight of the balancing loss that config.json names; 0 where it names none.
     """
 
     layers: tuple[bool, ...]
@@ -64,6 +65,7 @@ class MixtureOfExperts:
     topk_scaling_factor: float = 1.0
     expert_bias: bool = False
     router_dtype: Literal["fp32"] | None = None
+    aux_loss_coeff: float = field(default=0.0, compare=False)  # models that differ in it alone compute the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +189,7 @@ class Architecture:
         moe: None for a dense model.
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
         vision: None for a language model.
+        max_position_embeddings: positions that the rotary embeddings are made for, stretched by YaRN or not.
         mrope: None where rotary embedding turns by one position.
         num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
             for a language model.

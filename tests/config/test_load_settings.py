@@ -91,7 +91,6 @@ VALUES = [
     ("buffer_size: 1_000", "data.buffer_size", 1000),
     ("on_bad_row: quarantine", "data.on_bad_row", "quarantine"),
     ("tokenized_path: rows", "data.tokenized_path", "rows"),
-    ("overwrite_cache: true", "data.overwrite_cache", True),
     ("preserve_thinking: true", "data.preserve_thinking", True),
     ("stage: dpo", "run.stage", "dpo"),
     ("default_system: |\n  You are\n  kind.", "data.default_system", "You are\nkind.\n"),

@@ -109,3 +109,19 @@ def test_secrets_are_read_and_never_written(tmp_path):
     shown = [dump(loaded.settings, loaded.origins), repr(loaded.settings), *map(str, loaded.check())]
     held = CheckpointSettings(hub_token="hf_secret")
     assert "secret" not in "".join([*shown, dump(Settings(checkpoint=held), {})])
+
+
+@pytest.mark.parametrize(
+    ("line", "template"),
+    [
+        ("template: default                                   # default", None),
+        ("template: default  # default", None),
+        ("template: default                                   # my.yaml:3", "default"),
+        ("template: default", "default"),
+    ],
+)
+def test_an_older_run_keeps_the_template_that_nobody_wrote(tmp_path, line, template):
+    """template: default meant the tokenizer's own chat template, which null means now."""
+    (tmp_path / "run.yaml").write_text(f"# data\ndataset: [a]\n{line}\n")
+    loaded = load(tmp_path / "run.yaml")
+    assert (loaded.findings, loaded.settings.data.template) == ([], template)

@@ -195,7 +195,7 @@ WRONG = [
     (
         ["cutoff_len=4097"],
         "cutoff_len 4097 is more than the 4096 positions of the model\n"
-        "    why: config.json's max_position_embeddings is what its rotary embeddings were made for\n"
+        "    why: the rotary embeddings of its config.json were made for no more\n"
         "    fix: write cutoff_len: 4096, the longest it allows",
     ),
     # learning rate

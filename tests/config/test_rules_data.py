@@ -28,11 +28,13 @@ VALID = [
     [*STREAMED],
     [*STREAMED, "val_size=100", "eval_strategy=steps", "disable_shuffling=true"],
     [*STREAMED, "eval_dataset=e", "eval_strategy=steps", TWO, "mix_strategy=interleave_over", "interleave_probs=.5,.5"],
-    ["tokenized_path=rows", "overwrite_cache=true", "on_bad_row=quarantine", "template=null"],
+    ["tokenized_path=rows", "on_bad_row=quarantine", "template=null"],
     ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
     [*STREAMED, "buffer_size=128"],
     ["stage=dpo"],
     ["stage=dpo", "packing=true", "preserve_thinking=true"],
+    ["template=qwen", "tool_format=glm4"],
+    ["stage=pt", "tool_format=glm4"],
     ["model_name=[小黄, Xiao Huang]", "model_author=us", 'columns={"q": "query"}', "dataset_shuffle=false"],
 ]
 
@@ -46,6 +48,24 @@ _STREAMING_WHY = "    why: how many rows there are is not known while they are r
 _PAIR_WHY = "    why: only the two answers of a pair are trained\n"
 
 WRONG = [
+    (
+        ["tool_format=qwen"],
+        "tool_format: qwen with template: null\n"
+        "    why: the tokenizer's chat template writes tools in its own way\n"
+        "    fix: write a template by name, or remove tool_format",
+    ),
+    (
+        ["tool_format=qwen", "template=mistral"],
+        "tool_format: qwen with template: mistral\n"
+        "    why: it writes tools into the last question, and ids to calls and what tools return\n"
+        "    fix: remove tool_format, or write template: FILE.yaml",
+    ),
+    (
+        ["tool_format=qwen", "conversation_rules=ms_swift_4", "truncation_strategy=drop"],
+        "tool_format: qwen with conversation_rules: ms_swift_4\n"
+        "    why: agent_template says it there\n"
+        "    fix: write agent_template",
+    ),
     (
         ["conversation_rules=ms_swift_4"],
         "truncation_strategy: budget with conversation_rules: ms_swift_4\n"

@@ -179,28 +179,6 @@ def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixtu
     assert [path.name for path in cache.iterdir()] == ["k"]
 
 
-def test_overwrite_cache_builds_again(cache: Path) -> None:
-    builds: list[str] = []
-    for text in ("old", "new"):
-        folder = built(with_data(overwrite_cache=True), "k", tokens(text, builds))
-    assert (folder / "part/tokens.bin").read_text() == "new"
-    assert builds == ["old", "new"]
-
-
-def test_overwrite_cache_takes_what_another_run_has_just_made(tmp_path: Path, start: Start) -> None:
-    """Several machines with one cache start together; one of them prepares."""
-    folder = built(Settings(), "k", tokens("old"))
-    first = start(overwrite_cache=True)
-    wait_for((tmp_path / "log").exists)
-    second = start(overwrite_cache=True)
-    assert second.stderr is not None
-    assert second.stderr.readline().startswith("waiting for")
-    (tmp_path / "go").touch()
-    assert [process.communicate(timeout=30)[0] for process in (first, second)] == ["1234\n", "1234\n"]
-    assert (tmp_path / "log").read_text() == "build\n"
-    assert sorted(path.name for path in folder.iterdir()) == ["files.json", "key.txt", "tokens.bin"]
-
-
 def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = built(Settings(), "k", tokens("1234"))
     before = folder.parent.stat().st_mtime_ns
@@ -304,22 +282,19 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert str(caught.value) == (
         f"tokenized_path: {folder} has rows made from other data or settings\n"
-        "    fix: name another folder, or write overwrite_cache: true to replace them"
+        "    fix: name another folder, or delete this one"
     )
     assert (folder / "part/tokens.bin").read_text() == "1234"
-    built(with_data(tokenized_path=str(folder), overwrite_cache=True), "other", tokens("5"))
-    assert (folder / "part/tokens.bin").read_text() == "5"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_not_ours_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     thesis = tmp_path / "documents" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
     for path in (thesis.parent, thesis):
         with pytest.raises(MegatuneError, match="not a folder of prepared rows") as caught:
-            built(with_data(tokenized_path=str(path), overwrite_cache=overwrite), "k", no_build)
+            built(with_data(tokenized_path=str(path)), "k", no_build)
         assert caught.value.exit_code == ExitCode.SETTINGS
     assert thesis.read_text() == "years of work"
 

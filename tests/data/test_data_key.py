@@ -29,7 +29,6 @@ IRRELEVANT = {
     "streaming",
     "buffer_size",
     "tokenized_path",
-    "overwrite_cache",
     "preprocessing_num_workers",
     "dataloader_num_workers",
     "dataloader_pin_memory",
@@ -96,6 +95,7 @@ OTHER_VALUES = {
     "dataset_shuffle": False,
     "conversation_rules": "ms_swift_4",
     "agent_template": "hermes",
+    "tool_format": "qwen",
     "add_empty_thought": False,
     "answer_masks": [],
 }
@@ -112,7 +112,6 @@ OTHER_IRRELEVANT = {
     "streaming": True,
     "buffer_size": 5,
     "tokenized_path": "rows",
-    "overwrite_cache": True,
     "preprocessing_num_workers": 4,
     "dataloader_num_workers": 4,
     "dataloader_pin_memory": False,
@@ -168,7 +167,7 @@ def test_the_tokenizer_counts(folder: Path) -> None:
 
 
 def test_templates_count_by_what_they_say(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert key(folder, template=None) == key(folder, template="default")
+    assert key(folder, template=None) != key(folder, template="default")
     before = key(folder, template="qwen")
     changed = NAMED_TEMPLATES["qwen"].__class__(
         **{

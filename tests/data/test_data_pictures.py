@@ -77,11 +77,11 @@ def chat(*said: str, pictures: tuple[RowPicture, ...] = ()) -> Conversation:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("template", ["named", "default"])
+@pytest.mark.parametrize("template", ["named", "own"])
 def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path, family: str, template: str) -> None:
     """As a processor writes it: the tag replaced by all placeholders before anything is tokenised."""
     model = models[family]
-    changes = {"template": "default"} if template == "default" else {}
+    changes = {"template": None} if template == "own" else {}
     pictures = (image(data, "a.png"), video(data, 5), image(data, "c.webp"))
     said = ["Is <image>this\n<video>, or", "No.", "<image>", "Yes: it is."]
     found = document(model, chat(*said, pictures=pictures), **changes)

@@ -140,7 +140,7 @@ def describe_demo(folder: Path, model: Path, packing: bool = False, stage: str =
 
 
 PAGE = """\
-stage sft, template default, cutoff_len 32
+stage sft, template of the tokenizer, cutoff_len 32
 
 data set  rows read  trained  held out  dropped  cut  samples an epoch  tokens an epoch
 first             8        6         0        2    0                 8              129

@@ -328,12 +328,12 @@ def test_a_call_after_text_and_thought() -> None:
         ("llama3", TWO_TURNS, llama3_tokenizer()),
         ("llama3", WITH_SYSTEM, llama3_tokenizer()),
         ("deepseek3", WITH_SYSTEM, deepseek_tokenizer()),
-        ("default", TWO_TURNS, qwen_tokenizer()),
-        ("default", CALLS, qwen_tokenizer()),
-        ("default", THINKS_FIRST, qwen_tokenizer("qwen3")),
-        ("default", THINKS_LAST, qwen_tokenizer("qwen3")),
-        ("default", WITH_SYSTEM, llama3_tokenizer()),
-        ("default", WITH_SYSTEM, deepseek_tokenizer()),
+        (None, TWO_TURNS, qwen_tokenizer()),
+        (None, CALLS, qwen_tokenizer()),
+        (None, THINKS_FIRST, qwen_tokenizer("qwen3")),
+        (None, THINKS_LAST, qwen_tokenizer("qwen3")),
+        (None, WITH_SYSTEM, llama3_tokenizer()),
+        (None, WITH_SYSTEM, deepseek_tokenizer()),
     ],
 )
 def test_tokens_are_those_of_apply_chat_template(
@@ -349,26 +349,26 @@ def test_qwen3_with_masked_history_is_what_the_model_sees_when_used(conversation
 
 
 def test_default_finds_answers() -> None:
-    (first, second) = rendered("default", TWO_TURNS, qwen_tokenizer())
+    (first, second) = rendered(None, TWO_TURNS, qwen_tokenizer())
     assert first.prompt[0].endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
     assert (first.completion, second.completion) == (("2<|im_end|>\n",), ("Yes<|im_end|>\n",))
     assert second.prompt == (ASK_2,)
 
 
 def test_default_finds_answers_that_lose_their_reasoning_as_history() -> None:
-    turns = rendered("default", THINKS_FIRST, qwen_tokenizer("qwen3"))
+    turns = rendered(None, THINKS_FIRST, qwen_tokenizer("qwen3"))
     assert turns == [Turn((ASK_1,), ("2<|im_end|>\n",)), Turn((ASK_2,), (f"{EMPTY}Yes<|im_end|>\n",))]
 
 
 @pytest.mark.parametrize("enable", [False, None])
 def test_default_counts_an_empty_thought_to_the_prompt(enable: bool | None) -> None:
-    turns = rendered("default", THINKS_FIRST, qwen_tokenizer("qwen3"), enable=enable)
+    turns = rendered(None, THINKS_FIRST, qwen_tokenizer("qwen3"), enable=enable)
     assert turns == [Turn((ASK_1,), ("2<|im_end|>\n",)), Turn((ASK_2 + EMPTY,), ("Yes<|im_end|>\n",))]
 
 
 def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is_off() -> None:
     answers = {
-        enable: rendered("default", THINKS_LAST, qwen_tokenizer("qwen3"), enable=enable)[1].completion
+        enable: rendered(None, THINKS_LAST, qwen_tokenizer("qwen3"), enable=enable)[1].completion
         for enable in (None, False)
     }
     assert answers == {None: ("<think>\nIt is.\n</think>\n\nYes<|im_end|>\n",), False: ("Yes<|im_end|>\n",)}
@@ -376,7 +376,7 @@ def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is
 
 def test_default_trusts_generation_markers() -> None:
     tokenizer = qwen_tokenizer("marked")
-    turns = rendered("default", WITH_SYSTEM, tokenizer)
+    turns = rendered(None, WITH_SYSTEM, tokenizer)
     assert [turn.completion for turn in turns] == [("2<|im_end|>",), ("Yes<|im_end|>",)]
     assert turns[1].prompt == ("\n" + ASK_2,)
     text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.completion))
@@ -391,14 +391,14 @@ def test_default_trusts_generation_markers() -> None:
 
 
 def test_default_system_replaces_the_templates_own() -> None:
-    for name in ("qwen", "default"):
+    for name in ("qwen", None):
         (turn, _) = load_template(name, qwen_tokenizer(), "Speak French.").render(TWO_TURNS, Thinking())
         assert "".join(turn.prompt).startswith("<|im_start|>system\nSpeak French.<|im_end|>\n<|im_start|>user")
 
 
 def test_default_refuses_tools_that_the_chat_template_leaves_out() -> None:
     with pytest.raises(RowError, match="no place for tools"):
-        rendered("default", CALLS, llama3_tokenizer())
+        rendered(None, CALLS, llama3_tokenizer())
 
 
 def test_default_names_the_answer_it_cannot_find() -> None:
@@ -418,7 +418,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
         chat_template("qwen2")
     )
     with pytest.raises(RowError) as caught:
-        rendered("default", TWO_TURNS, tokenizer)
+        rendered(None, TWO_TURNS, tokenizer)
     assert (caught.value.reason, caught.value.detail) == ("the chat template refuses the conversation", "one turn only")
 
 
@@ -427,13 +427,13 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
     [
         ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: nearest: qwen3, qwen"),
         (
-            "default",
+            None,
             plain_tokenizer(),
             66,
-            "template: default does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
+            "template: null does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
             "    fix: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
             "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, llama3, mistral, deepseek, deepseek3, "
-            "deepseekr1, chatml",
+            "deepseekr1, chatml, default",
         ),
         (
             "qwen",
@@ -441,7 +441,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: qwen does not fit this model's tokenizer\n"
             "    why: the tokenizer does not have <|im_start|>, <|im_end|> as one token\n"
-            "    fix: templates that fit it: default, llama3",
+            "    fix: templates that fit it: null, llama3",
         ),
         (
             "llama3",
@@ -449,14 +449,14 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             66,
             "template: llama3 does not fit this model's tokenizer\n    why: the tokenizer does not have a bos_token, "
             "<|start_header_id|>, <|end_header_id|>, <|eot_id|> as one token\n"
-            "    fix: templates that fit it: default, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
+            "    fix: templates that fit it: null, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
             "qwen3_vl_nothink, chatml",
         ),
         (
-            "default",
+            None,
             deepseek_tokenizer("deepseekr1"),
             66,
-            "template: default does not fit this model's tokenizer\n    why: answers cannot be told from prompts: "
+            "template: null does not fit this model's tokenizer\n    why: answers cannot be told from prompts: "
             "the chat template writes an answer otherwise than it asks for it (answer 1)\n"
             "    fix: templates that fit it: deepseek3, deepseekr1",
         ),

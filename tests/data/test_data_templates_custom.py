@@ -156,4 +156,4 @@ def test_the_source_of_a_template_is_what_a_cache_is_keyed_by(tmp_path: Path) ->
     before = template_source(path)
     write(tmp_path, SHORT.replace("[INST]", "[ASK]"))
     assert template_source(path) != before
-    assert [template_source(name) for name in (None, "default", "qwen")] == ["default", "default", "qwen"]
+    assert [template_source(name) for name in (None, "qwen")] == ["default", "qwen"]

@@ -1,4 +1,4 @@
-"""template: default with chat templates that do unexpected things: answers are found exactly, or refused."""
+"""template: null with chat templates that do unexpected things: answers are found exactly, or refused."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_answers_are_found(source: str, conversation: Conversation, answers: lis
 
 def test_untrained_answers_stay_untrained() -> None:
     conversation = Conversation((ASK[0], Message("assistant", "2", trained=False), *ASK[2:]))
-    for name in ("default", "qwen"):
+    for name in (None, "qwen"):
         turns = load_template(name, qwen_tokenizer()).render(conversation, Thinking())
         assert [turn.trained for turn in turns] == [False, None]
 
@@ -182,7 +182,7 @@ def test_the_day_of_the_run_is_not_in_the_tokens() -> None:
 def test_tools_may_have_a_chat_template_of_their_own() -> None:
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = {"default": HEAD + TURN + PROMPT, "tool_use": chat_template("qwen2")}
-    template = load_template("default", tokenizer)
+    template = load_template(None, tokenizer)
     assert template.render(TWO_TURNS, Thinking())[0].prompt[0].startswith("<|im_start|>user\n1 + 1?")
     assert "<tools>" in template.render(CALLS, Thinking())[0].prompt[0]
 
@@ -207,7 +207,7 @@ def test_tools_may_have_a_chat_template_of_their_own() -> None:
 )
 def test_what_can_be_known_at_load_is_refused_at_load(source: str, why: str) -> None:
     with pytest.raises(MegatuneError) as caught:
-        load_template("default", with_template(source))
+        load_template(None, with_template(source))
     assert caught.value.exit_code == 66
     assert why in str(caught.value)
     assert "fix: templates that fit it: qwen," in str(caught.value)

@@ -115,7 +115,7 @@ def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer = qwen_tokenizer()
     usual = tokenizer.chat_template
     tokenizer.chat_template = "{% if messages[0].content == 'bomb' %}" + RANGES + "{% endif %}" + usual
-    template = load_template("default", tokenizer)
+    template = load_template(None, tokenizer)
     assert isinstance(template, ChatTemplate)
     with pytest.raises(RowError) as refused:
         template.render(Conversation((Message("user", "bomb"), Message("assistant", "2"))), Thinking())
@@ -127,7 +127,7 @@ def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         tokenizer.chat_template = source
         with pytest.raises(MegatuneError, match=r"more than 0\.25 seconds to render") as error:
-            load_template("default", tokenizer)
+            load_template(None, tokenizer)
         assert error.value.exit_code == ExitCode.INPUT
 
 

@@ -85,7 +85,7 @@ def test_named_templates_write_pictures_as_the_published_ones(name: str, case: s
 
 
 @pytest.mark.parametrize("case", ASKS_AND_ANSWERS)
-@pytest.mark.parametrize("name", ["default", "own"])
+@pytest.mark.parametrize("name", ["chat template", "own"])
 @pytest.mark.parametrize("of", ["qwen2_vl", "qwen3_vl_nothink", "qwen3_vl"])
 def test_placeholders_of_every_token_change_nothing_else(name: str, of: str, case: str) -> None:
     """Also where the tokenizer's chat template is used: it sees text with placeholders, and answers are found."""
@@ -94,7 +94,7 @@ def test_placeholders_of_every_token_change_nothing_else(name: str, of: str, cas
     conversation = Conversation(
         tuple(Message("assistant" if number % 2 else "user", expanded(text)) for number, text in enumerate(texts))
     )
-    template = load_template("default" if name == "default" else of, tokenizer)
+    template = load_template(None if name == "chat template" else of, tokenizer)
     turns = template.render(conversation, Thinking(drop_history=True))
     text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.completion))
     assert text == expanded(published(of, case))

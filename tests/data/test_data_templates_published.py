@@ -217,13 +217,13 @@ def test_default_finds_what_the_markers_mark(
     conversation = CONVERSATIONS[case]
     expected = published(template, conversation, tokenizer, enable_thinking=True)
     monkeypatch.setattr(tokenizer, "chat_template", chat_template(template, marked))
-    assert ours("default", conversation, tokenizer, Thinking()) == expected
+    assert ours(None, conversation, tokenizer, Thinking()) == expected
 
 
 def test_default_writes_calls_as_the_template_takes_them() -> None:
     """DeepSeek-V3's takes JSON text and content null; what it makes of "" would be an answer without the calls."""
     case = CONVERSATIONS["call"]
-    ids, mask = ours("default", Conversation(case.messages), DEEPSEEK, Thinking())
+    ids, mask = ours(None, Conversation(case.messages), DEEPSEEK, Thinking())
     answers = DEEPSEEK.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
     assert answers == (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
@@ -289,8 +289,8 @@ def test_a_template_that_opens_a_thought() -> None:
     """Qwen3-Thinking-2507's: history stands without its reasoning, the last answer goes on inside the thought."""
     tokenizer = qwen_tokenizer("qwen3_thinking")
     conversation = CONVERSATIONS["both think"]
-    ids, _ = ours("default", conversation, tokenizer, Thinking())
+    ids, _ = ours(None, conversation, tokenizer, Thinking())
     assert ids == published("qwen3_thinking", conversation, tokenizer)[0]
-    first, last = load_template("default", tokenizer).render(conversation, Thinking())
+    first, last = load_template(None, tokenizer).render(conversation, Thinking())
     assert (first.completion, last.completion) == (("2<|im_end|>\n",), ("I am.\n</think>\n\nYes<|im_end|>\n",))
     assert last.prompt == ("<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\n",)

@@ -46,9 +46,7 @@ def test_a_template_that_ends_no_answer_is_refused(end: str, shown: str) -> None
     with pytest.raises(MegatuneError) as caught:
         load_template(None, tokenizer)
     assert caught.value.exit_code == 66
-    assert str(caught.value).startswith(
-        "template: default does not teach the model to stop\n    why: the last tokens of"
-    )
+    assert str(caught.value).startswith("template: null does not teach the model to stop\n    why: the last tokens of")
     assert f"{shown}; none is a special token that ends it\n    fix: let the chat template write a" in str(caught.value)
     assert "or choose a template by name: qwen, qwen2_vl" in str(caught.value)
 
@@ -67,7 +65,7 @@ def test_a_file_that_ends_answers_with_plain_text_is_refused(tmp_path: object) -
 @pytest.mark.parametrize(
     ("name", "tokenizer"),
     [
-        ("default", qwen_tokenizer()),
+        (None, qwen_tokenizer()),
         ("qwen", qwen_tokenizer()),
         ("llama3", llama3_tokenizer()),
         ("mistral", mistral_tokenizer()),
@@ -105,7 +103,7 @@ def test_every_template_ends_its_answers(name: str) -> None:
     pytest.fail("fits no tokenizer")
 
 
-@pytest.mark.parametrize("name", ["default", "llama3"])
+@pytest.mark.parametrize("name", [None, "llama3"])
 def test_bos_stands_once_where_the_tokenizer_adds_it_too(name: str) -> None:
     tokenizer = llama3_tokenizer()
     assert tokenizer("Hi")["input_ids"][0] == tokenizer.bos_token_id

@@ -60,6 +60,22 @@ def test_rotary_settings_of_every_age_are_read(tmp_path, rope):
     assert architecture.rope_scaling == Llama3RopeScaling(**SCALING)
 
 
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 163840),
+        ({"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096}}, 40960),
+        ({"rope_scaling": {"rope_type": "llama3", **SCALING}}, 40960),  # max_position_embeddings is stretched there
+        ({}, 40960),
+    ],
+)
+def test_positions_are_those_that_yarn_stretches_to(tmp_path, changes, positions):
+    """As Qwen's README says, config.json gets rope_scaling and keeps its max_position_embeddings."""
+    assert load(tmp_path, max_position_embeddings=40960, **changes).max_position_embeddings == positions
+
+
 def test_rotary_settings_have_transformers_defaults(tmp_path):
     assert load(tmp_path).rotary_base == 10000.0
     assert load(tmp_path, rope_scaling=None, rope_theta=1e6).rotary_base == 1e6

@@ -90,6 +90,20 @@ def test_qwen3_moe(tmp_path):
     assert experts(tmp_path, "Qwen3-30B-A3B", norm_topk_prob="absent").pre_softmax
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "weight"),
+    [
+        ("Mixtral-8x7B", {}, 0.02),
+        ("Qwen3-30B-A3B", {}, 0.001),
+        ("Qwen3-30B-A3B", {"router_aux_loss_coef": 0.5}, 0.5),
+        ("Qwen1.5-MoE-A2.7B", {"router_aux_loss_coef": "absent"}, 0.001),  # Transformers' default
+        ("DeepSeek-V3", {}, 0.0),
+    ],
+)
+def test_the_weight_of_the_balancing_loss_is_read(tmp_path, name, changes, weight):
+    assert experts(tmp_path, name, **changes).aux_loss_coeff == weight
+
+
 def test_experts_go_by_two_names(tmp_path):
     """Transformers 5 saves Qwen's num_experts as num_local_experts."""
     renamed = load(tmp_path, "Qwen3-30B-A3B", num_experts="absent", num_local_experts=128)

@@ -54,7 +54,7 @@ def bad_steps(output_dir: Path) -> list[dict[str, Any]]:
         ("dp2", "qwen3", OVERLAPS),
         ("cp2", "qwen3", CP2),
         ("ep2 experts", "qwen3_moe", EP2),
-        ("biased experts", "deepseek_v3", {**EP2, "moe_router_bias_update_rate": 0.01, "template": "default"}),
+        ("biased experts", "deepseek_v3", {**EP2, "moe_router_bias_update_rate": 0.01, "template": None}),
         ("packed", "qwen3", {**TP2, "packing": True}),
         ("streamed", "qwen3", {**TP2, "streaming": True, "buffer_size": 15}),
         ("lora dp2", "qwen3", {"finetuning_type": "lora", "lora_rank": 4}),

@@ -86,7 +86,7 @@ def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
     ("template", "stage", "what"),
     [
         ("llama3", "sft", "template: llama3 does not fit this model's tokenizer"),
-        ("default", "sft", None),
+        (None, "sft", None),
         ("none.yaml", "sft", "template: there is no file none.yaml"),
         ("llama3", "pt", None),  # which has no template
     ],
@@ -97,7 +97,7 @@ def test_templates(run: dict[str, Any], template: str, stage: str, what: str | N
 
 def test_a_tokenizer_without_what_a_template_needs(run: dict[str, Any]) -> None:
     Path("model/tokenizer_config.json").write_text("{}")
-    assert found(run, template="default")[0] == ["template: default does not fit this model's tokenizer"]
+    assert found(run, template=None)[0] == ["template: null does not fit this model's tokenizer"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         Path("model", name).unlink()
     assert found(run)[0] == ["the tokenizer cannot be loaded"]
@@ -158,7 +158,7 @@ def test_a_disk_without_room_for_the_first_checkpoint(run: dict[str, Any], tmp_p
     model = make_checkpoint("qwen3", tmp_path / "demo")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 2**31 - 1, "hidden_size": 2**20}))
-    words = {**run, "model_name_or_path": model, "template": "default", "memory_check": "off", "max_steps": 2}
+    words = {**run, "model_name_or_path": model, "template": "null", "memory_check": "off", "max_steps": 2}
     with pytest.raises(MegatuneError) as refused:
         start(load(overrides=[f"{key}={value}" for key, value in words.items()]))
     assert refused.value.exit_code == ExitCode.CANNOT_WRITE

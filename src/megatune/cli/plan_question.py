@@ -12,6 +12,7 @@ from megatune.cli.collected import Collected
 from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
@@ -66,7 +67,7 @@ class QuestionReader(Collected):
         self.findings += asked.loaded.findings
         self.notes += asked.loaded.accepted_notes()
         model = self._model(asked.loaded.settings)
-        loaded = asked.loaded if model is None else self._with_adapters(asked.loaded, model)
+        loaded = asked.loaded if model is None else self._of_model(asked.loaded, model)
         world, machine = self._machine(loaded.settings)
         placed = loaded.for_world(world)
         self.findings += placed.findings[len(asked.loaded.findings) :]
@@ -120,8 +121,12 @@ class QuestionReader(Collected):
         self.findings.append(Finding(what, self.file or "", fix=fix))
         return None
 
-    def _with_adapters(self, loaded: Loaded, model: PlannedModel) -> Loaded:
-        return self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
+    def _of_model(self, loaded: Loaded, model: PlannedModel) -> Loaded:
+        """Complete the settings from the adapters that the run begins with, and from config.json."""
+        loaded = self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
+        loaded, lines = of_model(loaded, model.architecture)
+        self.notes += lines
+        return loaded
 
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatune.cli.collected import Collected
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -114,10 +114,10 @@ class _Reader(Collected):
             self._known[name, stage] = self.found(lambda: find_model(name, stage=stage))
         return self._known[name, stage]
 
-    def _architecture(self, settings: Settings) -> tuple[Architecture | None, Mapping[str, Any]]:
+    def _architecture(self, settings: Settings) -> Architecture | None:
         """Return the numbers of a role's model, for the rules of its layout."""
         found = self._model(settings.model.model_name_or_path or "", settings.run.stage)
-        return (found.architecture if found else None), {}
+        return found.architecture if found else None
 
     def _models(self, settings: RLSettings) -> dict[str, PlannedModel]:
         """Return the models by role; one that judges and is not known here is left out, with a note."""

@@ -128,27 +128,25 @@ class _Models:
     def __init__(self, *, asks: bool) -> None:
         self._asks = asks
         self.errors: list[MegatuneError] = []
-        self._known: dict[tuple[str | None, str], tuple[Architecture | None, Mapping[str, Any]]] = {}
+        self._known: dict[tuple[str | None, str], Architecture | None] = {}
 
-    def __call__(self, settings: Settings) -> tuple[Architecture | None, Mapping[str, Any]]:
+    def __call__(self, settings: Settings) -> Architecture | None:
         key = (settings.model.model_name_or_path, settings.run.stage)
         if key not in self._known:
             self._known[key] = self._read(settings)
         return self._known[key]
 
-    def _read(self, settings: Settings) -> tuple[Architecture | None, Mapping[str, Any]]:
-        from megatune.families import load_architecture, read_config
+    def _read(self, settings: Settings) -> Architecture | None:
+        from megatune.families import load_architecture
         from megatune.training.source import RunModel
 
         name = settings.model.model_name_or_path
         try:
             folder = RunModel(settings, asks=self._asks).config_dir(name) if name else None
-            if folder is None:
-                return None, {}
-            return load_architecture(folder, settings.run.stage), read_config(folder)
+            return None if folder is None else load_architecture(folder, settings.run.stage)
         except MegatuneError as error:
             self.errors.append(error)
-            return None, {}
+            return None
 
 
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:

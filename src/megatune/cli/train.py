@@ -108,7 +108,9 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     checked = _preflight(loaded, here, num_gpus, problems, model, before.errors, first=first)
     check_installed(loaded.settings)
     check_restarts(loaded.settings, is_joined=place is not None, nnodes=world.nnodes if world else 1)
-    settings = model.settings.model_copy(update={"finetuning": checked.settings.finetuning})
+    settings = model.settings.model_copy(
+        update={"finetuning": checked.settings.finetuning, "experts": checked.settings.experts}
+    )
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     if settings.checkpoint.push_to_hub and first:

@@ -223,7 +223,7 @@ def _not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
     """Settings that ask for other numbers than those of Transformers."""
     experts = loaded.settings.experts
     asked = {
-        "moe_aux_loss_coeff": experts.moe_aux_loss_coeff > 0,
+        "moe_aux_loss_coeff": bool(experts.moe_aux_loss_coeff),
         "moe_z_loss_coeff": bool(experts.moe_z_loss_coeff),
         "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
         "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatune.config.values import TooLarge, Value, compose, parse, read_text, v
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _LONGEST_PLACE = 200  # characters
+# In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
+_OLD_TEMPLATE = re.compile(r"^template: default(?= +# default$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
     except OSError as error:
         raise MegatuneError(Finding(f"cannot read {name}", why=error.strerror or ""), ExitCode.INPUT) from None
     try:
-        node = compose(text)
+        node = compose(_OLD_TEMPLATE.sub("template: null", text))
     except yaml.YAMLError as error:
         return [], [yaml_finding(error, name)]
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):

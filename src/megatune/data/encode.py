@@ -340,7 +340,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     elif settings.run.stage == "pt":
         check_pretraining_tokenizer(tokenizer)
     else:
-        template = load_template(data.template, tokenizer, data.default_system)
+        template = load_template(data.template, tokenizer, data.default_system, data.tool_format)
     options = (data.truncation_strategy, data.train_on_prompt, data.mask_history or settings.run.stage == "kto")
     thinking = (data.enable_thinking, bool(data.preserve_thinking))
     whole_text = template is not None and template.answer_end is None and needs_whole_text(template, tokenizer)
@@ -361,10 +361,11 @@ def _swift_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> T
         masks=None if data.answer_masks is None else tuple(data.answer_masks),
         has_template=not is_text,
     )
-    name = None if data.template == "default" else data.template
     model = settings.model.model_name_or_path or ""
     system = data.default_system
-    return swift_template(name, tokenizer, rules, model=model, agent=data.agent_template, default_system=system)
+    return swift_template(
+        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=system
+    )
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -83,12 +83,13 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
     experts = settings.experts
     shared = (
         "moe_shared_expert_overlap", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
         "moe_grouped_gemm",
     )  # fmt: skip
     pre_softmax = moe.pre_softmax if experts.moe_router_pre_softmax is None else experts.moe_router_pre_softmax
     return {
         **_same(experts, shared),
+        "moe_aux_loss_coeff": experts.moe_aux_loss_coeff or 0.0,
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(is_moe) for is_moe in moe.layers],
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size,

@@ -10,7 +10,7 @@ from typing import Any
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
 from megatune.errors import Finding
 from megatune.families.forms import AS_MAPPED, CheckpointForm
-from megatune.families.rope import rope_parameters, rope_problems, rope_scaling
+from megatune.families.rope import context_length, rope_parameters, rope_problems, rope_scaling
 from megatune.families.scores import num_labels, score_problems
 from megatune.families.sparse import expert_problems
 from megatune.families.values import value_problems
@@ -131,7 +131,7 @@ class Family:
             num_query_groups=config.get("num_key_value_heads") or heads,
             kv_channels=config.get(self.head_dim_key) or self.head_dim_default or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=context_length(config) or 0,
             norm_epsilon=config["rms_norm_eps"],
             rotary_base=float(rope["rope_theta"]),
             rope_scaling=rope_scaling(rope),

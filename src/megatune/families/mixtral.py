@@ -3,7 +3,7 @@
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER
 from megatune.families.family import Config, Family
-from megatune.families.sparse import routed_experts
+from megatune.families.sparse import aux_loss_coeff, routed_experts
 
 
 def _experts(config: Config) -> MixtureOfExperts:
@@ -12,6 +12,7 @@ def _experts(config: Config) -> MixtureOfExperts:
         num_experts=config["num_local_experts"],
         router_topk=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["intermediate_size"],
+        aux_loss_coeff=aux_loss_coeff(config),
     )
 
 

@@ -26,6 +26,18 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Return the positions that the rotary embeddings of a config.json are made for; None where it has no number.
+
+    YaRN stretches the original positions by its factor, and max_position_embeddings may still be those: Qwen's README
+    only has rope_scaling added. With Llama 3.1's scaling max_position_embeddings is the stretched length.
+    """
+    positions, rope = config.get("max_position_embeddings"), rope_parameters(config)
+    if rope["rope_type"] != "yarn" or not rope.get("factor") or not rope["original_max_position_embeddings"]:
+        return positions
+    return max(positions or 0, int(rope["factor"] * rope["original_max_position_embeddings"]))
+
+
 def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield what of `rope_parameters` this engine cannot compute, and why."""
     rope_type = rope["rope_type"]

@@ -77,8 +77,14 @@ def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts
         router_topk=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         pre_softmax=not config["norm_topk_prob"],
+        aux_loss_coeff=aux_loss_coeff(config),
         **declared,
     )
+
+
+def aux_loss_coeff(config: Mapping[str, Any]) -> float:
+    """Read the weight of the balancing loss, with the default of Transformers' classes for Qwen and Mixtral."""
+    return float(config.get("router_aux_loss_coef", 0.001) or 0.0)
 
 
 def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:

@@ -40,8 +40,7 @@ _WHOLE = {
 _FINITE = 1e30
 _NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
-    "initializer_range": (-1e-9, _FINITE),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), (-1e-9, _FINITE)),
+    **dict.fromkeys(("initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim"), (-1e-9, _FINITE)),
     **dict.fromkeys(
         (
             "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",

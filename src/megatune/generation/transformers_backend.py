@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.rope import context_length
 from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling
 from megatune.generation.pictures import generate_inputs
@@ -53,7 +54,7 @@ class TransformersBackend:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None
     ) -> None:
         self.model, self.tokenizer, self.vision = model, tokenizer, vision
-        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = context_length(model.config.get_text_config().to_dict())
 
     @classmethod
     def load(

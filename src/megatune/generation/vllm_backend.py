@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.rope import context_length
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply
 
@@ -45,7 +46,7 @@ class _Defaults:
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-        self.context: int | None = arguments.get("max_model_len") or getattr(config, "max_position_embeddings", None)
+        self.context: int | None = arguments.get("max_model_len") or context_length(config.to_dict())
         try:
             self.generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except OSError:  # there is no such file

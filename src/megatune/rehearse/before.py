@@ -67,7 +67,7 @@ def look_at_template(settings: Settings, real: RealModel) -> Outcome:
         return left(
             TEMPLATE, f"{real.note}: a demo tokenizer of the family takes its place, with the template's tokens"
         )
-    return passed(TEMPLATE, f"{name or 'default'} fits the tokenizer in {real.folder}")
+    return passed(TEMPLATE, f"{name or 'its own chat template'} fits the tokenizer in {real.folder}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,6 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
         "data.on_bad_row": "quarantine",
         "data.preprocessing_num_workers": None,
         "data.tokenized_path": None,
-        "data.overwrite_cache": False,
         "data.streaming": False,
     }
     if not real_tokenizer:

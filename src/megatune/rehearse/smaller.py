@@ -84,7 +84,6 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     yield "data.preprocessing_num_workers", None, ""
     yield "data.dataloader_num_workers", 0, "processes of their own would share two cores with the ranks"
     yield "data.tokenized_path", None, "the file's folder stays as it is"
-    yield "data.overwrite_cache", False, ""
     yield "data.on_bad_row", "skip", "act 1 names bad rows"
 
 

@@ -92,7 +92,7 @@ def _counts(settings: Settings, architecture: Architecture) -> str:
 def _template(settings: Settings, asked: Loaded | None) -> str:
     """Name the template that is used, and where it was set."""
     name, origin = settings.data.template, (asked.origins if asked is not None else {}).get("data.template", "")
-    is_of_model = name in (None, "default")
+    is_of_model = name is None
     if version := settings.data.swift_version:
         name = f"ms-swift {version}'s {'for the model' if is_of_model else name}"
     elif is_of_model:

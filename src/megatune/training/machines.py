@@ -81,7 +81,7 @@ def _difference(
     ]
     if KEY in contents and KEY not in differences:
         cause = "the same files and settings gave other tokens: other versions of libraries, or a damaged cache"
-        fix = "install the same versions of tokenizers and transformers, and write overwrite_cache: true once"
+        fix = "install the same versions of tokenizers and transformers, and delete the prepared rows on each machine"
     else:
         cause = "a local copy of a file is stale, or the tokenizer is another"
         again = "copy the data sets and the model's folder to that machine again"

@@ -11,9 +11,7 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.data.report import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.flops import num_parameters
-from megatune.plan.memory import estimate
-from megatune.plan.memory.tensors import num_trained_parameters
+from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.training.rerun import checkpoint_to_try
 from megatune.training.storage.files import amount, nearest_folder
 from megatune.training.storage.store import list_checkpoints
@@ -42,7 +40,7 @@ class Room:
         """
         if architecture is None:
             return Room()
-        return Room(checkpoint_bytes(settings, architecture), _copies(settings, num_steps), _deleted(settings))
+        return Room(sum(checkpoint_bytes(settings, architecture)), _copies(settings, num_steps), _deleted(settings))
 
     def problem(self, folder: Path) -> Finding | None:
         """Return what is wrong where the disk of a folder has too little room; None where it has enough."""
@@ -58,12 +56,6 @@ class Room:
     def words(self) -> str:
         """2 checkpoints of 1.5 GB with training state"""
         return f"{counted(self.copies, 'checkpoint')} of {amount(self.checkpoint)} with training state"
-
-
-def checkpoint_bytes(settings: Settings, architecture: Architecture) -> int:
-    """Return the bytes of a checkpoint: the model, or its adapters, and what a resume needs of trained parameters."""
-    trained = num_trained_parameters(architecture, settings.finetuning)
-    return sum(estimate.checkpoint_bytes(settings, num_parameters(architecture), trained))
 
 
 def check_room(settings: Settings, architecture: Architecture, num_steps: int | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
@@ -107,7 +108,9 @@ def _train(
     resumed, notes = choose_checkpoint(context, settings, output_dir)
     source = model_on_node(context, settings, model_dir, resumed)
     architecture = load_architecture(source, settings.run.stage)
-    settings = settings.model_copy(update={"finetuning": as_adapter(settings.finetuning, architecture)})
+    experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts
+    finetuning = as_adapter(settings.finetuning, architecture)
+    settings = settings.model_copy(update={"finetuning": finetuning, "experts": experts})
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             planned: list[Preflight] = []

@@ -15,7 +15,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 # Machines may keep these in other places, or have other cores; what is read there is compared itself (machines.py).
 _OF_A_MACHINE = {
     *("cache_dir", "dataset_dir", "media_dir", "tokenized_path", "tensorboard_dir", "wandb_save_dir"),
-    *("overwrite_cache", "preprocessing_num_workers", "dataloader_num_workers"),
+    *("preprocessing_num_workers", "dataloader_num_workers"),
 }
 
 

@@ -13,6 +13,7 @@ from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import Value, coerce, parse, shown
 
 ACCUMULATION = "batch.gradient_accumulation_steps"
+AUX_LOSS = "experts.moe_aux_loss_coeff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,27 @@ class GlobalBatchSize:
         return replace(all_settings()[path], default=None)
 
 
-Meaning: TypeAlias = str | Alias | ValueMap | GlobalBatchSize
+@dataclass(frozen=True, slots=True)
+class PooledLoss:
+    """The weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows when the model is known."""
+
+    paths: tuple[str, ...] = (AUX_LOSS,)
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Return the weight as it is: `config.of_model` converts it."""
+        return {AUX_LOSS: coerce(value, all_settings()[AUX_LOSS])}
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting."""
+        return all_settings()[path]
+
+    def write(self, path: str, value: Any) -> Any:
+        """Return the value: what a message names is what was written."""
+        return value
+
+
+Resolved: TypeAlias = Alias | ValueMap | GlobalBatchSize | PooledLoss
+Meaning: TypeAlias = str | Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +218,7 @@ class Dialect:
         """Every key that it knows."""
         return list(dict.fromkeys((*self.keys, *setting_paths(), *self.not_built, *self.accepted)))
 
-    def meaning_of(self, key: str) -> Alias | ValueMap | GlobalBatchSize | None:
+    def meaning_of(self, key: str) -> Resolved | None:
         """Return what a key sets, or None where it sets nothing."""
         meaning = self.keys.get(key) or setting_paths().get(key)
         return Alias((meaning,)) if isinstance(meaning, str) else meaning

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll_reader import Part, Reader
@@ -12,8 +11,8 @@ from megatune.config.rl.settings import RolloutPart
 from megatune.config.settings import Settings
 from megatune.config.values import is_variable
 
-# Settings of a role's engine -> the model's numbers and its config.json; None and {} where they cannot be read.
-ModelOf = Callable[[Settings], tuple[Architecture | None, Mapping[str, Any]]]
+# Settings of a role's engine -> the model's numbers; None where they cannot be read.
+ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +26,10 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     loaded = read_engine(part, roles.reader, trains=trains)
     devices = roles.devices(part, name)
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
-    architecture, config = _model(roles, settings, part)
+    has_name = bool(settings.model.model_name_or_path)
+    architecture = roles.model_of(settings) if roles.model_of is not None and has_name else None
     if "experts.moe_aux_loss_coeff" not in loaded.entries and trains and architecture is not None:
-        settings = _with_aux_loss(roles, settings, architecture, config)
+        settings = _with_aux_loss(roles, settings, architecture)
     check_engine(loaded, settings, roles.reader, architecture, len(devices))
     _positions(roles, architecture)
     _world(roles, settings, part, devices)
@@ -107,20 +107,13 @@ def _settings(
     )
 
 
-def _model(roles: Roles, settings: Settings, part: Part) -> tuple[Architecture | None, Mapping[str, Any]]:
-    if roles.model_of is None or not settings.model.model_name_or_path:
-        return (None, {})
-    return roles.model_of(settings)
-
-
-def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture, config: Mapping[str, Any]) -> Settings:
+def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture) -> Settings:
     """Take the weight of the balancing loss from config.json, as ROLL does."""
-    text = config.get("text_config")
-    found = (text if isinstance(text, Mapping) else config).get("router_aux_loss_coef")
-    if architecture.moe is None or not isinstance(found, int | float) or not found:
+    weight = 0.0 if architecture.moe is None else architecture.moe.aux_loss_coeff
+    if not weight:
         return settings
-    roles.reader.lines.append(f"moe_aux_loss_coeff {found:g}: router_aux_loss_coef of config.json, as in ROLL")
-    experts = settings.experts.model_copy(update={"moe_aux_loss_coeff": float(found)})
+    roles.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
+    experts = settings.experts.model_copy(update={"moe_aux_loss_coeff": weight})
     return settings.model_copy(update={"experts": experts})
 
 
@@ -130,7 +123,7 @@ def _positions(roles: Roles, architecture: Architecture | None) -> None:
     if architecture is not None and longest > architecture.max_position_embeddings:
         positions = architecture.max_position_embeddings
         what = f"sequence_length {longest} is more than the {positions} positions of the model"
-        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        why = "the rotary embeddings of its config.json were made for no more"
         where = roles.top.where("sequence_length", "response_length", "val_sequence_length")
         fix = f"write a prompt_length and a response_length of {positions} or less together"
         roles.reader.find(what, where, why, fix)

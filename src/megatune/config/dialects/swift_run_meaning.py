@@ -243,13 +243,10 @@ def experts(command: Command) -> None:
     if not any(command.model_config.get(name) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
         command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
     if command.generation == 4:
-        for name, value in (("moe_router_dtype", "fp32"), ("expert_tensor_parallel_size", 1)):
+        of_version_4 = {"moe_router_dtype": "fp32", "expert_tensor_parallel_size": 1, "moe_aux_loss_coeff": 0.0}
+        for name, value in of_version_4.items():
             if not command.given(name):
                 command.default(name, value)
-    elif not command.given("moe_aux_loss_coeff") and command.verb != "rlhf":
-        found = command.model_config.get("router_aux_loss_coef")
-        if isinstance(found, int | float) and found:
-            command.default("moe_aux_loss_coeff", float(found), "config.json's router_aux_loss_coef")
 
 
 MEANINGS = (model, hub, output, precision, length, evaluation, rows, parallel, shape, experts)

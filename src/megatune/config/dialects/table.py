@@ -7,6 +7,7 @@ A row is "group.name" of the setting that the key sets, or a mapping of these co
     factor         what a number is multiplied by: 60 for minutes that set seconds
     choices        a value -> "group.name" -> value: each value sets several settings
     global_batch   true: rows of a step, from which gradient_accumulation_steps follows
+    pooled_loss    true: the weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows
     ignored        why the key changes nothing; `passes` has the values that need no line
     unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
                    nothing, the first of them is named as the fix where `fix` is not given
@@ -31,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.dialect import Accepted, Alias, GlobalBatchSize, Refused, ValueMap
+from megatune.config.dialects.dialect import Accepted, Alias, GlobalBatchSize, PooledLoss, Refused, Resolved, ValueMap
 from megatune.config.settings import all_settings
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
@@ -46,6 +47,7 @@ class Row:
     factor: int = 1
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     global_batch: bool = False
+    pooled_loss: bool = False
     ignored: str = ""
     unsupported: str = ""
     refuses: list[Any] | None = None
@@ -61,10 +63,12 @@ class Row:
     now: str = ""
 
     @property
-    def meaning(self) -> Alias | ValueMap | GlobalBatchSize | None:
+    def meaning(self) -> Resolved | None:
         """What the key sets; None where it sets nothing by itself."""
         if self.global_batch:
             return GlobalBatchSize()
+        if self.pooled_loss:
+            return PooledLoss()
         if self.choices:
             return ValueMap(self.choices)
         if not self.target:
@@ -94,7 +98,7 @@ class Table:
     rows: Mapping[str, Row]
 
     @cached_property
-    def keys(self) -> dict[str, Alias | ValueMap | GlobalBatchSize]:
+    def keys(self) -> dict[str, Resolved]:
         """The keys that set something."""
         return {key: meaning for key, row in self.rows.items() if (meaning := row.meaning) is not None}
 

@@ -35,13 +35,37 @@ class DataSettings(Group):
     """Data sets to evaluate on, beside those trained on; named as in `dataset`.
     How: They are prepared like the training data and evaluated whole, in their order, when eval_strategy says.
     When: Use it where there is a fixed test set; use val_size to split one off. Not both."""
-    template: str | None = "default"
-    """How a conversation is written as tokens: default and null use the chat template of the model's tokenizer; a name
-    chooses one of ours, a path ending in .yaml your own.
+    template: str | None = None
+    """How a conversation is written as tokens: null uses the chat template of the model's tokenizer; a name chooses one
+    of ours, a path ending in .yaml your own.
     How: It decides the text around each turn, the stop token, and which tokens are the assistant's. A base model learns
     it from the data.
     When: Train with the template that the model will be asked with. `megatune data preview` shows what it makes of your
     rows."""
+    tool_format: (
+        Literal[
+            "default", "gemma4", "glm4", "glm4_moe", "lfm2", "ling", "llama3", "minimax1", "minimax2", "mistral",
+            "qwen", "qwen3_5", "seed_oss",
+        ]
+        | None
+    ) = None  # fmt: skip
+    """How tools, and calls of them, are written, in the place of the template's own way; null keeps that.
+    How: The formats are LLaMA-Factory's. What tools return is written as the template does, and calls end as answers
+    do. The tokenizer's chat template (template: null) and `mistral` write tools in their own way only.
+    When: Set it where the model will be asked with other tools than those of its template.
+    - default: Action and Action Input, on lines of their own
+    - gemma4: Gemma 4's declarations and calls
+    - glm4: GLM-4's, one call at a time
+    - glm4_moe: GLM-4.5's, with tags for keys and values
+    - lfm2: LFM2's calls, as Python writes them
+    - ling: Qwen's calls after Ling 2's list of tools
+    - llama3: Llama 3.1's JSON
+    - minimax1: MiniMax-M1's JSON
+    - minimax2: MiniMax-M2's XML
+    - mistral: Mistral v0.3's JSON
+    - qwen: Qwen 2.5's and Qwen3's JSON in tags
+    - qwen3_5: Qwen3.5's XML
+    - seed_oss: Seed-OSS's XML"""
     conversation_rules: Literal["megatune", "ms_swift_3", "ms_swift_4"] = "megatune"
     """Whose rules read rows, write conversations as tokens and choose what of them is trained.
     How: ms-swift has templates of its own for each model, reads rows under more names of columns, and treats reasoning,
@@ -134,11 +158,6 @@ class DataSettings(Group):
     instead of training on the wrong rows.
     When: Set it to prepare rows on one machine and train on another, or to keep them. The cache does the rest by
     itself."""
-    overwrite_cache: bool = False
-    """Prepare the rows anew even where they are in the cache.
-    How: The cache is keyed by the content of files, tokenizer, template and settings, so a change of any of them
-    prepares anew without this.
-    When: Seldom: where something outside the key has changed."""
     max_samples: Annotated[Count, "rows"] | None = None
     """Use at most this many rows of each data set, the first ones.
     How: The rest is not read.

@@ -29,10 +29,13 @@ class ExpertSettings(Group):
     - seq_aux_loss: an auxiliary loss over each document
     - sinkhorn: balances the choice itself, without a loss
     - none: does nothing"""
-    moe_aux_loss_coeff: NonNegative = 0.0
-    """Weight of the load-balancing loss. 0 trains on the language-model loss alone, as Transformers does by default.
-    How: The log shows the loss without the weight: 1 where experts are equally busy.
-    When: 1e-3 keeps experts busy in long runs. A short fine-tuning needs none."""
+    moe_aux_loss_coeff: NonNegative | None = None
+    """Weight of the load-balancing loss. null takes router_aux_loss_coef of the model's config.json.
+    How: The loss is summed over layers; the log shows its mean without the weight: 1 where experts are equally busy. In
+    stages other than pt and sft null is 0. LLaMA-Factory's moe_aux_loss_coef weighs Transformers' loss, which pools
+    layers: it is multiplied by the experts of a token, and divided by the sparse layers.
+    When: 1e-3 keeps experts busy in long runs. 0 trains on the language-model loss alone, as Transformers does by
+    default, which is enough for a short fine-tuning."""
     moe_z_loss_coeff: NonNegative | None = None
     """Weight of the router z-loss, which keeps the router's logits small; null is off.
     How: It is the mean square of the log-sum-exp of the router's logits.

@@ -154,6 +154,24 @@ def rules_of_others(context: Context) -> Iterator[Problem]:
         yield Problem(("truncation_strategy",), "truncation_strategy: split", why, fix)
 
 
+def tools(context: Context) -> Iterator[Problem]:
+    """Another format of tools than the template's takes the place of texts, which not every template has."""
+    settings, data = context.settings, context.settings.data
+    if data.tool_format is None or settings.run.stage == "pt":
+        return
+    keys, what = ("tool_format", "template"), f"tool_format: {data.tool_format} with "
+    if data.swift_version:
+        names = ("tool_format", "conversation_rules")
+        what += f"conversation_rules: {data.conversation_rules}"
+        yield Problem(names, what, "agent_template says it there", "write agent_template")
+    elif data.template is None:
+        why = "the tokenizer's chat template writes tools in its own way"
+        yield Problem(keys, f"{what}template: null", why, "write a template by name, or remove tool_format")
+    elif data.template == "mistral":
+        why = "it writes tools into the last question, and ids to calls and what tools return"
+        yield Problem(keys, f"{what}template: mistral", why, "remove tool_format, or write template: FILE.yaml")
+
+
 def picture_bounds(context: Context) -> Iterator[Problem]:
     """The least area of a picture is at most its largest."""
     data = context.settings.data
@@ -175,4 +193,4 @@ def names(context: Context) -> Iterator[Problem]:
 
 
 RULES = (required, trained_turns, held_out, mixing, order, streaming, pairs, names, without_effect, rules_of_others,
-         picture_bounds)  # fmt: skip
+         tools, picture_bounds)  # fmt: skip

@@ -265,7 +265,7 @@ def cutoff(context: Context) -> Iterator[Problem]:
     if architecture is not None and length > architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings
         what = f"cutoff_len {length} is more than the {longest} positions of the model"
-        why = "config.json's max_position_embeddings is what its rotary embeddings were made for"
+        why = "the rotary embeddings of its config.json were made for no more"
         yield Problem(("cutoff_len",), what, why, f"write cutoff_len: {longest}, the longest it allows")
 
 

@@ -60,10 +60,10 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
     data = settings.data
     if data.tokenized_path:
         folder = Path(data.tokenized_path).expanduser().absolute()
-        places = [_Place(folder, key, data.overwrite_cache, named=True)]
+        places = [_Place(folder, key, named=True)]
     else:
         temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
-        in_cache = _Place(cache_dir() / "rows" / key, key, data.overwrite_cache)
+        in_cache = _Place(cache_dir() / "rows" / key, key)
         places = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
     failures: list[_CannotWriteError] = []
     for place in places:
@@ -122,19 +122,19 @@ class _Place:
 
     folder: Path
     key: str
-    overwrite: bool  # make them anew where they are there
     named: bool = False  # by the user, who may have something else in it
     private: bool = False  # in a folder that others can write to, so that its owner counts
+    outdated: bool = False  # the rows that are there do not fit the files of pictures
 
     def made(self, build: Callable[[Path], None]) -> Path:
         """Return the folder, whole; raise _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
         before = _identity(self.folder)
-        if is_whole(self.folder, self.key) and not self.overwrite and self._is_trusted():
+        if is_whole(self.folder, self.key) and not self.outdated and self._is_trusted():
             if are_current(self.folder):
                 return self.folder
             _say(f"files of pictures are gone or changed: the prepared rows in {self.folder} are made again")
-            return replace(self, overwrite=True).made(build)
+            return replace(self, outdated=True).made(build)
         with ExitStack() as stack:
             with _writing(self.folder):
                 self._make_parent()
@@ -142,7 +142,7 @@ class _Place:
                 lock = self.folder.with_name(f".{self.folder.name}.lock")
                 stack.enter_context(locked(lock, lambda holder: _say(waiting.format(holder))))
             self._check_content()
-            if not self._made_since(before, again=self.overwrite):
+            if not self._made_since(before, again=self.outdated):
                 self._make(build)
         return self.folder
 
@@ -152,7 +152,7 @@ class _Place:
 
     def _make(self, build: Callable[[Path], None]) -> None:
         before = _identity(self.folder)
-        if _stored_key(self.folder) == self.key and not self.overwrite:
+        if _stored_key(self.folder) == self.key and not self.outdated:
             _say(f"the prepared rows in {self.folder} are damaged, and made again")
         with ExitStack() as stack:
             with _writing(self.folder):
@@ -176,9 +176,9 @@ class _Place:
         if stored is None and _holds_something(self.folder):
             what, why = "is not a folder of prepared rows", "what megatune did not make is never replaced"
             fix = "name a new folder"
-        elif stored not in (None, self.key) and not self.overwrite:
+        elif stored not in (None, self.key):
             what, why = "has rows made from other data or settings", ""
-            fix = "name another folder, or write overwrite_cache: true to replace them"
+            fix = "name another folder, or delete this one"
         else:
             return
         raise MegatuneError(Finding(f"tokenized_path: {self.folder} {what}", "", why, fix), ExitCode.SETTINGS)

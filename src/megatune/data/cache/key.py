@@ -35,13 +35,18 @@ BY_VALUE = frozenset((
     "answer_masks",
 ))  # fmt: skip
 # Those that determine them by the content that they name.
-BY_CONTENT = frozenset({"dataset", "dataset_dir", "columns", "eval_dataset", "template", "packing", "on_bad_row"})
+BY_CONTENT = frozenset(
+    {"dataset", "dataset_dir", "columns", "eval_dataset", "template", "tool_format", "packing", "on_bad_row"}
+)
 # Those that determine the rows of a vision-language model: by its processor, and by the names of files.
 BY_PICTURES = frozenset((
     "image_max_pixels", "image_min_pixels", "image_scale_pixels",
     "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "media_dir",
 ))  # fmt: skip
+
+# Of templates: it follows from their names, or from the tokenizer.
+_UNKEYED = ("eos", "is_apart", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
@@ -122,6 +127,7 @@ def prepared_key(
         # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
         "refuses_bad_rows": data.on_bad_row == "error",
         **{name: getattr(data, name) for name in sorted(BY_VALUE)},
+        **({"tool_format": data.tool_format} if data.tool_format else {}),
     }
     content = {
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
@@ -192,7 +198,8 @@ def _template_content(name: str | None) -> Any:
 def _declared(value: Any) -> Any:
     """Return a declaration as JSON can hold it: functions by their names."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _declared(getattr(value, field.name)) for field in fields(value)}
+        names = (field.name for field in fields(value) if field.name not in _UNKEYED)
+        return {name: _declared(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [_declared(item) for item in value]
     if isinstance(value, dict):

@@ -122,7 +122,7 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
     counts, _ = np.histogram(np.minimum(fill, 1.0), bins=FILL_BINS, range=(0, 1))
     return Statistics(
         stage=run.stage,
-        template=None if run.stage == "pt" else settings.data.template or "default",
+        template=None if run.stage == "pt" else settings.data.template or "of the tokenizer",
         cutoff_len=settings.data.cutoff_len,
         arrangement=rows.arrangement,
         report=prepared.report,

@@ -12,6 +12,7 @@ from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -23,25 +24,33 @@ __all__ = ["Template", "Thinking", "Turn", "load_template", "stop_note", "templa
 
 def template_names() -> tuple[str, ...]:
     """Return what `template` may be, beside the path of a YAML file."""
-    return ("default", *NAMED_TEMPLATES)
+    return tuple(NAMED_TEMPLATES)
 
 
-def load_template(name: str | None, tokenizer: PreTrainedTokenizerBase, default_system: str | None = None) -> Template:
+def load_template(
+    name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    default_system: str | None = None,
+    tool_format: str | None = None,
+) -> Template:
     """Load a template, checked against the tokenizer it will be used with.
 
     Args:
-        name: one of `template_names`, or the path of a YAML file; None is default.
+        name: one of `template_names`, or the path of a YAML file; None is the tokenizer's own chat template.
         default_system: for conversations without a system message; None keeps the template's own.
+        tool_format: one of LLaMA-Factory's formats; None keeps the template's own.
 
     Raises:
         MegatuneError: an unknown name or a faulty file (exit code 64); or there is no such file, or the tokenizer has
             no chat template, not this template's special tokens, or nothing that ends an answer (exit code 66).
     """
-    if name is None or name == "default":
+    if name is None:
         return _from_tokenizer(tokenizer, default_system)
     template = read_template(name) if is_template_file(name) else named_template(name)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
+    if tool_format is not None:
+        template = template.with_tools(LLAMAFACTORY_TOOLS[tool_format])
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
     if default_system is not None:
         template = replace(template, default_system=default_system)
@@ -57,7 +66,7 @@ def template_source(name: str | None) -> str:
     """
     if name is not None and is_template_file(name):
         return Path(name).read_text(encoding="utf-8-sig")
-    return name or "default"
+    return name or "default"  # the name that null had in keys of rows that are prepared already
 
 
 def named_template(name: str) -> NamedTemplate:
@@ -69,25 +78,26 @@ def named_template(name: str) -> NamedTemplate:
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
     near = difflib.get_close_matches(name, template_names(), n=2)
-    fix = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}, or a path ending in .yaml"
+    names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's own"
+    fix = f"nearest: {', '.join(near)}" if near else names
     raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
 
 
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
     if not tokenizer.chat_template:
-        raise _refused("default", tokenizer, "the tokenizer has no chat template")
+        raise _refused("null", tokenizer, "the tokenizer has no chat template")
     template = ChatTemplate(tokenizer, default_system or "")
     try:
         template.render(PROBE, Thinking())
     except RowError as error:
-        raise _refused("default", tokenizer, f"answers cannot be told from prompts: {error}") from error
+        raise _refused("null", tokenizer, f"answers cannot be told from prompts: {error}") from error
     try:
         unasked = template.unasked()
     except template_errors() as error:
-        raise _refused("default", tokenizer, f"it cannot be rendered: {error}") from error
+        raise _refused("null", tokenizer, f"it cannot be rendered: {error}") from error
     if unasked:
         why = f"the chat template has no generation prompt: the model would have to write {unasked!r} before an answer"
-        raise _refused("default", tokenizer, why)
+        raise _refused("null", tokenizer, why)
     fitting = _fitting(tokenizer)
     choice = f", or choose a template by name: {', '.join(fitting)}" if fitting else ""
     check_tokens(template, tokenizer, f"let the chat template write a special token after each answer{choice}")
@@ -114,8 +124,8 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> MegatuneError:
     fitting = _fitting(tokenizer)
-    if tokenizer.chat_template and name != "default":
-        fitting.insert(0, "default")
+    if tokenizer.chat_template and name != "null":
+        fitting.insert(0, "null")
     fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
     if fitting:
         fix = f"templates that fit it: {', '.join(fitting)}"

@@ -1,4 +1,4 @@
-"""template: default - the chat template that comes with the model's tokenizer, and where its answers are.
+"""template: null - the chat template that comes with the model's tokenizer, and where its answers are.
 
 A template may mark answers with {% generation %}. In any other, answer k starts where the prompt of the messages before
 it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the whole rendering, and
@@ -72,8 +72,9 @@ class ChatTemplate:
         default_system: for conversations without a system message; "" leaves it to the template.
     """
 
-    name = "default"
+    name = "null"
     answer_end: str | None = None
+    is_apart = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
         self._tokenizer, self._default_system = tokenizer, default_system

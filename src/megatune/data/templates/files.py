@@ -28,22 +28,21 @@ def check_template(name: str | None, folder: Path | None, *, is_swift: bool = Fa
     """
     from megatune.data.templates import named_template
 
-    is_default = name is None or name == "default"
     if is_swift:
-        if name is not None and not is_default:
+        if name is not None:
             named_swift_template(name)
         if folder is not None:
             check_vocabulary(folder)
         return
-    template = None if name is None or is_default else read_template(name) if is_template_file(name) else None
-    if template is None and name is not None and not is_default:
-        template = named_template(name)
+    template = None
+    if name is not None:
+        template = read_template(name) if is_template_file(name) else named_template(name)
     if folder is None:
         return
     check_vocabulary(folder)
     if template is None:
         if not _has_chat_template(folder):
-            raise _refused("default", folder, "the tokenizer has no chat template")
+            raise _refused("null", folder, "the tokenizer has no chat template")
     elif missing := _missing(template, _text(folder)):
         raise _refused(template.name, folder, f"the tokenizer does not have {', '.join(missing)} as one token")
 
@@ -76,8 +75,8 @@ def _refused(name: str, folder: Path, why: str) -> MegatuneError:
     text = _text(folder)
     own = (each for each in NAMED_TEMPLATES.values() if set(each.special_tokens) - {"{bos}", "{eos}"})
     fitting = [] if text is None else [each.name for each in own if not _missing(each, text)]
-    if name != "default" and _has_chat_template(folder):
-        fitting.insert(0, "default")
+    if name != "null" and _has_chat_template(folder):
+        fitting.insert(0, "null")
     fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
     if fitting:
         fix = f"templates that fit it: {', '.join(fitting)}"

@@ -54,6 +54,10 @@ class NamedTemplate:
         special_tokens: what must be one token each, or the tokenizer is not for this template.
         system_in_question: the system message is written into the last message of the user, before its text.
         trims: roles whose text loses the white space around it.
+        is_apart: texts between the tokenizer's own tokens are tokenised each by itself, as LLaMA-Factory does.
+        eos: the tokenizer's own token, once it is known.
+        has_other_tools: `tool_format` is not the template's own: calls are ended as an answer is, without the white
+            space behind it, and the offer begins with its line breaks, as in LLaMA-Factory.
     """
 
     name: str
@@ -71,13 +75,21 @@ class NamedTemplate:
     special_tokens: tuple[str, ...] = ()
     system_in_question: bool = False
     trims: tuple[str, ...] = ()
+    is_apart: bool = False
+    eos: str = ""
+    has_other_tools: bool = False
 
     answer_end: ClassVar[str | None] = None
 
     def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
         """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
         texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
-        return replace(self, **texts)
+        return replace(self, **texts, eos=eos_token)
+
+    def with_tools(self, tool_format: ToolFormat) -> NamedTemplate:
+        """Put another format of tools in the place of the template's own, as LLaMA-Factory's `tool_format` does."""
+        end = self.assistant.partition("{content}")[2].strip()
+        return replace(self, tool_format=tool_format, calls=f"{{content}}{end}", has_other_tools=True)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`."""
@@ -100,7 +112,15 @@ class NamedTemplate:
             start = stop + 1
         if any(question) and last_question < 0:
             raise RowError("no-question", "the template writes the system message and tools into a user's message")
-        return turns
+        return [self._split(turn) for turn in turns] if self.is_apart else turns
+
+    def _split(self, turn: Turn) -> Turn:
+        """Make pieces of their own of the tokenizer's own tokens."""
+        own = re.compile(f"({re.escape(self.eos)})")
+        prompt, completion = (
+            tuple(part for text in side for part in own.split(text) if part) for side in (turn.prompt, turn.completion)
+        )
+        return replace(turn, prompt=prompt, completion=completion)
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return what starts the conversation, and what the last message of the user has before it and inside it."""
@@ -112,7 +132,8 @@ class NamedTemplate:
                 raise RowError("no-tools-in-template", "the template has no text for tools")
             offer = self.tool_format.offer(conversation.tools)
             if not self.tool_format.offer_before_question:
-                system, offer = (f"{system}{offer}" if system else offer.lstrip("\n")), ""
+                offer = offer if system or self.has_other_tools else offer.lstrip("\n")
+                system, offer = f"{system}{offer}", ""
         # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
         text = _fill(self.system, system) if given or system else ""
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
@@ -147,11 +168,12 @@ class NamedTemplate:
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 
     def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, is_last: bool) -> Turn:
-        only_calls = self.calls and message.tool_calls and not self._text(message)
+        only_calls = self.calls and message.tool_calls and (self.has_other_tools or not self._text(message))
         # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
         is_bare = "<think>" not in answer and "</think>" not in answer
         thinks = self.thinks and is_bare and (is_last or not thinking.drop_history)
-        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if thinks else answer)
+        strips = thinks and not (only_calls and self.has_other_tools)
+        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if strips else answer)
         if not thinks:
             return Turn(asked, (written,), message.trained)
         if thinking.enable:

@@ -98,6 +98,8 @@ class SwiftTemplate:
     rules: SwiftRules = SwiftRules(4)
     agent_template: AgentTemplate | None = None
 
+    is_apart = False
+
     @property
     def answer_end(self) -> str:
         return self.suffix

@@ -29,7 +29,7 @@ _QWEN3_NOTHINK = replace(
     tool_format=QWEN_TOOLS,
 )
 
-# Llama 3's; 3.1 and later also state two dates in every system message, which `default` writes. Tools and their answers
+# Llama 3's; 3.1 and later also state two dates in every system message, which null writes. Tools and their answers
 # are written as LLaMA-Factory does: Llama 3's own chat template has none.
 _LLAMA3 = NamedTemplate(
     name="llama3",
@@ -90,6 +90,18 @@ _DEEPSEEK3 = replace(
     special_tokens=("{bos}", "{eos}", "<｜User｜>", "<｜Assistant｜>"),
 )
 
+# LLaMA-Factory's template of this name, which is no model's.
+_DEFAULT = NamedTemplate(
+    name="default",
+    user="Human: {content}{eos}\nAssistant:",
+    assistant="{content}{eos}\n",
+    system="System: {content}{eos}\n",
+    observation="Human: {content}{eos}\nAssistant:",
+    tool_format=PLAIN_TOOLS,
+    special_tokens=("{eos}",),
+    is_apart=True,
+)
+
 NAMED_TEMPLATES: dict[str, NamedTemplate] = {
     template.name: template
     for template in (
@@ -110,5 +122,6 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.
         replace(_DEEPSEEK3, name="deepseekr1", thinks=True, thinks_until_question=False),
         _CHATML,
+        _DEFAULT,
     )
 }

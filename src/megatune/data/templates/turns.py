@@ -89,6 +89,11 @@ class Template(Protocol):
         """
         ...
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each text is tokenised by itself with any tokenizer, as LLaMA-Factory does."""
+        ...
+
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation, in order, one for each assistant message.
 
@@ -133,7 +138,7 @@ def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> 
         apart = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
         return apart == tokenizer.encode("".join(pieces), add_special_tokens=False)
 
-    return not (same_apart(PROBE) or same_apart(_THINKING_PROBE))
+    return not (template.is_apart or same_apart(PROBE) or same_apart(_THINKING_PROBE))
 
 
 def joined_texts(texts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -217,9 +222,9 @@ def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _end(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise the last piece of an answer, without white space after it."""
-    turns = template.render(PROBE, Thinking())
-    tokens: list[int] = tokenizer.encode(turns[-1].completion[-1], add_special_tokens=False)
+    """Tokenise an answer, without white space after it."""
+    pieces = template.render(PROBE, Thinking())[-1].completion
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     while tokens and not _is_special(tokens[-1], tokenizer) and not tokenizer.decode(tokens[-1:]).strip():
         tokens.pop()
     return tokens

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, quantization, run
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
@@ -173,7 +174,7 @@ def ground_of_file(
     except MegatuneError as error:
         return Ground(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
-    settings = loaded.for_world(world).settings
+    settings = of_model(loaded, model.architecture)[0].for_world(world).settings
     return _plannable(Case(model=model, settings=settings, world_size=world, machine=machine), assumed)
 
 

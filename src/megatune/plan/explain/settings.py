@@ -9,6 +9,7 @@ from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.rules import RULES
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import SettingInfo
@@ -167,7 +168,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], 
     ("experts.moe_aux_loss_coeff", "moe_router_load_balancing_type: aux_loss",
      lambda s, _: s.experts.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")),
     ("experts.moe_router_load_balancing_type", "moe_aux_loss_coeff: 0.001",
-     lambda s, _: s.experts.moe_aux_loss_coeff > 0
+     lambda s, _: s.experts.moe_aux_loss_coeff != 0
      or s.experts.moe_router_load_balancing_type in ("sinkhorn", "none")),
     *((path, _EXPERTS, lambda _, architecture: architecture is None or architecture.moe is not None)
       for path in all_settings() if path.startswith(("experts.", "parallel.expert_"))),
@@ -177,6 +178,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], 
 def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language = "en") -> tuple[str, list[Finding]]:
     """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
     words, case = words_of(language), ground.case
+    if ground.architecture is not None:
+        loaded, _ = of_model(loaded, ground.architecture)
     written = {path for path, origin in loaded.origins.items() if origin != "default"}
     findings = loaded.check(ground.architecture, ground.world_size, (*RULES, *trainable.RULES))
     lines = [words.settings.format(file=name)]

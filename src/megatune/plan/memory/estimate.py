@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
 from megatune.plan.memory.parameters import Rules, StageState, host_bytes, stage_parameters, stage_state
+from megatune.plan.memory.saved import bytes_of
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -19,7 +19,6 @@ CONTEXT = 1200 * 2**20
 CPU_PROCESS = 350 * 2**20
 # Of a checkpoint's files, which are dealt to ranks; as bridge.file_set's.
 _FILE_BYTES = 5 * 10**9
-_FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +102,6 @@ def workspace_bytes(case: Case, stage: int) -> Workspace:
     )
 
 
-def checkpoint_bytes(settings: Settings, parameters: int, trained: int) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's model, or adapters, and of its training state."""
-    optimizer, is_narrow = settings.optimizer, settings.precision.params_dtype != "float32"
-    if settings.finetuning.finetuning_type == "lora":
-        model, is_narrow = _FP32 * trained, False  # adapters are their own master weights
-    else:
-        model = (2 if is_narrow else _FP32) * parameters
-    if settings.checkpoint.save_only_model:
-        return model, 0
-    averages = 2 if optimizer.optimizer == "adam" else int(bool(optimizer.sgd_momentum))
-    return model, _FP32 * trained * (averages + is_narrow)
-
-
 def _copies(case: Case, stage: int) -> int:
     """Count what the fullest rank of a stage copies to the host's memory for `async_save`, which on a CPU is the
     device's: of both kinds of files the first, and an even share of the others."""
@@ -124,7 +110,9 @@ def _copies(case: Case, stage: int) -> int:
     held, parallel = stage_parameters(case, stage), case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size * parallel.expert_tensor_size
     trained = tp * held.trained_dense + experts * held.trained_expert
-    kinds = checkpoint_bytes(case.settings, tp * held.dense + experts * held.expert, trained)
+    is_lora = case.settings.finetuning.finetuning_type == "lora"
+    counts = (0, trained) if is_lora else (trained, 0)
+    kinds = bytes_of(case.settings, tp * held.dense + experts * held.expert, *counts)
     return sum(min(size, _FILE_BYTES + size // (tp * case.shard_size)) for size in kinds)
 
 

@@ -275,5 +275,5 @@ def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
 def is_balanced(settings: Settings) -> bool:
     """Return whether a loss, a bias or Sinkhorn's normalization balances the router."""
     experts, kind = settings.experts, settings.experts.moe_router_load_balancing_type
-    has_loss = kind != "none" and experts.moe_aux_loss_coeff > 0
+    has_loss = kind != "none" and bool(experts.moe_aux_loss_coeff)
     return has_loss or kind == "sinkhorn" or experts.moe_router_bias_update_rate > 0

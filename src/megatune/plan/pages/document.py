@@ -11,10 +11,10 @@ from typing import Any
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.plan.answer import Answer
 from megatune.plan.changes.variation import with_settings
+from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS, checkpoint_bytes
-from megatune.plan.memory.tensors import num_trained_parameters
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, picture_words, size
 from megatune.plan.question import Question
@@ -39,9 +39,7 @@ def standing_notes(question: Question) -> Iterator[str]:
             f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank; neither was measured"
         )
         if question.settings.checkpoint.async_save:
-            architecture = question.model.architecture
-            trained = num_trained_parameters(architecture, question.settings.finetuning)
-            copies = sum(checkpoint_bytes(question.settings, num_parameters(architecture), trained))
+            copies = sum(checkpoint_bytes(question.settings, question.model.architecture))
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     yield "fragments of freed memory are not counted"
     if pictures := picture_words(question.case):
@@ -109,6 +107,7 @@ def document(found: Answer, top: int) -> str:
         "model": {
             "name": question.model.name,
             "num_parameters": num_parameters(question.model.architecture),
+            "checkpoint_bytes": checkpoint_bytes(question.settings, question.model.architecture)._asdict(),
             "trainable": {
                 "kind": trainable.finetuning_type,
                 "lora_rank": trainable.lora_rank,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -75,14 +76,14 @@ def preflight(
         MegatuneError: SETTINGS with everything that is wrong, or with what cannot fit; what the model is refused with
             where nothing else is wrong.
     """
-    architecture, refusal = None, None
+    architecture, refusal, of_config = None, None, list[str]()
     path = loaded.settings.model.model_name_or_path
     if path is not None:
         try:
             folder = model_dir(path)
             architecture = load_architecture(folder, loaded.settings.run.stage) if folder is not None else None
             if architecture is not None:
-                loaded = with_adapters(loaded, architecture)
+                loaded, of_config = of_model(with_adapters(loaded, architecture), architecture)
         except MegatuneError as error:
             refusal = error
     findings = [*loaded.check(architecture, world_size, (*RULES, *trainable.RULES)), *extra]
@@ -94,6 +95,7 @@ def preflight(
     accepted = (f"accepted   {note}" for note in loaded.accepted_notes())
     lines = (
         *accepted,
+        *(f"experts    {line}" for line in of_config),
         *_unsaid(loaded),
         *_unused(loaded),
         *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),

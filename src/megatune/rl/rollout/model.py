@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from megatune.config.rl.settings import InferRole
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.slots import ATTENTION
 
@@ -85,7 +86,7 @@ def room_of_cache(device: torch.device) -> int:
 
 
 def _check_context(config: Any, context: int, folder: Path) -> None:
-    most = getattr(config, "max_position_embeddings", None)
+    most = context_length(config.to_dict())
     if most is not None and context > most:
         what = f"prompts and responses of {context} tokens do not fit the model"
         fix = f"prompt_length and response_length of {most} together at most"
