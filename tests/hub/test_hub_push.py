@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hub_server import TOKEN, Hub, running
 
-from megatune.cli.secrets import use_secrets
+from megatune.training.secrets import use_secrets
 from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError

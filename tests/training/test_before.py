@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatune.cli.train import start
+from megatune.training.start import start
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError

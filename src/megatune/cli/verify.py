@@ -3,12 +3,16 @@ user's own checkpoint."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
+from megatune.cli.command import Command, Flag, Given
+from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -30,48 +34,47 @@ _SHARED_GROUPS = ("precision.", "model.", "finetuning.")
 _NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run.output_dir")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb and its flags."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="compare a layout with Transformers: logits, loss, gradients",
-        usage="megatune verify MODEL [--samples N] [--length N] [--verbose] [SETTING ...] [--against 'SETTING ...']",
-        description="Computes a Hugging Face checkpoint in a parallel layout and with plain Transformers, and compares "
-        "the logits, the loss and the gradient of every parameter. Where they differ it says in which layer that "
-        "begins, and ends with 1. Vision-language models are given images and videos, too. With "
-        "--adapter_name_or_path, or where MODEL is the folder of an adapter, it is Transformers with peft, and the "
-        "gradients are the adapter's; with --finetuning_type lora those of random adapters.",
-        epilog="SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key "
-        "value or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and "
-        "--num_processes. Without any: fp32 in one process. Of adapters: --adapter_name_or_path, --finetuning_type "
-        "lora with --lora_rank, --lora_target and others that say which, --model_name_or_path for the base of MODEL.",
-    )
-    parser.add_argument(
-        "words", nargs="*", metavar="MODEL", help="folder of the checkpoint, or the id of a model on a hub"
-    )
-    _add_options(parser)
-    parser.set_defaults(run=run, reference=None)
+class VerifyOptions(Group):
+    """The options of `megatune verify`."""
+
+    samples: Count = 8
+    """rows of random tokens"""
+    length: Annotated[int, Field(ge=2)] = 64
+    """tokens of the longest row, images aside"""
+    verbose: bool = False
+    """show every parameter, not only the worst 10"""
+    against: Annotated[str | None, Flag("'SETTING ...'")] = None
+    """compare with this layout instead of Transformers; what it leaves out has its default, '' is one process"""
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="rows of random tokens (8)")
-    parser.add_argument(
-        "--length", type=int, default=64, metavar="N", help="tokens of the longest row, pictures aside (64)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="show every parameter, not only the worst 10")
-    parser.add_argument(
-        "--against",
-        metavar="'SETTING ...'",
-        help="compare with this layout instead of Transformers; what it leaves out has its default, '' is one process",
-    )
+COMMAND = Command(
+    name="verify",
+    usage="MODEL [--OPTION ...] [SETTING ...] [--against 'SETTING ...']",
+    about="Computes a Hugging Face checkpoint (a folder, or an id on a hub) in a parallel layout and with plain "
+    "Transformers, and compares the logits, the loss and the gradient of every parameter. Where they differ, it says "
+    "in which layer that begins, and ends with 1. Vision-language models are given images and videos, too. With "
+    "--adapter_name_or_path, or where MODEL is the folder of an adapter, it is Transformers with peft, and the "
+    "gradients are the adapter's; with --finetuning_type lora those of random adapters.",
+    epilog="""SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key value
+or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and
+--num_processes. Without any: fp32 in one process. Of adapters: --adapter_name_or_path, --finetuning_type lora with --lora_rank,
+--lora_target and others that say which, --model_name_or_path for the base of MODEL.""",
+    options=VerifyOptions,
+    takes_settings=True,
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(verb: str, words: Sequence[str]) -> int:
+    """Compare and print."""
+    return verify(words)
+
+
+def verify(words: Sequence[str], reference: Path | None = None) -> int:
     """Compare and print.
 
     Args:
-        args: with `reference`, the Hugging Face checkpoint of the same weights, for those in Megatron-Core's format;
-            None writes one for the time of the comparison.
+        reference: the Hugging Face checkpoint of the same weights, for those in Megatron-Core's format; None writes one
+            for the time of the comparison.
 
     Returns:
         DONE where everything is within its tolerance, DIFFERENT where something is not, or the exit code of processes
@@ -87,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     from megatune.generation.adapters import adapted_model
     from megatune.hub.models import open_model
 
-    name, loaded, other = _read(args)
+    given = COMMAND.read(words)
+    options = given.options
+    name, loaded, other = _read(given)
     base, adapters = loaded.settings.model.model_name_or_path, loaded.settings.finetuning.adapter_name_or_path
     named = adapted_model(name, base, adapters)
     model = open_model(named.base, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
@@ -96,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
         architecture = load_architecture(model.config_dir(), STAGE)
         loaded, other = _of_reward_model(loaded), None if other is None else _of_reward_model(other)
     finetuning = trained_in(loaded, named.adapters, architecture)
-    samples = _samples(architecture, read_config(model.config_dir()), args, loaded.settings.run.seed)
+    samples = _samples(architecture, read_config(model.config_dir()), options, loaded.settings.run.seed)
     longest = max(len(sample.input_ids) for sample in samples)
-    settings, world = _checked(loaded, finetuning, architecture, args, longest)
-    against = None if other is None else _checked(other, finetuning, architecture, args, longest)
+    settings, world = _checked(loaded, finetuning, architecture, options, longest)
+    against = None if other is None else _checked(other, finetuning, architecture, options, longest)
 
     from megatune.verify.adapters import with_adapters
     from megatune.verify.reference_files import as_hugging_face
@@ -110,17 +115,17 @@ def run(args: argparse.Namespace) -> int:
     print(f"{name}: {described}, {settings.precision.params_dtype}, {_describe_samples(samples)}", flush=True)
     with (
         with_adapters(settings, model_dir, architecture) as settings,
-        as_hugging_face(model_dir, args.reference) as reference,
+        as_hugging_face(model_dir, reference) as reference_dir,
     ):
         try:
             if against is None:
-                verdict = verify_layout(model_dir, settings, samples, world, reference_dir=reference)
+                verdict = verify_layout(model_dir, settings, samples, world, reference_dir=reference_dir)
             else:
                 other_settings = against[0].model_copy(update={"finetuning": settings.finetuning})
                 verdict = verify_layouts(model_dir, settings, world, other_settings, against[1], samples)
         except RanksFailed as failed:
             return int(failed.args[0])
-    return show(verdict, verbose=args.verbose)
+    return show(verdict, verbose=options.verbose)
 
 
 def _of_reward_model(loaded: Loaded) -> Loaded:
@@ -128,19 +133,17 @@ def _of_reward_model(loaded: Loaded) -> Loaded:
     return replace(loaded, settings=loaded.settings.model_copy(update={"run": run}))
 
 
-def _samples(
-    architecture: Architecture, config: Mapping[str, Any], args: argparse.Namespace, seed: int
-) -> list[Sample]:
+def _samples(architecture: Architecture, config: Mapping[str, Any], options: VerifyOptions, seed: int) -> list[Sample]:
     """Return rows of random tokens, for a vision-language model with pictures in some of them."""
     from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
 
     vision, text = architecture.vision, config.get("text_config") or config
     return random_samples(
         architecture.vocab_size,
-        uneven_lengths(args.samples, args.length),
+        uneven_lengths(options.samples, options.length),
         seed,
         padding=text.get("pad_token_id"),
-        pictures=random_pictures(args.samples, vision) if vision is not None else (),
+        pictures=random_pictures(options.samples, vision) if vision is not None else (),
         vision=vision,
     )
 
@@ -155,30 +158,21 @@ def _describe_samples(samples: list[Sample]) -> str:
     return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
 
 
-def _read(args: argparse.Namespace) -> tuple[str, Loaded, Loaded | None]:
+def _read(given: Given[VerifyOptions]) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
-    from megatune.config.entry import split_arguments
-    from megatune.config.load import load
-
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_options(options)
-    words = split_arguments(options.parse_known_args(args.words)[1])
-    loaded = load(overrides=words.overrides, flags=words.flags)
-    other = None if args.against is None else _read_against(args.against, loaded.settings)
+    name, against = given.settings.source, given.options.against
+    given.settings = replace(given.settings, source=None)
+    loaded = given.load()
+    other = None if against is None else _read_against(against, loaded.settings)
     findings = list(loaded.findings)
-    if words.source is None:
+    if name is None:
         findings.append(Finding("which checkpoint?", fix="megatune verify MODEL: its folder or id comes first"))
-    findings += [
-        Finding(f"{flag} {value} is too few", fix=f"{flag} {least} or more")
-        for flag, value, least in (("--samples", args.samples, 1), ("--length", args.length, 2))
-        if value < least
-    ]
     findings += _without_part(loaded)
     findings += _not_as_transformers(loaded) if other is None else [*other.findings, *_without_part(other)]
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    assert words.source is not None
-    return words.source, loaded, other
+    assert name is not None
+    return name, loaded, other
 
 
 def _read_against(text: str, first: Settings) -> Loaded:
@@ -249,7 +243,7 @@ def _world(settings: Settings) -> World:
 
 
 def _checked(
-    loaded: Loaded, finetuning: FinetuningSettings, architecture: Architecture, args: argparse.Namespace, longest: int
+    loaded: Loaded, finetuning: FinetuningSettings, architecture: Architecture, options: VerifyOptions, longest: int
 ) -> tuple[Settings, World]:
     """Return the settings, after the rules of the layout have been held against the model, and the processes they
     take.
@@ -264,17 +258,17 @@ def _checked(
 
     parallel, world = loaded.settings.parallel, _world(loaded.settings)
     # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
-    accumulation = -(-args.samples * parallel.model_parallel_size // world.world_size)
+    accumulation = -(-options.samples * parallel.model_parallel_size // world.world_size)
     if parallel.virtual_stages:
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
     rules = *RULES, *trainable.RULES
     findings = check(settings, architecture, world.world_size, rules=rules, origins=loaded.origins, invalid=_NOT_HERE)
-    limit, of_pictures = architecture.max_position_embeddings, longest - args.length
+    limit, of_pictures = architecture.max_position_embeddings, longest - options.length
     if longest > limit:
         with_pictures = f", with {of_pictures} tokens of pictures," if of_pictures else ""
-        what = f"--length {args.length}{with_pictures} is more than the model's {limit} positions"
+        what = f"--length {options.length}{with_pictures} is more than the model's {limit} positions"
         findings.append(Finding(what, fix=f"--length {limit - of_pictures} or less"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
