@@ -21,7 +21,7 @@ from megatune.config.entry import Arguments, SettingEntry, read_file, read_overr
 from megatune.config.load import Loaded, load
 from megatune.config.setting import Group, SettingInfo, describe
 from megatune.config.values import Value, coerce, nearest_valid, parse, short, shown
-from megatune.errors import ExitCode, Finding, MegatuneError, closest
+from megatune.errors import ExitCode, Finding, MegatuneError, closest, in_order
 
 T = TypeVar("T", bound=Group)
 _TRUTH = {
@@ -112,7 +112,7 @@ class Given(Generic[T]):
     def stop(self, more: Iterable[Finding] = ()) -> None:
         """Raise everything that is wrong, if anything is (exit code 64)."""
         if findings := [*self.findings, *more]:
-            raise MegatuneError(findings, ExitCode.SETTINGS)
+            raise MegatuneError(in_order(findings), ExitCode.SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)

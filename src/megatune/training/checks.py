@@ -18,7 +18,6 @@ from megatune.launch.world import RankEnv, World, decide_world, joined
 from megatune.plan.run.preflight import Preflight, preflight
 from megatune.training.before import check_before
 from megatune.training.restarts import check_restarts
-from megatune.training.room import check_room
 from megatune.training.source import RunModel
 from megatune.training.this_machine import this_machine
 from megatune.training.trackers import check_installed
@@ -97,6 +96,8 @@ def _check_plan(launch: Launch, found: Outcome) -> None:
             checked = replace(checked, lines=(*checked.lines, f"plan       none: {unknown}"))
     found.plan = checked
     if launch.first and checked.architecture is not None:
+        from megatune.training.room import check_room  # imports numpy, which a refused file does without
+
         check_room(checked.settings, checked.architecture)
 
 
