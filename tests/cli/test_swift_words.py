@@ -15,7 +15,7 @@ def test_export_takes_what_it_reads_and_names_what_changes_nothing() -> None:
     assert given.findings == []
     options = given.options
     assert (options.model_name_or_path, options.to_mcore, options.overwrite_output_dir) == ("M", True, True)
-    assert (options.adapter_name_or_path, options.export_size, options.mcore_model) == (["a", "b"], 2.0, "N")
+    assert (options.adapters, options.export_size, options.mcore_model) == (["a", "b"], 2.0, "N")
     ignored = [entry.key for entry in given.entries if entry.key in command.foreign.ignored]
     assert ignored == ["tensor_model_parallel_size", "thread_count", "seed"]
     assert variables_of(given, {}) == {

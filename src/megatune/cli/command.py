@@ -44,7 +44,7 @@ class Flag:
         metavar: the placeholder of its value in --help.
         bare: the value of the flag by itself; None where a value has to follow.
         repeats: each flag adds one item to a list; otherwise all words up to the next flag are the list.
-        commas: each text of a list is split at its commas.
+        commas: each text of a list is split at its commas. Other systems' names take one such text.
         read: makes a value of a text, or None where the text is not valid.
         expected: what `read` takes.
     """
@@ -245,7 +245,7 @@ class Command(Generic[T]):
             flag = self._flag(self.foreign.aliases.get(key, key))
         if kinds == {bool}:
             return [left.popleft()] if left and left[0].lower() in _TRUTH else []
-        takes_all = not kinds or (list in kinds and not flag.repeats)
+        takes_all = not kinds or (list in kinds and not flag.repeats and key in self.infos)
         taken: list[str] = []
         while left and not self._is_flag(left[0]) and (takes_all or not taken):
             if flag.bare is not None and "=" in left[0]:

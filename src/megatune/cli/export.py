@@ -29,7 +29,7 @@ _UPLOAD = "nothing is uploaded"
 _LAYOUT = "the file is the same for every layout"
 FOREIGN = Foreign(
     aliases={
-        "model": "model_name_or_path", "adapters": "adapter_name_or_path", "output_dir": "export_dir",
+        "model": "model_name_or_path", "adapter_name_or_path": "adapters", "output_dir": "export_dir",
         "max_shard_size": "export_size", "exist_ok": "overwrite_output_dir", "load": "mcore_model",
     },
     refused={
@@ -90,9 +90,9 @@ class ExportOptions(Group):
     """branch, tag or commit of a model on a hub"""
     cache_dir: Annotated[str | None, Flag("DIR")] = None
     """where files of a hub are kept (the hub's own cache)"""
-    adapter_name_or_path: Annotated[list[str], Flag("A,B", commas=True)] = Field(default=[])
+    adapters: Annotated[list[str], Flag("A ...", commas=True)] = Field(default=[])
     """folders of adapters, merged in their order: as peft saves them, a checkpoint-N, or a run's output_dir; also
-    --adapters"""
+    --adapter_name_or_path A,B"""
     merge_lora: bool = True
     """true: adapters are merged"""
     export_dir: Annotated[str | None, Flag("DIR")] = None
@@ -169,7 +169,7 @@ def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
     if export.to_mcore and export.to_hf:
         yield Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")
         return
-    if not export.merge_lora and (export.adapter_name_or_path or not export.converts):
+    if not export.merge_lora and (export.adapters or not export.converts):
         where = next(entry.where for entry in reversed(given.entries) if entry.key == "merge_lora")
         why, fix = "merging adapters is what export does", "write merge_lora: true, or remove it"
         yield Finding("merge_lora: false is not supported", where, why, fix)
@@ -184,9 +184,9 @@ def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
         yield Finding("mcore_model is missing", fix="--mcore_model FOLDER, the checkpoint of Megatron-Core")
     elif export.to_mcore and not (export.mcore_model or export.model_name_or_path):
         yield Finding("model is missing", fix="--model FOLDER, or the id of a model on a hub")
-    elif not export.converts and not only and not (export.model_name_or_path or export.adapter_name_or_path):
+    elif not export.converts and not only and not (export.model_name_or_path or export.adapters):
         yield Finding("adapter_name_or_path is missing", fix="--adapter_name_or_path FOLDER")
-    if export.test_convert_precision and export.adapter_name_or_path:
+    if export.test_convert_precision and export.adapters:
         why = "the model that adapters are merged into is nowhere else to be compared with"
         fix = "merge them first, with `megatune export`, and convert the merged model"
         yield Finding("test_convert_precision: true with adapters", "", why, fix)
@@ -197,7 +197,7 @@ def _merge(export: ExportOptions) -> int:
     from megatune.generation.adapters import adapted_model
     from megatune.hub.models import open_model
 
-    names = export.adapter_name_or_path
+    names = export.adapters
     model = export.model_name_or_path or adapted_model(names[0]).base
     # A folder of an adapter given as the model is merged before the others.
     found = adapted_model(model, adapters=names)
@@ -221,7 +221,7 @@ def _convert(export: ExportOptions) -> int:
 
     source = export.mcore_model or export.model_name_or_path
     assert source is not None
-    found = adapted_model(export.model_name_or_path or source, adapters=export.adapter_name_or_path)
+    found = adapted_model(export.model_name_or_path or source, adapters=export.adapters)
     weights = export.mcore_model or found.base
     in_megatron_form = None if is_hugging_face(weights) else export.mcore_model  # a run's checkpoint may be either
     model = open_model(found.base, export.model_revision, export.cache_dir, in_megatron_form)

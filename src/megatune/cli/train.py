@@ -70,4 +70,4 @@ def _of_stage(verb: str, given: Given) -> Loaded:
     stage = said.settings.run.stage
     fix = f"megatune {stage} ..., or write stage: {verb}"
     finding = Finding(f"stage {stage} contradicts `megatune {verb}`", entry.where, f"the verb trains stage {verb}", fix)
-    return replace(said, findings=[*said.findings, finding])
+    return replace(said, findings=[*said.findings, finding], invalid=said.invalid | {_STAGE})

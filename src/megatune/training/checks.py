@@ -55,13 +55,14 @@ class Launch:
             except MegatuneError as error:
                 problems = error.findings
         here = place or world
+        loaded = loaded.for_world(here.world_size if here else None)
         return Launch(
-            loaded=loaded.for_world(here.world_size if here else None),
+            loaded=loaded,
             place=place,
             world=world,
             problems=problems,
             num_gpus=num_gpus,
-            model=RunModel(settings, asks=place is None or place.local_rank == 0),
+            model=RunModel(loaded.settings, asks=place is None or place.local_rank == 0),
             first=place.rank == 0 if place else world is None or world.node_rank == 0,
         )
 
