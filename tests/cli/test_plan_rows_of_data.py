@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatune.cli.plan_rows import data_rows, stated_rows
+from megatune.training.rows_ahead import data_rows, stated_rows
 from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.data import sampled

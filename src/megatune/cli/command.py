@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import yaml
 from pydantic import ValidationError
 
 from megatune.cli.pages import Help, write_page
@@ -58,28 +59,29 @@ class Flag:
 
 
 class Refused(NamedTuple):
-    """A key that users of another system know and that is not supported, except for the values in `passes`."""
+    """Why a key that users of another system know is not supported, except for the values in `passes`."""
 
-    why: str
+    why: str = ""
     fix: str = ""
-    passes: tuple[str, ...] = ()
+    passes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Foreign:
-    """What other systems call the options of a verb.
-
-    Attributes:
-        aliases: their key -> our option.
-        values: our option -> a value as they write it -> ours.
-        ignored: keys that change nothing -> the reason, which is printed.
-        refused: keys that are not supported.
-    """
+    """What other systems call the options of a verb: a part of foreign.yaml, with `ignored` and `refused` by key."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
+
+
+def foreign_keys(verb: str) -> Foreign:
+    """Read the part of a verb."""
+    rows = yaml.safe_load((Path(__file__).parent / "foreign.yaml").read_text(encoding="utf-8"))[verb]
+    ignored = {key: why for why, keys in rows["ignored"].items() for key in keys}
+    refused = {key: Refused(**row) for row in rows["refused"] for key in row.pop("keys")}
+    return Foreign(rows["aliases"], rows.get("values", {}), ignored, refused)
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ COMMAND = Command(
     name="doctor",
     usage="[FILE.yaml] [key=value ...] [--json]",
     about="Checks what a run needs of its machines, and says of each fault what it leads to and how to fix it: "
-    "versions, memory and limits, GPUs, disks, names and ports, variables; then starts the ranks, which measure clocks, a shared "
-    "output_dir, the speed of each rank and of each link. Ends with 0, or with 69 if a check fails.",
+    "versions, memory and limits, GPUs, disks, names and ports, variables; then starts the ranks, which measure "
+    "clocks, a shared output_dir, the speed of each rank and of each link. Ends with 0, or with 69 if a check fails.",
     epilog="""With a settings file it checks that run's ranks, checkpoints, data workers and hub. On several machines,
 start it on each of them as you start the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
 torchrun --no-python ... megatune doctor FILE.yaml. num_processes=N starts N ranks.""",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Flag, Foreign, Given, Refused
+from megatune.cli.command import Command, Flag, Given, foreign_keys
 from megatune.cli.model_options import say_ignored
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -22,54 +22,6 @@ _EPILOG = """Options are LLaMA-Factory's and Megatron-SWIFT's keys. From flags, 
     megatune export --mcore_model out/megatron --to_hf true --output_dir out/hf"""
 _DTYPES = Literal["bfloat16", "float16", "float32"]
 _SIZES = {"MB": 1e-3, "GB": 1, "TB": 1e3}
-_QUANTIZED = Refused(
-    "quantizing (GPTQ, AWQ) is not supported", "merge the adapter, and quantize the model with a tool for that"
-)
-_UPLOAD = "nothing is uploaded"
-_LAYOUT = "the file is the same for every layout"
-FOREIGN = Foreign(
-    aliases={
-        "model": "model_name_or_path", "adapter_name_or_path": "adapters", "output_dir": "export_dir",
-        "max_shard_size": "export_size", "exist_ok": "overwrite_output_dir", "load": "mcore_model",
-    },
-    refused={
-        **dict.fromkeys(
-            ("export_quantization_bit", "export_quantization_dataset", "quantization_bit", "quant_method",
-             "quant_bits"), _QUANTIZED,
-        ),
-        "export_hub_model_id": Refused(_UPLOAD, "export to a folder, and upload that"),
-        "push_to_hub": Refused(_UPLOAD, "export to a folder, and upload that", ("false",)),
-        "export_legacy_format": Refused("pickles are not written: weights are safetensors", "remove it", ("false",)),
-        "safe_serialization": Refused("pickles are not written: weights are safetensors", "remove it", ("true",)),
-        "finetuning_type": Refused("adapters are merged; other models are whole as they are", passes=("lora",)),
-        "export_device": Refused("it is cpu or auto", passes=("cpu", "auto")),
-        "to_ollama": Refused("files for Ollama are not written", passes=("false",)),
-        "to_cached_dataset": Refused(
-            "rows are cached when a run first reads them; tokenized_path names the folder", passes=("false",)
-        ),
-        "to_peft_format": Refused("adapters are in peft's format as they are", passes=("false",)),
-        **dict.fromkeys(
-            ("mcore_adapter", "adapter_load"),
-            Refused("adapters in Megatron's format are not read", "merge it where it was trained"),
-        ),
-    },
-    ignored={
-        **dict.fromkeys(
-            ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-             "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel"), _LAYOUT,
-        ),
-        "template": "the model's own chat template is kept",
-        "trust_remote_code": "no code of a repository is ever run",
-        "thread_count": "tensors are written one by one, so that memory does not grow",
-        "infer_dtype": "torch_dtype is the dtype of the weights that are written",
-        **dict.fromkeys(
-            ("export_quantization_nsamples", "export_quantization_maxlen", "quant_n_samples", "quant_batch_size",
-             "group_size"), "it is about quantizing",
-        ),
-        **dict.fromkeys(("hub_model_id", "commit_message", "hub_private_repo"), "nothing is uploaded"),
-        "template_mode": "it is about cached data sets",
-    },
-)  # fmt: skip
 
 
 def _gigabytes(text: str) -> float | None:
@@ -129,7 +81,7 @@ COMMAND = Command(
     "Hugging Face checkpoint as Megatron-Core's torch_dist, or the other way round.",
     epilog=_EPILOG,
     options=ExportOptions,
-    foreign=FOREIGN,
+    foreign=foreign_keys("export"),
     most_words=1,
 )
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field
 
 from megatune.cli import model_options
@@ -16,11 +14,6 @@ from megatune.cli.command import Command, Flag, Given
 from megatune.cli.model_options import FOREIGN, WriterOptions
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
-
-if TYPE_CHECKING:
-    from megatune.data.samples import Replacements
-    from megatune.generation.generator import Generator
-    from megatune.generation.results import ResultFile
 
 
 class PromptOptions(Group):
@@ -98,9 +91,11 @@ def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
         sources = open_datasets(options.val_dataset, options.dataset_dir)
 
     from megatune.generation.inputs import find_model
+    from megatune.generation.opening import backend_loader, model_dir
 
-    folder = find_model(model_options.model_dir(checked.adapted.base, options))
+    folder = find_model(model_dir(checked.adapted.base, options.model_revision, options.cache_dir))
 
+    from megatune.generation import answering
     from megatune.generation.generator import Generator
     from megatune.generation.results import ResultFile, default_path
 
@@ -112,68 +107,20 @@ def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
         results = stack.enter_context(ResultFile(path)) if path else None
         generator = Generator.load(
             folder, checked.options, checked.adapted.adapters,
-            load_backend=model_options.backend_loader(checked.vllm), brings_pictures=bool(sources),
+            load_backend=backend_loader(checked.vllm), brings_pictures=bool(sources),
         )  # fmt: skip
         if sources:
             assert results is not None
-            _answer_datasets(generator, sources, results, _placeholders(options, Path(checked.name)), options)
+            names = {"model_name": options.model_name, "model_author": options.model_author}
+            answering.answer_datasets(
+                generator, sources, results, answering.placeholders_of(Path(checked.name), names),
+                batch_size=options.max_batch_size, media_dir=options.dataset_dir, stream=bool(options.stream),
+                shows_accuracy=options.metric is not None,
+            )  # fmt: skip
         else:
-            _answer(generator, options, results)
+            stream = False if options.stream is None and checked.vllm is not None else options.stream
+            answering.answer(generator, options.prompt, results, stream=stream)
     return ExitCode.DONE
-
-
-def _answer(generator: Generator, options: InferOptions, results: ResultFile | None) -> None:
-    """Answer a prompt, lines of input, or whoever is at the terminal."""
-    from megatune.generation.chat import answer_prompts, chat, print_reply
-
-    at_terminal = sys.stdin.isatty() if options.prompt is None else sys.stdout.isatty()
-    stream = at_terminal and options.infer_backend != "vllm" if options.stream is None else options.stream
-    if options.prompt is not None:
-        print_reply(generator, options.prompt, stream=stream, results=results)
-    elif at_terminal:
-        chat(generator, stream=stream, results=results)
-    else:
-        answer_prompts(generator, sys.stdin, stream=stream, results=results)
-    if results is not None:
-        print(f"answers are in {results.path}", file=sys.stderr)
-
-
-def _placeholders(options: InferOptions, model: Path) -> Replacements:
-    """Return what placeholders become: as flags say, else as in the run that trained the model."""
-    from megatune.config.settings import DataSettings
-    from megatune.data.samples import replacements
-
-    values = {name: getattr(options, name) for name in ("model_name", "model_author")}
-    for folder in (model, model.parent):
-        if (path := folder / "run.yaml").is_file() and None in values.values():
-            with suppress(yaml.YAMLError, UnicodeDecodeError):  # somebody else's
-                written = yaml.safe_load(path.read_text(encoding="utf-8"))
-                known = written if isinstance(written, dict) else {}
-                values = {name: value or known.get(name) for name, value in values.items()}
-    return replacements(DataSettings(**values))
-
-
-def _answer_datasets(
-    generator: Generator,
-    sources: list,
-    results: ResultFile,
-    placeholders: Replacements,
-    options: InferOptions,
-) -> None:
-    """Answer the rows of data sets, and say what became of them."""
-    from megatune.generation.dataset import Outcome, answer_rows, read_questions
-
-    outcome = Outcome()
-    rows = read_questions(sources, outcome, placeholders, pictures=generator.pictures is not None)
-    answer_rows(
-        generator, rows, results, outcome,
-        batch_size=options.max_batch_size, media_dir=options.dataset_dir, show=bool(options.stream),
-    )  # fmt: skip
-    left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
-    print(f"{outcome.answered} answers are in {results.path}{left_out}", file=sys.stderr)
-    if options.metric:
-        share = "no row has an answer of its own" if outcome.accuracy is None else f"{outcome.accuracy:.4f}"
-        print(f"acc: {share}")
 
 
 def _findings(options: InferOptions, has_pictures: bool) -> Iterator[Finding]:

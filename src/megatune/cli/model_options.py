@@ -2,64 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Flag, Foreign, Given, Refused
+from megatune.cli.command import Command, Flag, Given, foreign_keys
 from megatune.config.setting import Group
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import Finding
 
 if TYPE_CHECKING:
     from megatune.generation.adapters import AdaptedModel
-    from megatune.generation.generator import LoadBackend
     from megatune.generation.options import GenerationOptions
 
-_PROBABILITIES = "probabilities of tokens are not written"
-# What ms-swift's `infer` and `deploy`, and LLaMA-Factory's files of `chat` and `api`, call the options.
-FOREIGN = Foreign(
-    aliases={"adapter_name_or_path": "adapters", "default_system": "system"},
-    values={"temperature": {"model": None}, "infer_backend": {"huggingface": "transformers", "pt": "transformers"}},
-    refused={
-        "num_beams": Refused("beam search is not supported", passes=("1",)),
-        "logprobs": Refused(_PROBABILITIES, passes=("false",)),
-        "top_logprobs": Refused(_PROBABILITIES),
-        "structured_outputs_regex": Refused("answers are not constrained to a pattern"),
-        "val_dataset_sample": Refused("", "write the number behind the data set: --val_dataset NAME#N"),
-        "load_data_args": Refused("", "name the data set: --val_dataset NAME", ("false",)),
-        "merge_lora": Refused("adapters need no merging to answer", "`megatune export --merge_lora true`", ("false",)),
-        "dataset": Refused("", "name what is to be answered: --val_dataset NAME"),
-        "use_chat_template": Refused("", "--raw leaves the chat template out", ("true",)),
-        "task_type": Refused("only models that write text are supported", passes=("causal_lm",)),
-        "device_map": Refused("a model is loaded onto one device", "--infer_backend vllm spreads it over several"),
-        "quant_bits": Refused("models are not quantized here"),
-        "quantization_bit": Refused("models are not quantized here"),
-        "max_length": Refused("prompts are not cut: what the model's context does not hold is refused"),
-        "max_pixels": Refused("", "write --image_max_pixels"),
-        **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), Refused("", "put a proxy with TLS before the endpoint")),
-    },
-    ignored={
-        **dict.fromkeys(("template", "template_mode"), "a checkpoint's tokenizer has its chat template"),
-        **dict.fromkeys(("infer_dtype", "torch_dtype"), "a model is loaded in the dtype of its config.json"),
-        **dict.fromkeys(("load_args", "model_type"), "config.json says what a checkpoint is"),
-        **dict.fromkeys(("dataset_num_proc", "load_from_cache_file"), "rows are read as they are answered"),
-        "trust_remote_code": "no code of a repository is ever run",
-        "finetuning_type": "the files of an adapter say what it is",
-        "attn_impl": "Transformers chooses the attention",
-        "log_interval": "no statistics are printed",
-        "max_logprobs": "probabilities of tokens are refused",
-        "owned_by": "it is megatune",
-        "reranker_use_activation": "only models that write text are supported",
-        "verbose": "--log_level says what the endpoint prints",
-        "write_batch_size": "answers are written as soon as they are there",
-    },
-)
+FOREIGN = foreign_keys("write")
 
 
 class ModelOptions(Group):
@@ -175,6 +133,7 @@ def check(
         MegatuneError: (SETTINGS) options; (INPUT) an adapter, a picture or a file of the system message that is
             missing; (UNAVAILABLE) a backend that is not installed.
     """
+    from megatune.generation.opening import model_or_adapters, system_message
     from megatune.generation.options import GenerationOptions, PictureFile, check_options
 
     asked = given.options
@@ -182,10 +141,10 @@ def check(
     given.stop([*_model_findings(command, given, model), *_backend_findings(asked), *more])
     say_ignored(command, given)
     values = {each.name: getattr(asked, each.name) for each in fields(GenerationOptions) if hasattr(asked, each.name)}
-    values |= {"stop_words": tuple(asked.stop_words), "system": _system(asked.system)}
+    values |= {"stop_words": tuple(asked.stop_words), "system": system_message(asked.system)}
     options = GenerationOptions(**values, pictures=tuple(PictureFile(kind, path) for kind, path in pictures))  # type: ignore[arg-type]
     check_options(options, brings_pictures=brings_pictures)
-    name, adapted = _adapted(model, base, asked.adapters)
+    name, adapted = model_or_adapters(model, base, asked.adapters)
     vllm = None
     if asked.infer_backend == "vllm":
         vllm = {each: value for each in _VLLM if (value := getattr(asked, f"vllm_{each}")) is not None}
@@ -214,52 +173,6 @@ def _model(given: Given[Any]) -> tuple[str | None, str | None]:
     return model, base
 
 
-def _adapted(model: str | None, base: str | None, adapters: list[str]) -> tuple[str, AdaptedModel]:
-    """Return the name of what is asked, and what it is: a model with its adapters, or adapters that name their base."""
-    from megatune.generation.adapters import adapted_model
-
-    if model is not None:
-        return model, adapted_model(model, base, adapters)
-    first, *more = adapters
-    adapted = adapted_model(first, base)
-    if more or not adapted.adapters:  # which refuses those that are none
-        adapted = adapted_model(adapted.base, adapters=adapters)
-    return first, adapted
-
-
-def backend_loader(vllm: dict[str, Any] | None) -> LoadBackend:
-    """Return what loads the backend that the options name."""
-    if vllm is None:
-        from megatune.generation.transformers_backend import TransformersBackend
-
-        return TransformersBackend.load
-    from megatune.generation.vllm_backend import VllmBackend
-
-    return partial(VllmBackend.load, arguments=vllm)
-
-
-def model_dir(name: str, options: ModelOptions) -> Path:
-    """Return the folder that is named, or that a model on a hub is fetched into."""
-    from megatune.generation.inputs import nearest_folder
-    from megatune.hub.megatron import is_torch_dist
-    from megatune.hub.models import is_hub_id, open_model
-
-    path = Path(name)
-    if path.is_dir() and is_torch_dist(path):
-        what, why = f"{name} is in Megatron-Core's format", "answers are generated with Transformers"
-        fix = f"megatune export --to_hf true --mcore_model {name} --output_dir OUT, and then OUT"
-        raise MegatuneError(Finding(what, "MODEL", why, fix), ExitCode.INPUT)
-    if not is_hub_id(name) and not path.is_dir():
-        return path  # `find_model` says what is wrong with it
-    try:
-        return open_model(name, options.model_revision, options.cache_dir).fetch()
-    except MegatuneError as error:
-        if path.is_dir() or (near := nearest_folder(path)) is None:
-            raise
-        findings = [replace(each, fix=f"did you mean {near}? Else {each.fix}") for each in error.findings]
-        raise MegatuneError(findings, ExitCode.INPUT) from error
-
-
 def _model_findings(command: Command[Any], given: Given[Any], model: str | None) -> Iterator[Finding]:
     if given.words and given.options.model is not None:
         why = f"MODEL is {given.words[0]} already"
@@ -277,15 +190,3 @@ def _backend_findings(options: BackendOptions) -> list[Finding]:
     given = [each for each in _VLLM if getattr(options, f"vllm_{each}") is not None and name != "vllm"]
     why = "vLLM is not the backend"
     return [Finding("has no effect", f"--vllm_{each}", why, "add --infer_backend vllm") for each in given]
-
-
-def _system(value: str | None) -> str | None:
-    """Return the system message: a text, or what a .txt file has."""
-    if value is None or not value.endswith(".txt"):
-        return value
-    try:
-        return Path(value).read_text(encoding="utf-8").strip("\n")
-    except (OSError, ValueError) as error:
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        finding = Finding(f"{value} cannot be read", "--system", why, "name a text file of UTF-8, or write the text")
-        raise MegatuneError(finding, ExitCode.INPUT) from error

@@ -44,11 +44,10 @@ def write_page(
 
 def new_parser(program: str, usage: str, about: str, epilog: str) -> argparse.ArgumentParser:
     """Return argparse's parser, which lays out the pages and reads nothing."""
-    parser = argparse.ArgumentParser(
+    return argparse.ArgumentParser(
         prog=program, usage=usage, description="\n".join(textwrap.wrap(about, _WIDTH)), epilog=epilog, add_help=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=_WIDTH),
     )  # fmt: skip
-    return parser
 
 
 def _metavar(info: SettingInfo) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli.plan_reader import PlanReader
-from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
@@ -22,6 +21,7 @@ from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import count
 from megatune.plan.question import Asked, Question, read_settings
+from megatune.training.rows_ahead import PlannedRows, data_rows, stated_rows
 
 if TYPE_CHECKING:
     from megatune.plan.case import PlannedModel

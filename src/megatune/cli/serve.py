@@ -92,8 +92,9 @@ def _serve(options: ServeOptions, checked: Checked, key: str | None, taken: sock
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.model import load_model
     from megatune.generation.endpoint.server import Server
+    from megatune.generation.opening import model_dir
 
-    folder = model_options.model_dir(checked.adapted.base, options)
+    folder = model_dir(checked.adapted.base, options.model_revision, options.cache_dir)
     prompter, streams = load_model(
         folder, checked.options, checked.adapted.adapters, vllm=checked.vllm, max_waiting=options.max_waiting
     )
