@@ -260,7 +260,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
             "--against: tensor_model_parallel_size 3",
         ),
         (["{model}", "--length", "65"], ExitCode.SETTINGS, "--length 64 or less"),
-        (["{model}", "--samples", "0"], ExitCode.SETTINGS, "--samples 1 or more"),
+        (["{model}", "--samples", "0"], ExitCode.SETTINGS, "write --samples 1"),
         ([], ExitCode.SETTINGS, "which checkpoint?"),
     ],
 )

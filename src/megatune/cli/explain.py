@@ -10,7 +10,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatune.cli.command import Command, Flag
+from megatune.cli.command import Command
+from megatune.cli.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 

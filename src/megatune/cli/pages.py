@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatune.cli.options import Option
     from megatune.config.setting import Group, SettingInfo
 
 _WIDTH = 100
@@ -22,21 +23,20 @@ class Help(Exception):  # noqa: N818 - ends a verb, and is no error
 
 
 def write_page(
-    program: str, usage: str, about: str, epilog: str, options: type[Group], infos: Mapping[str, SettingInfo]
+    program: str, usage: str, about: str, epilog: str, options: type[Group], own: Mapping[str, Option]
 ) -> str:
     """Write a page: a section for each group that the options inherit from, headed by its docstring."""
     parser = new_parser(program, f"{program} {usage}", about, epilog)
     texts = {name: (model, text) for model in options.__mro__ for name, text in _texts(model)}
     sections: dict[str, Any] = {}
-    for name, info in infos.items():
+    for name, (info, flag) in own.items():
         model, text = texts[info.name]
         heading = "options" if model is options else (inspect.getdoc(model) or "").rstrip(".")
         if heading not in sections:
             sections[heading] = parser.add_argument_group(heading)
-        flag = next((each for each in options.model_fields[info.name].metadata if hasattr(each, "metavar")), None)
-        metavar = (flag and flag.metavar) or _metavar(info)
+        metavar = flag.metavar or _metavar(info)
         shape: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
-        shape |= {"nargs": "?"} if flag and flag.bare else {}
+        shape |= {"nargs": "?"} if flag.bare else {}
         default = f" (default: {info.default})" if info.default and info.default is not True else ""
         sections[heading].add_argument(f"--{name}", help=f"{text}{default}".replace("%", "%%"), **shape)
     return parser.format_help()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from megatune.cli.command import Flag, Given
+from megatune.cli.command import Given
+from megatune.cli.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine, machine_assumptions

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from megatune.cli.command import Command, Flag
+from megatune.cli.command import Command
+from megatune.cli.options import Flag
 from megatune.cli.train import refuse_roles
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from megatune.cli.command import Command, Flag
+from megatune.cli.command import Command
+from megatune.cli.options import Flag
 from megatune.config.setting import Group
 from megatune.errors import Finding
 

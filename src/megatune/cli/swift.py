@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatune.cli import export, infer, serve
-from megatune.cli.command import Command, Given, NoOptions, unknown_verb
+from megatune.cli.command import Command, Given, unknown_verb
+from megatune.cli.options import NoOptions
 from megatune.cli.pages import Help
 from megatune.config.setting import Group
 from megatune.config.values import is_variable, shown

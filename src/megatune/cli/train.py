@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatune.cli.command import Command, Given, NoOptions
+from megatune.cli.command import Command, Given
+from megatune.cli.options import NoOptions
 from megatune.config.load import Loaded
 from megatune.errors import ExitCode, Finding, MegatuneError
 

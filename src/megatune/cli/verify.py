@@ -10,7 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Flag, Given
+from megatune.cli.command import Command, Given
+from megatune.cli.options import Flag
 from megatune.config.load import Loaded
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
