@@ -70,7 +70,7 @@ def _without_part(loaded: Loaded) -> Iterator[Finding]:
     """Yield settings that have no effect without the others of their run."""
     for path, entry in loaded.written.items():
         if path not in _ALONE:
-            why = "without a settings file there is no run to look at"
+            why = "without a settings file there is no run to check"
             yield Finding(f"{entry.key} has no part here", entry.where, why, "name the file of the run first")
 
 

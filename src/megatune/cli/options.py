@@ -145,7 +145,8 @@ class Options(Generic[T]):
         if option is None:  # ignored, or refused
             return Value(said := " ".join(words) or "true", said)
         if not words:
-            return Value(True, "true") if kinds == {bool} else flag.bare and Value(flag.bare, flag.bare)
+            bare = "true" if kinds == {bool} else flag.bare
+            return None if bare is None else parse(bare)
         if list in kinds:
             return Value(words, items=tuple(Value(word, word) for word in words))
         return Value(words[0], words[0]) if kinds == {str} else parse(words[0])

@@ -109,7 +109,7 @@ def _machine(options: RehearseOptions) -> Machine | None:
     """Return the machine that --gpu names, None without it.
 
     Raises:
-        MegatuneError: nobody knows it (exit code 66), or --devices stands alone (64).
+        MegatuneError: it is not known (exit code 66), or --devices stands alone (64).
     """
     if options.gpu is None:
         if options.devices is not None:

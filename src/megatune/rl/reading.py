@@ -56,7 +56,7 @@ def _missing_engine(role: InferRole, origins: Mapping[str, str]) -> Finding | No
         key = f"{strategy}.strategy_config.py_executable"
         if os.access(role.py_executable, os.X_OK) and Path(role.py_executable).is_file():
             return None
-        what = f"{key}: {role.py_executable} is no program"
+        what = f"{key}: {role.py_executable} is not a program"
         return Finding(what, origins.get(key, ""), fix=f"name the python of an environment that has {role.engine}")
     if importlib.util.find_spec(role.engine) is not None:
         return None
@@ -69,7 +69,7 @@ class _Models:
     """Reads what the models of a file are, each once.
 
     Args:
-        asks: whether hubs may be asked; a file that is refused anyway is held against folders alone.
+        asks: whether hubs may be asked; a file that is refused anyway is checked with folders alone.
     """
 
     def __init__(self, *, asks: bool) -> None:

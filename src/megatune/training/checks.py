@@ -47,7 +47,7 @@ class Launch:
     def of(loaded: Loaded, env: Mapping[str, str] = os.environ) -> Launch:
         """Decide the world of settings, or find what contradicts."""
         place, num_gpus, settings = joined(env), count_gpus(), loaded.settings
-        world, problems = None, ()
+        world, problems = None, tuple[Finding, ...]()
         if place is None:
             asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
             try:

@@ -77,7 +77,7 @@ def read_against(text: str, first: Settings) -> Loaded:
     loaded = load(overrides=words.overrides, flags=words.flags)
     findings = [replace(finding, where="--against") for finding in loaded.findings]
     if words.source is not None:
-        findings.append(Finding(f"{words.source!r} is no setting", "--against", fix="write key=value key=value"))
+        findings.append(Finding(f"{words.source!r} is not a setting", "--against", fix="write key=value key=value"))
     findings += [
         Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
         for path, origin in loaded.origins.items()
