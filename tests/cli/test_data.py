@@ -163,8 +163,8 @@ def test_stats(run: Run, tmp_path: Path) -> None:
         (
             ["preview", "run.yaml", "--roww", "3", "--row", "0", "--with=9", "cutof_len=3", "--width", "3"],
             ExitCode.SETTINGS,
-            ["did you mean --row?", "--row: row is 0", "write --row 1", "did you mean --width?", "did you mean cutoff_len?",
-             "--width: width is 3", "write --width 20", "5 problems"],
+            ["did you mean --row?", "--row: row is 0", "write --row 1", "did you mean --width?",
+             "did you mean cutoff_len?", "--width: width is 3", "write --width 20", "5 problems"],
         ),
         (["stats", "run.yaml", "--plot", "x.pdf"], ExitCode.SETTINGS, ["--plot x.pdf: images are PNG files"]),
         (["stats", "run.yaml", "streaming=true", "max_steps=3"], ExitCode.SETTINGS, ["write streaming=false"]),

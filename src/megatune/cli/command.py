@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Generic
 
-from megatune.cli.options import Foreign, Options, T
 from megatune.cli.pages import Help, write_page
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.entry import Arguments, SettingEntry, read_file, read_overrides, split_arguments
-from megatune.config.load import Loaded, load
+from megatune.config.options import Foreign, Given, Options, T
 from megatune.config.values import Value, parse
-from megatune.errors import ExitCode, Finding, MegatuneError, closest, in_order
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 _FILES = (".yaml", ".yml", ".json")
 _FILE_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--yaml")
-
-
-@dataclass(slots=True)
-class Given(Generic[T]):
-    """A command line as it was understood.
-
-    Attributes:
-        options: the verb's own; those that are wrong have their defaults.
-        words: that are neither options nor settings: a model, a file.
-        settings: of training.
-        entries: what was written about options, by our names, in the order in which later ones win.
-        findings: everything that is wrong.
-    """
-
-    options: T
-    words: list[str]
-    settings: Arguments
-    entries: list[SettingEntry]
-    findings: list[Finding]
-
-    def origin(self, name: str) -> str | None:
-        """Return where an option was written: a file's line, "override" or "flag"; None where it was not."""
-        return next((entry.origin for entry in reversed(self.entries) if entry.key == name), None)
-
-    def load(self) -> Loaded:
-        """Read the settings; what is wrong with the options is among the findings."""
-        loaded = load(self.settings.source, self.settings.overrides, self.settings.flags)
-        return replace(loaded, findings=[*loaded.findings, *self.findings])
-
-    def stop(self, more: Iterable[Finding] = ()) -> None:
-        """Raise everything that is wrong, if anything is (exit code 64)."""
-        if findings := [*self.findings, *more]:
-            raise MegatuneError(in_order(findings), ExitCode.SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)

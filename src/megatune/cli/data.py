@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from megatune.cli.command import Command, unknown_verb
-from megatune.cli.options import Flag
 from megatune.cli.pages import Help
+from megatune.config.options import Flag
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from megatune.cli.command import Command
-from megatune.cli.options import Flag
+from megatune.config.options import Flag
 from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding
 

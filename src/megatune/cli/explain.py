@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatune.cli.command import Command
-from megatune.cli.options import Flag
+from megatune.config.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Given
+from megatune.cli.command import Command
 from megatune.cli.model_options import say_ignored
-from megatune.cli.options import Flag, foreign_keys
+from megatune.config.options import Flag, Given, foreign_keys
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.cli import model_options
-from megatune.cli.command import Command, Given
+from megatune.cli.command import Command
 from megatune.cli.model_options import FOREIGN, WriterOptions
-from megatune.cli.options import Flag
+from megatune.config.options import Flag, Given
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
 

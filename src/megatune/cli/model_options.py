@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Given
-from megatune.cli.options import Flag, foreign_keys
+from megatune.cli.command import Command
+from megatune.config.options import Flag, Given, foreign_keys
 from megatune.config.setting import Group
 from megatune.errors import Finding
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatune.cli.options import Option
+    from megatune.config.options import Option
     from megatune.config.setting import Group, SettingInfo
 
 _WIDTH = 100

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.cli.command import Command, Given
-from megatune.cli.plan_reader import PlanOptions
+from megatune.cli.command import Command
+from megatune.config.options import Given
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from megatune.plan.answer import Answer
@@ -54,19 +55,20 @@ def run(verb: str, words: Sequence[str]) -> int:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
     if (file := _rl_file(words)) is not None:
-        from megatune.cli.plan_rl import plan
-
         fix = "write overrides as key=value, such as rollout_batch_size=32"
-        return plan(file, replace(COMMAND, takes_settings=False, most_words=None, unknown=fix).read(words))
+        return _plan_rl(file, replace(COMMAND, takes_settings=False, most_words=None, unknown=fix).read(words))
     given = COMMAND.read(words)
     options = given.options
     if options.calibrate:
         return _calibrate(given)
 
-    from megatune.cli.plan_question import QuestionReader
+    from megatune.launch.devices import count_gpus
     from megatune.plan.answer import answer
+    from megatune.plan.read_question import QuestionReader
+    from megatune.training.rows_ahead import data_rows
+    from megatune.training.this_machine import this_machine
 
-    question = QuestionReader(given).question()
+    question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
         found = answer(question)
@@ -92,6 +94,27 @@ def _rl_file(words: Sequence[str]) -> str | None:
     from megatune.config.dialects.roll import is_rl_file
 
     return next((file for file in files if is_rl_file(file)), None)
+
+
+def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
+    """Plan a file of reinforcement learning and print."""
+    from megatune.launch.devices import count_gpus
+    from megatune.plan.rl.answer import plan_rl
+    from megatune.plan.rl.read_question import RLQuestionReader
+    from megatune.training.this_machine import this_machine
+
+    answer = plan_rl(RLQuestionReader(given, count_gpus, this_machine).question(file))
+    if given.options.json_:
+        import json
+
+        from megatune.plan.rl.document import document
+
+        print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        from megatune.plan.rl.pages import show
+
+        show(answer)
+    return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
 
 
 def _write(found: Answer, options: PlanOptions) -> None:

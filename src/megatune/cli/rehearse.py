@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from megatune.cli.command import Command
-from megatune.cli.options import Flag
 from megatune.cli.train import refuse_roles
+from megatune.config.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 

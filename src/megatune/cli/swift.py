@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatune.cli import export, infer, serve
-from megatune.cli.command import Command, Given, unknown_verb
-from megatune.cli.options import NoOptions
+from megatune.cli.command import Command, unknown_verb
 from megatune.cli.pages import Help
+from megatune.config.options import Given, NoOptions
 from megatune.config.setting import Group
 from megatune.config.values import is_variable, shown
 from megatune.errors import ExitCode, Finding, MegatuneError

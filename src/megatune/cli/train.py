@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatune.cli.command import Command, Given
-from megatune.cli.options import NoOptions
+from megatune.cli.command import Command
 from megatune.config.load import Loaded
+from megatune.config.options import Given, NoOptions
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _STAGE = "run.stage"

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatune.cli.command import Command, Given
-from megatune.cli.options import Flag
+from megatune.cli.command import Command
 from megatune.config.load import Loaded
+from megatune.config.options import Flag, Given
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -1,15 +1,12 @@
-"""`megatune plan` of a file of reinforcement learning: flags, settings, models and machines as a question, answered."""
+"""Reads the question of `megatune plan` on a file of reinforcement learning: options, settings, models and machines."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatune.cli.command import Given
-from megatune.cli.plan_reader import PlanOptions, PlanReader
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.devices import count_gpus
+from megatune.plan.reader import PlanReader
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
@@ -38,36 +35,14 @@ _NOT_HERE = {
 _MEAN_PROMPT, _MEAN_RESPONSE = 4, 2
 
 
-def plan(file: str, given: Given[PlanOptions]) -> int:
-    """Plan the file and print.
-
-    Raises:
-        MegatuneError: SETTINGS or INPUT, with everything that is wrong.
-    """
-    found = _Reader(given).question(file)
-
-    from megatune.plan.rl.answer import plan_rl
-
-    answer = plan_rl(found)
-    if given.options.json_:
-        from megatune.plan.rl.document import document
-
-        print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
-    else:
-        from megatune.plan.rl.pages import show
-
-        show(answer)
-    return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
-
-
-class _Reader(PlanReader):
+class RLQuestionReader(PlanReader):
     """Reads everything, and reports all that is wrong at once."""
 
     def question(self, file: str) -> RLQuestion:
         """Return the question.
 
         Raises:
-            MegatuneError: see `plan`.
+            MegatuneError: SETTINGS or INPUT, with everything that is wrong.
         """
         from megatune.config.dialects.roll import read_roll
         from megatune.plan.rl.question import RLQuestion
@@ -155,7 +130,7 @@ class _Reader(PlanReader):
         if self.options.gpu is not None:
             return self.catalogued(world, self.options.gpus_per_node or settings.run.num_gpus_per_node)
         self.need_gpu()
-        return self.this_machine(world, count_gpus())
+        return self.this_machine(world, self.count_gpus())
 
 
 def _devices(settings: RLSettings) -> Iterator[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,10 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from megatune.config.entry import SettingEntry
+from megatune.config.entry import Arguments, SettingEntry
+from megatune.config.load import Loaded, load
 from megatune.config.setting import Group, SettingInfo, describe
 from megatune.config.values import Value, coerce, nearest_valid, parse, short, shown
-from megatune.errors import Finding, closest
+from megatune.errors import ExitCode, Finding, MegatuneError, closest, in_order
 
 T = TypeVar("T", bound=Group)
 _TRUTH = {
@@ -60,7 +61,7 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What other systems call the options of a verb: a part of foreign.yaml, with `ignored` and `refused` by key."""
+    """What other systems call the options of a verb: a part of options.yaml, with `ignored` and `refused` by key."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Foreign:
 
 def foreign_keys(verb: str) -> Foreign:
     """Read the part of a verb."""
-    rows = yaml.safe_load((Path(__file__).parent / "foreign.yaml").read_text(encoding="utf-8"))[verb]
+    rows = yaml.safe_load((Path(__file__).parent / "options.yaml").read_text(encoding="utf-8"))[verb]
     ignored = {key: why for why, keys in rows["ignored"].items() for key in keys}
     refused = {key: Refused(**row) for row in rows["refused"] for key in row.pop("keys")}
     return Foreign(rows["aliases"], rows.get("values", {}), ignored, refused)
@@ -211,3 +212,36 @@ def _wrong(entry: SettingEntry, option: Option) -> Finding:
         fix = f"write {lead}{shown(valid)}" + ", the default" * (nearest is None)
     said = short(data) if isinstance(data, str) else shown(data)
     return Finding(f"{key} is {said}", entry.where, f"expected {expected}", fix)
+
+
+@dataclass(slots=True)
+class Given(Generic[T]):
+    """A command line as it was understood.
+
+    Attributes:
+        options: the verb's own; those that are wrong have their defaults.
+        words: that are neither options nor settings: a model, a file.
+        settings: of training.
+        entries: what was written about options, by our names, in the order in which later ones win.
+        findings: everything that is wrong.
+    """
+
+    options: T
+    words: list[str]
+    settings: Arguments
+    entries: list[SettingEntry]
+    findings: list[Finding]
+
+    def origin(self, name: str) -> str | None:
+        """Return where an option was written: a file's line, "override" or "flag"; None where it was not."""
+        return next((entry.origin for entry in reversed(self.entries) if entry.key == name), None)
+
+    def load(self) -> Loaded:
+        """Read the settings; what is wrong with the options is among the findings."""
+        loaded = load(self.settings.source, self.settings.overrides, self.settings.flags)
+        return replace(loaded, findings=[*loaded.findings, *self.findings])
+
+    def stop(self, more: Iterable[Finding] = ()) -> None:
+        """Raise everything that is wrong, if anything is (exit code 64)."""
+        if findings := [*self.findings, *more]:
+            raise MegatuneError(in_order(findings), ExitCode.SETTINGS)

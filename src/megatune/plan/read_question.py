@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatune.cli.plan_reader import PlanReader
 from megatune.config.load import Loaded
 from megatune.config.rules import RULES, finetuning
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
-from megatune.launch.devices import count_gpus
 from megatune.plan import trainable
 from megatune.plan.adapters import with_adapters
+from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import count
 from megatune.plan.question import Asked, Question, read_settings
-from megatune.training.rows_ahead import PlannedRows, data_rows, stated_rows
-
-if TYPE_CHECKING:
-    from megatune.plan.case import PlannedModel
+from megatune.plan.reader import PlanReader
+from megatune.plan.rows import RowLengths
 
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
@@ -36,8 +33,41 @@ _OLD = ("volta", "turing")
 _OF_RL = "only a file of reinforcement learning has prompts and responses"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows:
+    """Rows to plan for.
+
+    Attributes:
+        lengths: None where each is taken to be cutoff_len long.
+        most_pictures, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
+        note: what was assumed.
+    """
+
+    lengths: RowLengths | None = None
+    most_pictures: int | None = None
+    largest_picture: int | None = None
+    note: str = ""
+
+
+def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> PlannedRows:
+    """Return rows of these lengths; what is not stated is as long as it may be."""
+    cutoff = settings.data.cutoff_len
+    longest = min(longest or cutoff, cutoff)
+    mean = min(mean or longest, longest)
+    if settings.packing or mean == longest == cutoff:
+        return PlannedRows()
+    return PlannedRows(lengths=RowLengths.stated(mean, longest, "as stated"))
+
+
+@dataclass
 class QuestionReader(PlanReader):
-    """Reads everything, and reports all that is wrong at once."""
+    """Reads everything, and reports all that is wrong at once.
+
+    Attributes:
+        rows_of: looks at the rows of the data that settings name.
+    """
+
+    rows_of: Callable[[Settings, PlannedModel], PlannedRows] = field(kw_only=True)
 
     def question(self) -> Question:
         """Read the flags, the settings, the model and the machine, and check them together.
@@ -91,7 +121,7 @@ class QuestionReader(PlanReader):
                 self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
             return world, self.catalogued(world, options.gpus_per_node)
         self.need_gpu()
-        num_gpus = count_gpus()
+        num_gpus = self.count_gpus()
         if not num_gpus and options.gpus is not None:
             why = "this machine shows no GPU to take its kind from"
             self.findings.append(Finding("which GPUs?", why=why, fix="--gpu KIND, such as --gpu h100-80g"))
@@ -189,7 +219,7 @@ class QuestionReader(PlanReader):
         mean, longest = self.options.document_length, self.options.longest_document
         if mean is not None or longest is not None:
             return stated_rows(settings, mean, longest)
-        rows = data_rows(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
+        rows = self.rows_of(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
         self.notes += [rows.note] if rows.note else []
         return rows
 
