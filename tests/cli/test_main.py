@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,18 @@ def test_help_is_light() -> None:
         assert f"\n    {name}" in done.stdout
     for name in main_module._NOT_BUILT:
         assert f"\n    {name} " not in done.stdout
+
+
+@pytest.mark.parametrize("verb", [*main_module._VERBS, "data preview", "data stats", "swift infer", "swift export"])
+def test_every_verb_has_a_page_in_plain_words(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: megatune {verb} ")
+    assert "Undefined" not in page
+    unclear = r"\b(not built|says nothing|mends?|told|held against|beside|by turns|stands? for|likeliest|is no)\b"
+    assert not re.findall(unclear, page)
+    assert "--json_" not in page
+    assert main([*verb.split(), "-h"]) == 0
 
 
 def test_console_script_and_module() -> None:

@@ -60,7 +60,7 @@ def _metavar(info: SettingInfo) -> str:
 
 def _texts(model: type) -> Iterator[tuple[str, str]]:
     """Read the docstrings of the fields that a class declares."""
-    if not model.__module__.startswith("megatune.cli"):
+    if not model.__module__.startswith("megatune."):
         return
     (declared,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(declared, ast.ClassDef)
