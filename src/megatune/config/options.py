@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from megatune.config.entry import Arguments, SettingEntry
-from megatune.config.load import Loaded, load
 from megatune.config.setting import Group, SettingInfo, describe
 from megatune.config.values import Value, coerce, nearest_valid, parse, short, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, closest, in_order
+
+if TYPE_CHECKING:
+    from megatune.config.load import Loaded
 
 T = TypeVar("T", bound=Group)
 _TRUTH = {
@@ -238,6 +240,8 @@ class Given(Generic[T]):
 
     def load(self) -> Loaded:
         """Read the settings; what is wrong with the options is among the findings."""
+        from megatune.config.load import load  # with the rules, which most verbs with options of their own do without
+
         loaded = load(self.settings.source, self.settings.overrides, self.settings.flags)
         return replace(loaded, findings=[*loaded.findings, *self.findings])
 

@@ -12,7 +12,6 @@ from megatune.config.load import Loaded, dump
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.run.preflight import PLAN
-from megatune.plan.run.trouble import diagnose, ran_out_of_memory
 from megatune.training.checks import Launch, check_all
 from megatune.training.rerun import rerun_lines
 from megatune.training.restarts import run_restarting
@@ -76,17 +75,22 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
             return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
 
         code = run_restarting(run_once, settings, run_dir, stop_file)
-    if code == ExitCode.OUT_OF_MEMORY and launch.first and ran_out_of_memory(output_dir):
-        print(_diagnosis(output_dir) or advice, file=sys.stderr)
+    if code == ExitCode.OUT_OF_MEMORY and launch.first and (said := _diagnosis(output_dir, advice)):
+        print(said, file=sys.stderr)
     return code
 
 
-def _diagnosis(output_dir: Path) -> str:
-    """Return what `megatune explain OUTPUT` says of memory beyond how the run ended; "" where nothing was planned."""
+def _diagnosis(output_dir: Path, advice: str) -> str:
+    """Return what `megatune explain OUTPUT` says of memory beyond how the run ended; the advice where nothing was
+    planned, and "" where memory was not the cause."""
+    from megatune.plan.run.trouble import diagnose, ran_out_of_memory
+
+    if not ran_out_of_memory(output_dir):
+        return ""
     with contextlib.suppress(MegatuneError):
         _, *lines = diagnose(output_dir)
         return "\n".join([f"megatune: `megatune explain {output_dir}`:", *lines])
-    return ""
+    return advice
 
 
 def _with_repository(settings: Settings) -> Settings:
