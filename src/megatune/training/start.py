@@ -75,8 +75,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
             return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
 
         code = run_restarting(run_once, settings, run_dir, stop_file)
-    if code == ExitCode.OUT_OF_MEMORY and launch.first and (said := _diagnosis(output_dir, advice)):
-        print(said, file=sys.stderr)
+    if code == ExitCode.OUT_OF_MEMORY and launch.first and (diagnosis := _diagnosis(output_dir, advice)):
+        print(diagnosis, file=sys.stderr)
     return code
 
 
