@@ -50,9 +50,9 @@ def settings(model: Path, rows: Path, output: Path, steps: int, ratio: int) -> d
 
 def run(folder: Path, hidden: int, steps: int, ratio: int) -> list[Record]:
     """Run to the end, and return the numbers of the steps that count."""
-    from megatune.cli.rl import read_file
     from megatune.demo.checkpoint import make_checkpoint
     from megatune.rl.pipeline.run import start
+    from megatune.rl.reading import read_file
 
     model, output, rows = folder / f"model-{hidden}", folder / f"out-{hidden}-{ratio}", folder / "rows.jsonl"
     if not model.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -67,6 +68,11 @@ def line_of(where: str) -> int:
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by the lines of their file; those of a command line come after them, and those of no place last."""
     return sorted(findings, key=lambda finding: line_of(finding.where))
+
+
+def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that a misspelt word most likely means; None where no name is near."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)), None)
 
 
 class MegatuneError(Exception):

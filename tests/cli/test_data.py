@@ -95,6 +95,48 @@ def test_preview_flags(run: Run, words: list[str], says: str) -> None:
     assert code == 0
 
 
+def table_of(out: str) -> list[tuple[int, int]]:
+    """Ids and labels of all rows, as `data preview --ids` prints them."""
+    return [(int(line.split()[1]), int(line.split()[2])) for line in out.splitlines() if re.match(r" +\d+ +\d+ ", line)]
+
+
+@pytest.mark.parametrize(
+    "changes", [[], ["packing=true"], ["stage=kto", "dataset=kto.jsonl"], ["stage=dpo", "dataset=pairs.jsonl"]]
+)
+def test_json_is_the_tokens_of_the_preview(run: Run, tmp_path: Path, changes: list[str]) -> None:
+    pairs = [{"instruction": "Hi", "chosen": f"Hello {n}!", "rejected": "Go."} for n in range(2)]
+    wanted = [{"instruction": "Hi", "output": f"Hello {n}!", "kto_tag": bool(n)} for n in range(2)]
+    for name, rows in (("pairs", pairs), ("kto", wanted)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"pairs.jsonl": {"file_name": "pairs.jsonl", "ranking": True,
+                                    "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}}})
+    )  # fmt: skip
+    code, out, err = run("preview", "run.yaml", "--json", *changes)
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    parts = [part for row in rows for part in row.get("sequences", [row])]
+    documents = [
+        each for part in parts for each in ([part["chosen"], part["rejected"]] if "chosen" in part else [part])
+    ]
+    if not changes:
+        assert [(row["dataset"], row["row"], row["place"]) for row in rows] == [
+            ("rows.jsonl", 1, "rows.jsonl:1"), ("rows.jsonl", 2, "rows.jsonl:3")
+        ]  # fmt: skip
+        assert rows[0]["text"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        assert err.startswith("1 of the 3 rows read cannot be trained on")
+    tokens = [pair for each in documents for pair in zip(each["ids"], each["labels"], strict=True)]
+    printed = table_of(run("preview", "run.yaml", "--ids", *changes)[1])
+    if "stage=dpo" in changes:  # which prints the prompt of both once
+        assert len(tokens) > len(printed)
+        assert {pair for pair in tokens if pair[1] >= 0} == {pair for pair in printed if pair[1] >= 0}
+    else:
+        assert tokens == printed
+    code, out, err = run("preview", "run.yaml", "--json", "--ids")
+    assert (code, out) == (ExitCode.SETTINGS, "")
+    assert "--ids: has no effect" in err
+
+
 def test_stats(run: Run, tmp_path: Path) -> None:
     code, out, err = run("stats", "run.yaml", "packing=true", "--plot")
     assert (code, err) == (0, "")
@@ -121,17 +163,17 @@ def test_stats(run: Run, tmp_path: Path) -> None:
         (
             ["preview", "run.yaml", "--roww", "3", "--row", "0", "--with=9", "cutof_len=3", "--width", "3"],
             ExitCode.SETTINGS,
-            ["did you mean --row?", "--row 0 is too few", "did you mean --width?", "did you mean cutoff_len?",
-             "--width 3 is too few", "5 problems"],
+            ["did you mean --row?", "--row: row is 0", "write --row 1", "did you mean --width?",
+             "did you mean cutoff_len?", "--width: width is 3", "write --width 20", "5 problems"],
         ),
-        (["stats", "run.yaml", "--plot", "x.pdf"], ExitCode.SETTINGS, ["--plot x.pdf: pictures are PNG files"]),
+        (["stats", "run.yaml", "--plot", "x.pdf"], ExitCode.SETTINGS, ["--plot x.pdf: images are PNG files"]),
         (["stats", "run.yaml", "streaming=true", "max_steps=3"], ExitCode.SETTINGS, ["write streaming=false"]),
         (
             ["preview", "run.yaml", "streaming=true", "max_steps=3", "val_size=1", "--eval"],
             ExitCode.SETTINGS,
             ["--eval with streaming: true"],
         ),
-        (["preview", "run.yaml", "--rows", "many"], ExitCode.SETTINGS, ["invalid int value: 'many'"]),
+        (["preview", "run.yaml", "--rows", "many"], ExitCode.SETTINGS, ["--rows: rows is 'many'"]),
         (["preview", "run.yaml", "--row", "9"], ExitCode.SETTINGS, ["--row 9 of 2 rows"]),
         (["preview", "run.yaml", "on_bad_row=eror"], ExitCode.SETTINGS, ["write on_bad_row: error"]),
         (["stats", "run.yaml", "on_bad_row=error"], ExitCode.DATA, ["rows.jsonl:2: field 'output' is missing"]),

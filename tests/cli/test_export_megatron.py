@@ -45,8 +45,8 @@ def test_there_and_back(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As Megatron-SWIFT's users write it, with its default names."""
     words = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
     assert main(["export", "--model", "m", "--to_mcore", "true", *words]) == 0
-    said = capsys.readouterr().out
-    assert "tensor_model_parallel_size, pipeline_model_parallel_size: the file is the same for every layout" in said
+    said, told = capsys.readouterr()
+    assert "tensor_model_parallel_size, pipeline_model_parallel_size: the file is the same for every layout" in told
     assert "converted m to Megatron-Core's torch_dist: 1.5 MB in" in said
     assert "GB/s, in m-mcore" in said
     assert {path.name for path in Path("m-mcore").iterdir()} == {
@@ -160,12 +160,11 @@ def test_a_kill_leaves_nothing_half_visible(here: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("command_line")
 def test_a_conversion_that_differs_ends_with_1(here: Path) -> None:
-    from megatune.cli.export import _compare
-    from megatune.cli.export_words import read_words
+    from megatune.cli.export import COMMAND, _compare
 
     words = ["--model", "m", "--to_mcore", "--test_convert_precision", "--output_dir", "out"]
     assert main(["export", *words[:-3], *words[-2:]]) == 0
     weights = load_file("m/model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][3, 5] += 1
     save_file(weights, "m/model.safetensors", {"format": "pt"})
-    assert _compare(read_words(words), Path("m"), Path("out")) == 1
+    assert _compare(COMMAND.read(words).options, Path("m"), Path("out")) == 1

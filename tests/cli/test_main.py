@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatune import __version__
+from megatune.cli import infer, train
 from megatune.cli import main as main_module
 from megatune.cli.main import main, report
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -20,7 +22,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]
     """Puts a function in the place of what `megatune infer` runs."""
 
     def replace(function: Callable[[], int]) -> None:
-        monkeypatch.setattr(main_module.infer, "run", lambda arguments: function())
+        monkeypatch.setattr(infer, "run", lambda verb, words: function())
 
     return replace
 
@@ -42,6 +44,18 @@ def test_help_is_light() -> None:
         assert f"\n    {name} " not in done.stdout
 
 
+@pytest.mark.parametrize("verb", [*main_module._VERBS, "data preview", "data stats", "swift infer", "swift export"])
+def test_every_verb_has_a_page_in_plain_words(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: megatune {verb} ")
+    assert "Undefined" not in page
+    unclear = r"\b(not built|says nothing|mends?|told|held against|beside|by turns|stands? for|likeliest|is no)\b"
+    assert not re.findall(unclear, page)
+    assert "--json_" not in page
+    assert main([*verb.split(), "-h"]) == 0
+
+
 def test_console_script_and_module() -> None:
     script = Path(sys.executable).parent / "megatune"
     for command in ([str(script)], [sys.executable, "-m", "megatune"]):
@@ -56,10 +70,10 @@ def test_console_script_and_module() -> None:
         (["trian"], "did you mean `megatune train`?"),
         (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, serve, export"),
         (["run.yaml"], "megatune train run.yaml"),
-        (["infer"], "megatune infer: the following arguments are required: MODEL"),
+        (["infer"], "megatune infer: model_name_or_path is missing"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
         (["infer", "x", "--temp", "0"], "'--temp' is not known here"),  # no abbreviations
-        (["infer", "x", "--top_k", "many"], "invalid int value: 'many'"),
+        (["infer", "x", "--top_k", "many"], "--top_k: top_k is 'many'\n    why: expected a whole number"),
         (["--loud", "infer", "x"], "'--loud' is not known here"),
         (["--bogus"], "'--bogus' is not known here"),
         (["--versoin"], "did you mean --version?"),
@@ -68,7 +82,7 @@ def test_console_script_and_module() -> None:
         (["kto", "--kto_los", "kto"], "did you mean kto_loss?"),
         (
             ["ppo"],
-            "megatune ppo: not built yet\n    why: PPO is not built; `megatune dpo` trains on pairs of answers, and"
+            "megatune ppo: not supported\n    why: PPO is not supported; `megatune dpo` trains on pairs of answers, and"
             " `megatune rl`",
         ),
         (["explain"], "nothing to explain"),
@@ -82,9 +96,8 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str
 
 
 def test_settings_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    # argparse alone would take --seed and what follows it apart.
     seen: list[list[str]] = []
-    monkeypatch.setattr(main_module.train, "run", lambda arguments: seen.append(arguments.words) or 0)
+    monkeypatch.setattr(train, "run", lambda verb, words: seen.append(words) or 0)
     words = ["--learning_rate", "1", "run.yaml", "seed=3", "--report_to", "none", "bf16=true"]
     assert main(["train", *words]) == 0
     assert main(["sft", *words]) == 0
@@ -142,11 +155,11 @@ def test_internal_error(
 PRINTS_MUCH = """
 import sys
 from rich.console import Console
-from megatune.cli import main as m
-def run(arguments):
+from megatune.cli import infer, main as m
+def run(verb, words):
     for _ in range(10_000): Console().print('a line') if sys.argv.pop() == 'rich' else print('a line')
     return 0
-m.infer.run = run
+infer.run = run
 sys.argv[1:1] = ['infer', 'model']
 sys.exit(m.main())
 """

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from llamafactory_kit import Example, examples
 
-from megatune.cli import infer, serve
-from megatune.cli.main import main
-from megatune.cli.model_file import read_model_file
+from megatune.cli import infer
+from megatune.cli.infer import InferOptions
+from megatune.cli.model_options import _model, _model_findings, say_ignored
 from megatune.errors import ExitCode, MegatuneError
 
 FILES = [example for example in examples() if example.verb == "infer"]
 
 
-def flags(*words: str) -> argparse.Namespace:
-    subparsers = argparse.ArgumentParser().add_subparsers()
-    infer.add_parser(subparsers)
-    args = subparsers.choices["infer"].parse_args(words)
-    args.given = words
-    read_model_file(args)
-    return args
+def read(*words: str) -> InferOptions:
+    given = infer.COMMAND.read(words)
+    say_ignored(infer.COMMAND, given)
+    given.stop(_model_findings(infer.COMMAND, given, _model(given)[0]))
+    return given.options
 
 
 @pytest.mark.parametrize("example", FILES, ids=lambda example: example.name)
 def test_files_of_its_examples_name_a_model(
     example: Example, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = flags(str(example.write(tmp_path)))
-    assert args.model == example.keys["model_name_or_path"]
+    args = read(str(example.write(tmp_path)))
+    assert args.model_name_or_path == example.keys["model_name_or_path"]
     assert args.adapters == [each for each in [example.keys.get("adapter_name_or_path")] if each]
     assert args.infer_backend == "transformers"
     assert "accepted   trust_remote_code: no code of a repository is ever run" in capsys.readouterr().err
@@ -40,10 +36,10 @@ def test_files_of_its_examples_name_a_model(
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.yaml"
     path.write_text("model_name_or_path: m\ntemperature: 1\nmax_new_tokens: 5\ntop_k: 3\ndefault_system: Be brief.\n")
-    args = flags(str(path), "--temperature", "0.5")
+    args = read(str(path), "--temperature", "0.5")
     assert (args.temperature, args.max_new_tokens, args.top_k, args.system) == (0.5, 5, 3, "Be brief.")
     # The defaults, too, where somebody asks for them.
-    args = flags(str(path), "--temperature=0", "--max-new-tokens", "512")
+    args = read(str(path), "--temperature=0", "--max-new-tokens", "512")
     assert (args.temperature, args.max_new_tokens) == (0, 512)
 
 
@@ -51,28 +47,13 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     path = tmp_path / "chat.yaml"
     path.write_text("temperature: hot\nquantization_bit: 4\nmodel_name_or_path: [a]\ntop_p: null\n")
     with pytest.raises(MegatuneError) as caught:
-        flags(str(path))
+        read(str(path))
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert [(each.what, each.where.rpartition(":")[2]) for each in caught.value.findings] == [
-        ("temperature is hot", "1"),
-        ("quantization_bit is not known here", "2"),
+        ("temperature is 'hot'", "1"),
+        ("quantization_bit: 4 is not supported", "2"),
         ("model_name_or_path is [a]", "3"),
     ]
     path.write_text("top_p: 0.5\n")
     with pytest.raises(MegatuneError, match="model_name_or_path is missing"):
-        flags(str(path))
-
-
-@pytest.mark.parametrize("verb", [infer, serve])
-def test_a_verb_is_handed_its_words(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them a file would win over flags that repeat a default."""
-    seen = []
-
-    def read(args: argparse.Namespace) -> None:
-        seen.append(args.given)
-        raise MegatuneError("enough", ExitCode.SETTINGS)
-
-    monkeypatch.setattr(verb, "read_model_file", read)
-    words = [verb.__name__.rpartition(".")[2], "chat.yaml", "--temperature", "0"]
-    assert main(words) == ExitCode.SETTINGS
-    assert seen == [words]
+        read(str(path))

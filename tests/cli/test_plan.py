@@ -225,7 +225,10 @@ def test_every_refused_number_has_one_that_would_do(run: Run) -> None:
     _, _, err = run(
         "Qwen2.5-0.5B", "--gpu", "h100", "--gpus", "x", "--seq", "-3", "--global_batch", "1.5", "--top", "0"
     )
-    assert err.count("is not a whole number of at least 1\n    fix: --") == 4
+    assert err.count("why: expected a whole number, at least 1\n    fix: ") == 4
+    assert "--seq: seq is -3" in err
+    assert "fix: write --seq 1" in err
+    assert "write --top 1" in err
     code, _, err = run("Qwen2.5-7B", "--gpu", "h100", "--gpus", "12", "pipeline_model_parallel_size=4",
                        "--global_batch", "64")  # fmt: skip
     assert code == ExitCode.SETTINGS
@@ -235,7 +238,7 @@ def test_every_refused_number_has_one_that_would_do(run: Run) -> None:
 def test_what_a_calibration_does_not_take_is_told(run: Run) -> None:
     code, _, err = run("run.yaml", "--calibrate", "out")
     assert code == ExitCode.SETTINGS
-    assert "'run.yaml' says nothing to --calibrate" in err
+    assert "'run.yaml' has no effect on --calibrate" in err
 
 
 def test_lora_and_images_can_be_planned(run: Run) -> None:
@@ -251,7 +254,7 @@ def test_lora_and_images_can_be_planned(run: Run) -> None:
     assert "frozen: projector" in out
     assert "451,584 pixels" in out
     _, out, _ = run("Qwen2.5-1.5B", *GPUS, "--image_tokens", "1500")
-    assert "reads no images: --image_tokens says nothing" in out
+    assert "reads no images: --image_tokens has no effect" in out
 
 
 def test_the_document_holds_everything(run: Run) -> None:
@@ -289,9 +292,9 @@ def test_how_it_is_launched(run: Run) -> None:
         ((), 64, ["what is to be planned?"]),
         (("Qwen3-8B", "--gpu", "h100-80g"), 64, ["how many GPUs are there?", "--gpus 8"]),
         (("Qwen3-8B", "--gpus", "8"), 64, ["which GPUs?", "--gpu KIND"]),
-        (("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "0"), 64, ["--gpus 0 is not a whole number of at least 1"]),
+        (("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "0"), 64, ["--gpus: gpus is 0", "write --gpus 1"]),
         (("Qwen3-8B", "--gpu", "h1000", "--gpus", "eight", "--top", "x"), 64,
-         ["--gpus eight is not", "--top x is not", "no device 'h1000'", "3 problems"]),
+         ["gpus is 'eight'", "top is 'x'", "write --top 10, the default", "no device 'h1000'", "3 problems"]),
         (("Qwen3-8B", "--gpu", "h1000", "--gpus", "8"), 66, ["h100-80g"]),
         (("Qwen9-8B", "--gpu", "h100-80g", "--gpus", "8"), 66, ["Qwen9-8B", "nearest: Qwen3-8B"]),
         (("no.yaml", *GPUS), 66, ["there is no settings file no.yaml"]),
@@ -300,12 +303,12 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", *GPUS, "--netwrok", "ib-400"), 64, ["did you mean --network?"]),
         (("run.yaml", *GPUS, "cutoff_lne=5"), 64, ["did you mean cutoff_len?"]),
         (("run.yaml", *GPUS, "--trainable", "half", "lora_rank=0", "lora_target=q"), 64,
-         ["--trainable half", "lora_rank is 0", "lora_target with finetuning_type: full", "3 problems"]),
+         ["trainable is 'half'", "lora_rank is 0", "lora_target with finetuning_type: full", "3 problems"]),
         (("run.yaml", *GPUS, "--trainable", "lora", "lora_target=q"), 64, ["lora_target has q", "linear layers of a"]),
         (("run.yaml", *GPUS, "--global_batch", "30"), 64, ["--global_batch 30", "--global_batch 32"]),
         (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
-        (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["--launch torchrun or slurm"]),
+        (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["expected one of: torchrun, slurm"]),
         (("run.yaml", *GPUS, "freeze_trainable_layers=4"), 64, ["freeze_trainable_layers with finetuning_type: full"]),
         (("run.yaml", *GPUS, "finetuning_type=freeze", "freeze_trainable_layers=99"), 64,
          ["freeze_trainable_layers 99: the model has"]),

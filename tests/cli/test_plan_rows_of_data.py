@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatune.cli.plan_rows import data_rows, stated_rows
 from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.data import sampled
@@ -17,8 +16,10 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine
+from megatune.plan.read_question import stated_rows
 from megatune.plan.rows import RowLengths
 from megatune.plan.run.record import RunRecord, dump_records
+from megatune.training.rows_ahead import data_rows
 
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "moon", "for", "a", "long", "time"]
 

@@ -16,6 +16,7 @@ import yaml
 from pool_launch import CommandLine
 from safetensors import safe_open
 
+from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
@@ -261,6 +262,51 @@ def test_everything_wrong_is_said_at_once_before_anything_starts(
         assert expected in output, output
     assert "Traceback" not in output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "places"),
+    [("", ["--stage", "kto"], ["--stage"]), ("stage: kto\n", [], ["run.yaml:16"]), ("", ["stage=dpo"], ["stage=dpo"])],
+)
+def test_a_stage_that_contradicts_the_verb_is_refused(
+    written: str, flags: list[str], places: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_file.open("a") as file:
+        file.write(written)
+    assert main(["sft", str(run_file), "lerning_rate=1", *flags]) == 64
+    said = capsys.readouterr().err
+    assert all(f"{place}: stage " in said and "contradicts `megatune sft`" in said for place in places), said
+    assert "did you mean learning_rate?" in said
+
+
+def test_a_stage_is_an_override_of_train(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = []
+    monkeypatch.setattr("megatune.training.start.start", lambda loaded: stages.append(loaded.settings.run.stage) or 0)
+    with run_file.open("a") as file:
+        file.write("stage: kto\n")
+    assert main(["train", str(run_file), "--stage", "dpo"]) == 0
+    assert main(["kto", str(run_file)]) == 0
+    assert main(["sft", str(run_file), "--stage", "sft"]) == 0
+    assert main(["train", "--config", str(run_file), "seed=3"]) == 0
+    assert main(["train", f"--config={run_file}", "--seed", "3"]) == 0
+    assert stages == ["dpo", "kto", "sft", "kto", "kto"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "-c", "run.yaml", "seed=3"], "fix: megatune train run.yaml seed=3\n"),
+        (["train", "--config_file", "a b.yaml"], "fix: megatune train 'a b.yaml'\n"),
+        (["plan", "--gpus", "8", "--yaml=run.yaml"], "fix: megatune plan run.yaml --gpus 8\n"),
+        (["train", "run.yaml", "--config", "zero3.yaml"], "zero3.yaml: there is a settings file already"),
+        (["sft", "--config", "recipe"], "fix: megatune sft recipe\n"),
+    ],
+)
+def test_files_named_as_other_tools_do_get_the_command_to_type(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 64
+    assert says in capsys.readouterr().err
 
 
 def test_data_without_one_usable_row_is_65(run_file: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llamafactory_kit import Example, examples, findings_of, refused_keys
 
-from megatune.cli.export_words import read_words
+from megatune.cli import export
 from megatune.data.templates import named_template
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
@@ -35,10 +35,10 @@ def test_a_file_of_settings_is_read_or_refused_by_name(example: Example, tmp_pat
 def test_a_file_of_an_export_is_read_or_refused_by_name(example: Example, tmp_path: Path) -> None:
     words = [str(example.write(tmp_path))]
     if not set(example.refused) - OF_KEYS:
-        assert read_words(words).export_dir == example.keys["export_dir"]
+        assert export.checked(export.COMMAND.read(words)).export_dir == example.keys["export_dir"]
         return
     with pytest.raises(MegatuneError) as caught:
-        read_words(words)
+        export.checked(export.COMMAND.read(words))
     assert {finding.what.split(":")[0].split(" ")[0] for finding in caught.value.findings} == set(example.refused)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from pathlib import Path
@@ -234,14 +233,12 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_verb_takes_both_spellings_and_prints_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    demo_model.add_parser(parser.add_subparsers())
     folder = tmp_path / "m"
-    args = parser.parse_args(
-        f"demo-model --family qwen3 --output {folder} --layers 1 --hidden 32 --ffn 40 --heads 4 --kv_heads 1 "
+    words = (
+        f"--family qwen3 --output {folder} --layers 1 --hidden 32 --ffn 40 --heads 4 --kv_heads 1 "
         "--head-dim 16 --vocab 300 --untied --dtype float16 --seed 3".split()
     )
-    assert args.run(args) == ExitCode.DONE
+    assert demo_model.run("demo-model", words) == ExitCode.DONE
     printed = capsys.readouterr()
     assert f"{folder}: qwen3, " in printed.out
     assert f"megatune infer {folder}" in printed.out
@@ -252,12 +249,10 @@ def test_the_verb_takes_both_spellings_and_prints_the_next_command(
 
 
 def test_the_verb_takes_numbers_of_experts(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    demo_model.add_parser(parser.add_subparsers())
-    args = parser.parse_args(
-        f"demo-model --family mixtral --output {tmp_path / 'm'} --layers 1 --hidden 32 --vocab 300 --experts 6 "
+    words = (
+        f"--family mixtral --output {tmp_path / 'm'} --layers 1 --hidden 32 --vocab 300 --experts 6 "
         "--topk 3 --moe-ffn 24".split()
     )
-    assert args.run(args) == ExitCode.DONE
+    assert demo_model.run("demo-model", words) == ExitCode.DONE
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]) == (6, 3, 24)

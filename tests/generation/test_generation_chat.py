@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import io
 import json
@@ -53,10 +52,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
 
 
 def run(command: str, *more: str) -> int:
-    parser = argparse.ArgumentParser()
-    infer.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["infer", *command.split(), *more])
-    return args.run(args)
+    return infer.run("infer", [*command.split(), *more])
 
 
 def answers(printed: str) -> list[str]:
@@ -173,7 +169,7 @@ def test_the_system_message_may_be_a_file_and_swift_names_the_model(
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     printed = capsys.readouterr()
     assert printed.out == generator.answer(turns).text + "\n"
-    assert printed.err.startswith("--write_batch_size: passed over: answers are written as soon as they are there\n")
+    assert printed.err.startswith("accepted   write_batch_size: answers are written as soon as they are there\n")
     with pytest.raises(MegatuneError, match="cannot be read") as raised:
         run(str(qwen3), "--prompt", "Hi", "--system", str(tmp_path / "other.txt"))
     assert raised.value.exit_code == ExitCode.INPUT
@@ -184,7 +180,7 @@ def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
     with pytest.raises(MegatuneError) as raised:
         run(f"{qwen3} --model {qwen3} --prompt x {flags}")
     assert raised.value.exit_code == ExitCode.SETTINGS
-    named = ["--model", "--num_beams", "--logprobs", "--val_dataset_sample", "--infer_backend"]
+    named = ["--num_beams", "--logprobs", "--val_dataset_sample", "--model", "--infer_backend"]
     assert [finding.where for finding in raised.value.findings] == named
     assert all(finding.fix for finding in raised.value.findings)
 

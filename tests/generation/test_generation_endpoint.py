@@ -347,7 +347,7 @@ def test_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert main(["serve", str(tmp_path), "--port", "99999"]) == ExitCode.SETTINGS
     said = capsys.readouterr().err
     assert "MEGATUNE_API_KEY: is empty" in said
-    assert "99999 is no port" in said
+    assert "--port: port is 99999" in said
     monkeypatch.setenv("MEGATUNE_API_KEY", "k")
     with monkeypatch.context() as without:
         without.setattr("importlib.util.find_spec", lambda name: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -210,10 +209,7 @@ def test_a_chat_shows_them_in_its_first_message(
 
 
 def run(folder: Path, *more: str) -> int:
-    parser = argparse.ArgumentParser()
-    infer.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["infer", str(folder), "--max_new_tokens", "6", *more])
-    return int(args.run(args))
+    return infer.run("infer", [str(folder), "--max_new_tokens", "6", *more])
 
 
 def test_the_verb_shows_images_in_the_order_given(

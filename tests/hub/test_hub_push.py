@@ -13,7 +13,6 @@ import pytest
 import yaml
 from hub_server import TOKEN, Hub, running
 
-from megatune.cli.secrets import use_secrets
 from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -22,6 +21,7 @@ from megatune.training.callbacks import hub_push
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.hub_push import HubPush
+from megatune.training.secrets import use_secrets
 from megatune.training.storage.store import CheckpointStore
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "training/state.json": b"{}", "iter_1/a.distcp": b""}

@@ -15,9 +15,9 @@ import pytest
 from digits import CHARACTERS
 from kill_kit import Ended, Strike, curve, prepare, run, settings, weights, write
 
-from megatune.cli.rl import read_file
 from megatune.config.rl.settings import RLSettings
 from megatune.rl.pipeline.run import asked_to_stop
+from megatune.rl.reading import read_file
 from megatune.rl.samples import Problem
 
 SECONDS = 120.0  # from the signal to the end of the last process, on a machine that others use

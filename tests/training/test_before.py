@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatune.cli.train import start
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.training.before import check_before
 from megatune.training.room import Room
+from megatune.training.start import start
 from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
 
 ROWS = [{"instruction": f"Say {i}.", "output": f"{i}.", "system": "Be brief.", "id": i} for i in range(3)]

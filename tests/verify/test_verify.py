@@ -250,7 +250,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no part in verify"),
         (["{model}", "--bf16", "--against", "fp16=true"], ExitCode.SETTINGS, "fp16 is the same in both layouts"),
         (["{model}", "--against", "seed=1"], ExitCode.SETTINGS, "--against: seed is the same in both layouts"),
-        (["{model}", "--against", "other"], ExitCode.SETTINGS, "--against: 'other' is no setting"),
+        (["{model}", "--against", "other"], ExitCode.SETTINGS, "--against: 'other' is not a setting"),
         (["{model}", "--against", "'"], ExitCode.SETTINGS, "No closing quotation"),
         (["{model}", "--against", "tp=2"], ExitCode.SETTINGS, "--against: unknown setting 'tp'"),
         (["{model}", "--against", "cutoff_len=9"], ExitCode.SETTINGS, "--against: cutoff_len has no part in verify"),
@@ -260,7 +260,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
             "--against: tensor_model_parallel_size 3",
         ),
         (["{model}", "--length", "65"], ExitCode.SETTINGS, "--length 64 or less"),
-        (["{model}", "--samples", "0"], ExitCode.SETTINGS, "--samples 1 or more"),
+        (["{model}", "--samples", "0"], ExitCode.SETTINGS, "write --samples 1"),
         ([], ExitCode.SETTINGS, "which checkpoint?"),
     ],
 )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from megatune.cli.own_flags import split_words
-from megatune.errors import ExitCode, Finding, MegatuneError
+from pydantic import Field
+
+from megatune.cli.command import Command, unknown_verb
+from megatune.cli.pages import Help
+from megatune.config.options import Flag
+from megatune.config.rules import DATA_RULES
+from megatune.config.setting import Count, Group
+from megatune.errors import ExitCode, Finding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.entry import Arguments
     from megatune.config.settings import Settings
     from megatune.data.vision import VisionInput
-
-_DESCRIPTION = "Show the rows that the data of a settings file becomes. Needs the model's tokenizer only."
 
 _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
@@ -27,9 +30,11 @@ _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. S
     megatune data preview --model_name_or_path Qwen3-0.6B --dataset my.jsonl --rows 5
     megatune data preview run.yaml --eval --no-color | less
     megatune data preview run.yaml --rows 20 --html
+    megatune data preview run.yaml --rows 100 --json > rows.jsonl
 
-A row of a file is shown with its file and line. Only as many rows are read as are shown; packed rows are packed from
-the first 1000 samples."""
+Each row of a file is shown with its file and line. Only as many rows are read as are shown; packed rows are packed
+from the first 1000 samples. --json prints one JSON object a row, with place, ids, labels (-100: not trained) and
+text; of a pair these are in chosen and rejected, of a packed row in its sequences."""
 
 _STATS_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
@@ -37,100 +42,114 @@ _STATS_EPILOG = """Settings are those of train, as key=value or --key value. Som
     megatune data stats run.yaml cutoff_len=4096 packing=true --plot
     megatune data stats run.yaml --json > stats.json
 
-All rows are prepared, and kept in the cache: a training run with the same settings starts with them at once."""
+All rows are prepared and kept in the cache, so that a training run with the same settings starts with them at once."""
 
 _DEFAULT_ROWS = 3
-_DEFAULT_PLOT = "data_stats.png"
-_DEFAULT_PAGE = "data_preview.html"
-_SMALLEST_WIDTH = 20
+_USAGE = "FILE.yaml [key=value ...] [--key value ...] [--OPTION ...]"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb, its two verbs and their flags."""
-    text = "look at the data: preview rows, count tokens"
-    parser = subparsers.add_parser("data", help=text, description=_DESCRIPTION)
-    parser.set_defaults(run=lambda arguments: _help(parser))
-    verbs = parser.add_subparsers(title="verbs", metavar="preview | stats")
-    for name, text, epilog, options, run in (
-        ("preview", "show rows as the model sees them", _PREVIEW_EPILOG, _add_preview_options, preview),
-        ("stats", "count rows and tokens: lengths, dropped rows, packing, steps", _STATS_EPILOG, _add_stats_options,
-         stats),
-    ):  # fmt: skip
-        verb = verbs.add_parser(
-            name, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        verb.add_argument("words", nargs="*", metavar="FILE.yaml key=value --key value")
-        options(verb)
-        verb.set_defaults(run=run)
+class PreviewOptions(Group):
+    """The options of `megatune data preview`."""
+
+    rows: Count | None = None
+    """number of rows to show, of each data set unless packed (3)"""
+    row: Annotated[Count | None, Flag("I")] = None
+    """show this row, counted from 1; with --rows, start there"""
+    eval: bool = False
+    """show the rows that the run evaluates on instead"""
+    ids: bool = False
+    """print a line for every token: position, id, label, text"""
+    json_: bool = False
+    """print one JSON object a row instead of text"""
+    no_color: bool = False
+    """mark trained text as ⟦ ⟧, as without a terminal or with NO_COLOR set"""
+    html: Annotated[str | None, Flag("FILE.html", bare="data_preview.html")] = None
+    """also write a page, with small copies of images (data_preview.html)"""
+    width: Annotated[int | None, Flag("W"), Field(ge=20)] = None
+    """break lines at this many columns (the terminal does)"""
 
 
-def _add_preview_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, metavar="N",
-                        help=f"rows to show, of each data set unless packed ({_DEFAULT_ROWS})")  # fmt: skip
-    parser.add_argument("--row", type=int, metavar="I", help="show this row, counted from 1; with --rows, begin there")
-    parser.add_argument("--eval", action="store_true", help="rows that the run evaluates on, instead")
-    parser.add_argument("--ids", action="store_true", help="a line for every token: position, id, label, text")
-    parser.add_argument("--no-color", "--no_color", action="store_true",
-                        help="mark what is trained as ⟦ ⟧, as without a terminal or with NO_COLOR set")  # fmt: skip
-    parser.add_argument("--html", nargs="?", const=_DEFAULT_PAGE, metavar="FILE.html",
-                        help=f"write a page, too, with small copies of pictures ({_DEFAULT_PAGE})")  # fmt: skip
-    parser.add_argument("--width", type=int, metavar="W", help="break lines at this many columns (the terminal does)")
+class StatsOptions(Group):
+    """The options of `megatune data stats`."""
+
+    json_: bool = False
+    """print one JSON document instead of tables"""
+    plot: Annotated[str | None, Flag("FILE.png", bare="data_stats.png")] = None
+    """also draw them (data_stats.png if no file is named)"""
 
 
-def _add_stats_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.add_argument("--plot", nargs="?", const=_DEFAULT_PLOT, metavar="FILE.png",
-                        help=f"draw it, too ({_DEFAULT_PLOT} where no file is named)")  # fmt: skip
+_PREVIEW = Command(
+    name="data preview", usage=_USAGE, about="Show rows as the model sees them. Needs the model's tokenizer only.",
+    epilog=_PREVIEW_EPILOG, options=PreviewOptions, takes_settings=True,
+)  # fmt: skip
+_STATS = Command(
+    name="data stats", usage=_USAGE, about="Count rows and tokens: lengths, dropped rows, packing, steps. Needs the "
+    "model's tokenizer only.", epilog=_STATS_EPILOG, options=StatsOptions, takes_settings=True,
+)  # fmt: skip
+_HELP = """usage: megatune data preview | stats FILE.yaml [key=value ...]
+
+preview  show rows as the model sees them
+stats    count rows and tokens: lengths, dropped rows, packing, steps
+"""
 
 
-def preview(args: argparse.Namespace) -> int:
-    """Print rows.
-
-    Raises:
-        MegatuneError: SETTINGS, DATA or INPUT, with everything that is wrong.
-    """
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY
-
-    # The first word is the verb.
-    options, words, wrong = split_words(args.words[1:], _add_preview_options, LLAMAFACTORY)
-    wrong += [
-        Finding(f"--{name} {value} is too few", fix=f"--{name} {least} or more")
-        for name, value, least in (
-            ("rows", options.rows, 1), ("row", options.row, 1), ("width", options.width, _SMALLEST_WIDTH)
-        )
-        if value is not None and value < least
-    ]  # fmt: skip
-    settings = _settings(words, wrong)
-    first = options.row or 1
-    count = options.rows or (1 if options.row else _DEFAULT_ROWS)
-    tokenizer, vision = _model_input(settings)
-
-    from rich.console import Console
-
-    from megatune.data.preview import read_preview, show_preview, write_page
-
-    found = read_preview(settings, tokenizer, vision, wanted=range(first, first + count), evaluation=options.eval)
-    console = Console(width=options.width, no_color=options.no_color or None)
-    show_preview(found, tokenizer, console, ids=options.ids, wraps=options.width is not None)
-    if options.html is not None:
-        write_page(found, tokenizer, Path(options.html))
-        print(f"\npage: {options.html}")
-    return ExitCode.DONE
-
-
-def stats(args: argparse.Namespace) -> int:
-    """Prepare all rows, print their statistics, and draw them where asked to.
+def run(verb: str, words: Sequence[str]) -> int:
+    """Run one of the two verbs.
 
     Raises:
         MegatuneError: SETTINGS, DATA, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY
+    verbs = {"preview": _preview, "stats": _stats}
+    first = words[0] if words else ""
+    if first in ("-h", "--help"):
+        raise Help(_HELP)
+    if not first:
+        print(_HELP, end="", file=sys.stderr)
+        return ExitCode.SETTINGS
+    if first not in verbs:
+        raise unknown_verb(first, list(verbs), "megatune data")
+    return verbs[first](words[1:])
 
-    # The first word is the verb.
-    options, words, wrong = split_words(args.words[1:], _add_stats_options, LLAMAFACTORY)
+
+def _preview(words: Sequence[str]) -> int:
+    """Print rows."""
+    given = _PREVIEW.read(words)
+    options = given.options
+    if options.json_:
+        unused = {"--ids": options.ids, "--no-color": options.no_color, "--width": options.width}
+        why, fix = "--json prints all ids, without colours", "leave it out"
+        given.findings.extend(Finding("has no effect", flag, why, fix) for flag, used in unused.items() if used)
+    settings = given.load().require_valid(rules=DATA_RULES)
+    first = options.row or 1
+    count = options.rows or (1 if options.row else _DEFAULT_ROWS)
+    tokenizer, vision = _model_input(settings)
+
+    from megatune.data.preview import json_lines, read_preview, show_preview, write_page
+
+    found = read_preview(settings, tokenizer, vision, wanted=range(first, first + count), evaluation=options.eval)
+    if options.json_:
+        print("\n".join(json_lines(found, tokenizer)))
+        if found.bad:
+            rest = "cannot be trained on; without --json they are listed"
+            print(f"{len(found.bad):,} of the {found.read:,} rows read {rest}", file=sys.stderr)
+    else:
+        from rich.console import Console
+
+        console = Console(width=options.width, no_color=options.no_color or None)
+        show_preview(found, tokenizer, console, ids=options.ids, wraps=options.width is not None)
+    if options.html is not None:
+        write_page(found, tokenizer, Path(options.html))
+        print(f"\npage: {options.html}", file=sys.stderr if options.json_ else sys.stdout)
+    return ExitCode.DONE
+
+
+def _stats(words: Sequence[str]) -> int:
+    """Prepare all rows, print their statistics, and draw them where that is asked for."""
+    given = _STATS.read(words)
+    options = given.options
     if options.plot is not None and not options.plot.lower().endswith(".png"):
-        wrong.append(Finding(f"--plot {options.plot}: pictures are PNG files", fix="--plot FILE.png"))
-    settings = _settings(words, wrong)
+        given.findings.append(Finding(f"--plot {options.plot}: images are PNG files", fix="--plot FILE.png"))
+    settings = given.load().require_valid(rules=DATA_RULES)
 
     from megatune.data.prepare import prepare
     from megatune.data.statistics.counts import describe, refuse_streaming
@@ -139,31 +158,12 @@ def stats(args: argparse.Namespace) -> int:
     refuse_streaming(settings)
     tokenizer, vision = _model_input(settings)
     statistics = describe(settings, tokenizer, prepare(settings, tokenizer, vision=vision))
-    print(statistics.to_json() if options.json else "\n".join(lines(statistics)))
+    print(statistics.to_json() if options.json_ else "\n".join(lines(statistics)))
     if options.plot is not None:
         draw(statistics, Path(options.plot))
-        if not options.json:
+        if not options.json_:
             print(f"picture      {options.plot}")
     return ExitCode.DONE
-
-
-def _help(parser: argparse.ArgumentParser) -> int:
-    parser.print_help(sys.stderr)
-    return ExitCode.SETTINGS
-
-
-def _settings(words: Arguments, wrong: list[Finding]) -> Settings:
-    """Load the settings, as far as they determine the rows; `wrong` is what is wrong with the flags, reported along."""
-    from megatune.config.load import load
-    from megatune.config.rules import DATA_RULES
-
-    try:
-        settings = load(words.source, words.overrides, words.flags).require_valid(rules=DATA_RULES)
-    except MegatuneError as error:
-        raise MegatuneError([*error.findings, *wrong], error.exit_code) from None
-    if wrong:
-        raise MegatuneError(wrong, ExitCode.SETTINGS)
-    return settings
 
 
 def _model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:

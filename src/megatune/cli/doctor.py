@@ -1,41 +1,45 @@
-"""`megatune doctor`: looks at machines before a run: software, memory, GPUs, disks, network, and all ranks together."""
+"""`megatune doctor`: checks machines before a run: software, memory, GPUs, disks, network, and all ranks together."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megatune.cli.command import Command
+from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.launch.world import World
 
-_ALONE = ("run.num_processes", "run.ddp_timeout")  # what is heeded without a settings file
+_ALONE = ("run.num_processes", "run.ddp_timeout")  # what has an effect without a settings file
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb and its flags."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="look at machines before a run: versions, GPUs, disks, network, speed of ranks",
-        usage="megatune doctor [--json] [FILE.yaml] [key=value ...]",
-        description="Looks at what a run needs of its machines, and says of what is wrong what it leads to and what "
-        "mends it: versions, memory and limits, GPUs, disks, names and ports, variables; then starts the ranks, which "
-        "measure clocks, a shared output_dir, each one's speed and each link's. Ends with 0, or 69 if a check fails.",
-        epilog="With a settings file it is that run's ranks, checkpoints, data workers and hub. On several machines "
-        "start it on each, as the run: with NNODES, NODE_RANK and MASTER_ADDR, or by torchrun --no-python ... megatune "
-        "doctor FILE.yaml. num_processes=N asks for N ranks.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("settings", nargs="*", metavar="FILE.yaml key=value", help="settings of a run")
-    parser.set_defaults(run=run)
+class DoctorOptions(Group):
+    """The options of `megatune doctor`."""
+
+    json_: bool = False
+    """print JSON"""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Look and print.
+COMMAND = Command(
+    name="doctor",
+    usage="[FILE.yaml] [key=value ...] [--json]",
+    about="Checks what a run needs of its machines, and says of each fault what it leads to and how to fix it: "
+    "versions, memory and limits, GPUs, disks, names and ports, variables; then starts the ranks, which measure "
+    "clocks, a shared output_dir, the speed of each rank and of each link. Ends with 0, or with 69 if a check fails.",
+    epilog="""With a settings file it checks that run's ranks, checkpoints, data workers and hub. On several machines,
+start it on each of them as you start the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
+torchrun --no-python ... megatune doctor FILE.yaml. num_processes=N starts N ranks.""",
+    options=DoctorOptions,
+    takes_settings=True,
+)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
+    """Check the machines and print what was found.
 
     Returns:
         DONE, or UNAVAILABLE where a check failed.
@@ -43,31 +47,30 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatuneError: SETTINGS, where ranks cannot be decided; UNAVAILABLE, where they do not meet.
     """
-    from megatune.config.entry import split_arguments
-    from megatune.config.load import load
     from megatune.doctor.needs import needs_of
     from megatune.doctor.report import as_json, has_failed, lines
     from megatune.doctor.run import look_joined, look_started
     from megatune.launch.world import World, joined
 
-    words = split_arguments(args.settings)
-    loaded = load(words.source, words.overrides, words.flags)
-    if words.source is None and (findings := [*loaded.findings, *_without_part(loaded)]):
+    given = COMMAND.read(words)
+    given.stop()
+    loaded, is_run = given.load(), given.settings.source is not None
+    if not is_run and (findings := [*loaded.findings, *_without_part(loaded)]):
         raise MegatuneError(findings, ExitCode.SETTINGS)
     here = joined(os.environ) or _world(loaded)
     loaded = loaded.for_world(here.world_size)
-    needs = needs_of(loaded, here.world_size, whole=words.source is not None)
+    needs = needs_of(loaded, here.world_size, whole=is_run)
     checks = look_started(needs, here) if isinstance(here, World) else look_joined(needs, here)
     if isinstance(here, World) or here.rank == 0:
-        print(as_json(checks) if args.json else "\n".join(lines(checks)), flush=True)
+        print(as_json(checks) if given.options.json_ else "\n".join(lines(checks)), flush=True)
     return int(ExitCode.UNAVAILABLE if has_failed(checks) else ExitCode.DONE)
 
 
 def _without_part(loaded: Loaded) -> Iterator[Finding]:
-    """Settings that say nothing unless the others of their run are there."""
+    """Yield settings that have no effect without the others of their run."""
     for path, entry in loaded.written.items():
         if path not in _ALONE:
-            why = "without a settings file there is no run to look at"
+            why = "without a settings file there is no run to check"
             yield Finding(f"{entry.key} has no part here", entry.where, why, "name the file of the run first")
 
 

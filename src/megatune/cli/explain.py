@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from megatune.cli.command import Command
+from megatune.config.options import Flag
+from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -31,32 +34,32 @@ exit codes: 0 explained, 64 an unknown setting, or a file that train would refus
 unknown model, device or file"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the verb explain."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="what a setting does, when to change it, what it costs here",
-        usage="megatune explain KEY|FILE.yaml|RUN_FOLDER [key=value ...] [--OPTION ...]",
-        description="Explains one setting, every setting of a file, or what a run was short of. Nothing is started.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("words", nargs="*", metavar="KEY|FILE.yaml|RUN_FOLDER")
-    parser.add_argument("--all", action="store_true", help="every setting, in Markdown")
-    parser.add_argument("--language", choices=("en", "zh"), help="en or zh (as LANG says)")
-    parser.add_argument("--model", metavar="MODEL", help="a folder, config.json or well-known name to tell costs for")
-    parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs of the whole run")
-    parser.add_argument("--gpu", metavar="KIND", help="a device of the catalogue, such as a100-80g")
-    parser.set_defaults(run=run, parser=parser)
+class ExplainOptions(Group):
+    """The options of `megatune explain`."""
+
+    all: bool = False
+    """every setting, in Markdown"""
+    language: Literal["en", "zh"] | None = None
+    """en or zh (as LANG says)"""
+    model: Annotated[str | None, Flag("MODEL")] = None
+    """a folder, config.json or well-known name to compute costs for"""
+    gpus: Count | None = None
+    """GPUs of the whole run"""
+    gpu: Annotated[str | None, Flag("KIND")] = None
+    """a device of the catalogue, such as a100-80g"""
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
-    return int(text)
+COMMAND = Command(
+    name="explain",
+    usage="KEY|FILE.yaml|RUN_FOLDER [key=value ...] [--OPTION ...]",
+    about="Explains one setting, every setting of a file, or why a run failed or was slow. Nothing is started.",
+    epilog=_EPILOG,
+    options=ExplainOptions,
+    most_words=None,
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(verb: str, words: Sequence[str]) -> int:
     """Print the explanation asked for.
 
     Raises:
@@ -67,19 +70,21 @@ def run(args: argparse.Namespace) -> int:
     from megatune.plan.explain.words import language_of
     from megatune.plan.run.record import PLAN_NAME
 
-    args = args.parser.parse_intermixed_args(args.words)  # options between and behind the words, too
+    given = COMMAND.read(words)
+    given.stop()
+    options = given.options
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese shows question marks
-    language = args.language or language_of(os.environ)
-    if args.all:
+    language = options.language or language_of(os.environ)
+    if options.all:
         print(settings_page(language), end="")
         return ExitCode.DONE
-    if not args.words:
+    if not given.words:
         fix = "name a setting, a settings file or a run's folder; --all explains every setting"
         raise MegatuneError(Finding("nothing to explain", "megatune explain", fix=fix), ExitCode.SETTINGS)
-    subject, *words = args.words
+    subject, *changes = given.words
     if knows(subject):
-        return _key(subject, words, args, language)
+        return _key(subject, changes, options, language)
     if knows_rl(subject):
         print(explain_rl_key(subject, language))
         return ExitCode.DONE
@@ -87,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
     if path.is_dir() or path.name == PLAN_NAME:
         return _run_folder(path if path.is_dir() else path.parent)
     if subject.endswith((".yaml", ".yml")) or path.is_file():
-        return _file(subject, words, args, language)
+        return _file(subject, changes, options, language)
     if os.sep in subject:  # no setting's name
         finding = Finding(f"there is no folder or file {subject}", fix="name the output_dir of a run, or a file")
         raise MegatuneError(finding, ExitCode.INPUT)
-    return _key(subject, words, args, language)
+    return _key(subject, changes, options, language)
 
 
-def _key(key: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+def _key(key: str, words: list[str], options: ExplainOptions, language: Language) -> int:
     """Explain one setting, in the case of a file where one is named."""
     from megatune.config.load import load
     from megatune.plan.explain.ground import default_grounds
@@ -102,14 +107,14 @@ def _key(key: str, words: list[str], args: argparse.Namespace, language: Languag
 
     grounds: list[Ground] = []
     if knows(key) and words:  # what is not known needs no planner
-        grounds = [_ground(load(words[0], words[1:]), args)]
+        grounds = [_ground(load(words[0], words[1:]), options)]
     elif knows(key):
-        grounds = default_grounds(args.model, args.gpus, args.gpu)
+        grounds = default_grounds(options.model, options.gpus, options.gpu)
     print(explain_key(key, grounds, language))
     return ExitCode.DONE
 
 
-def _file(name: str, words: list[str], args: argparse.Namespace, language: Language) -> int:
+def _file(name: str, words: list[str], options: ExplainOptions, language: Language) -> int:
     from megatune.config.dialects.roll import is_rl_file, read_roll
     from megatune.config.load import load
     from megatune.plan.explain.rl import explain_rl_file
@@ -120,26 +125,26 @@ def _file(name: str, words: list[str], args: argparse.Namespace, language: Langu
         print(explain_rl_file(name, read, language))
         return ExitCode.SETTINGS if read.findings else ExitCode.DONE
     loaded = load(name, words)
-    text, findings = explain_file(name, loaded, _ground(loaded, args), language)
+    text, findings = explain_file(name, loaded, _ground(loaded, options), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
 
-def _ground(loaded: Loaded, args: argparse.Namespace) -> Ground:
+def _ground(loaded: Loaded, options: ExplainOptions) -> Ground:
     """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
-    from megatune.cli.this_machine import this_machine
     from megatune.launch.devices import count_gpus
     from megatune.plan.catalogue import find_machine
     from megatune.plan.explain.ground import DEFAULT_GPU, ground_of_file
+    from megatune.training.this_machine import this_machine
 
-    if args.model is not None:
+    if options.model is not None:
         settings = loaded.settings
-        model = settings.model.model_copy(update={"model_name_or_path": args.model})
+        model = settings.model.model_copy(update={"model_name_or_path": options.model})
         loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
-    machine = find_machine(args.gpu) if args.gpu else None
-    if not args.gpu and (count := count_gpus(os.environ)):
+    machine = find_machine(options.gpu) if options.gpu else None
+    if not options.gpu and (count := count_gpus(os.environ)):
         machine, _ = this_machine(count, count)  # None where the catalogue does not know its GPUs
-    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), args.gpus, is_assumed=machine is None)
+    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), options.gpus, is_assumed=machine is None)
 
 
 def _run_folder(folder: Path) -> int:

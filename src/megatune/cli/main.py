@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
-import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from megatune import __version__
-from megatune.cli import (
-    data,
-    demo_model,
-    doctor,
-    explain,
-    export,
-    infer,
-    plan,
-    rehearse,
-    rl,
-    serve,
-    shims,
-    swift,
-    train,
-    verify,
-)
-from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
+from megatune.cli.pages import Help, new_parser
+from megatune.errors import ExitCode, Finding, MegatuneError, closest, without_secrets
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell
 
-# In the order of --help. A module declares its verbs with add_parser, and each verb its function as the default `run`.
-_MODULES = (train, plan, explain, data, verify, infer, serve, export, rl, rehearse, doctor, demo_model, swift, shims)
+# In the order of --help: the module of a verb, whose `run` takes the verb and the words behind it; and what it does.
+_VERBS = {
+    "train": ("train", "train a model as a YAML file says"),
+    "sft": ("train", "supervised fine-tuning, from flags"),
+    "pt": ("train", "continued pretraining on plain text, from flags"),
+    "dpo": ("train", "preference training on pairs of answers, from flags"),
+    "kto": ("train", "preference training on desirable and undesirable answers, from flags"),
+    "rm": ("train", "a reward model from pairs of answers, from flags"),
+    "plan": ("plan", "which layouts are valid, fit in memory, and how fast they are, before anything is started"),
+    "explain": ("explain", "what a setting does, when to change it, what it costs here"),
+    "data": ("data", "look at the data: preview rows, count tokens"),
+    "verify": ("verify", "compare a layout with Transformers: logits, loss, gradients"),
+    "infer": ("infer", "chat, complete, or answer data sets, from a Hugging Face or a training checkpoint"),
+    "serve": ("serve", "serve a model over HTTP with OpenAI's API"),
+    "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
+    "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
+    "rehearse": ("rehearse", "try a run with a small model on this machine before it starts elsewhere"),
+    "doctor": ("doctor", "check machines before a run: versions, GPUs, disks, network, speed of ranks"),
+    "demo-model": ("demo_model", "create a tiny random checkpoint with a real tokenizer"),
+    "megatron": ("swift", "train and export with Megatron-SWIFT's command lines"),
+    "swift": ("swift", "export, infer and deploy with ms-swift's command lines"),
+    "shims": ("shims", "write programs called megatron and swift"),
+}
 
 _NOT_BUILT = {
-    "ppo": "PPO is not built; `megatune dpo` trains on pairs of answers, and `megatune rl` is what rewards are for",
+    "ppo": "PPO is not supported; `megatune dpo` trains on pairs of answers, and `megatune rl` trains on rewards",
 }
 
 # What LLaMA-Factory's verbs are here.
@@ -53,23 +57,16 @@ _LLAMAFACTORY = {
     "version": "`megatune --version`",
 }
 
+_ABOUT = (
+    "Fine-tune large language models with Megatron-Core, from a Hugging Face checkpoint to a Hugging Face checkpoint."
+)
 _EPILOG = """\
 exit codes: 0 done, 64 settings, 65 data, 66 input missing or refused, 69 a service or peer missing, 70 internal,
 71 out of memory, 73 cannot write, 75 stopped and resumable, 76 a process died or hung, 77 numbers not finite"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that reports mistakes as findings, and takes no abbreviations: a new flag would change their meaning."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def error(self, message: str) -> NoReturn:
-        raise _refusal(message, self.prog, fix=f"`{self.prog} --help` shows how it is called")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and returns its exit code. Never raises what a user did wrong.
+    """Run one command line and return its exit code. Never raise what a user did wrong.
 
     Args:
         argv: the words after the program's name; None takes the process's own.
@@ -103,77 +100,46 @@ def report(error: MegatuneError) -> str:
 
 
 def _run(words: list[str]) -> int:
-    parser, verbs = _build_parsers()
+    verb = words[0] if words else ""
     if not words:
-        parser.print_help(sys.stderr)
+        print(_page(), end="", file=sys.stderr)
         return int(ExitCode.SETTINGS)
-    if not words[0].startswith("-") and words[0] not in verbs:
-        raise _unknown_verb(words[0], list(verbs))
-    if all(word.startswith("-") for word in words) and not {*words} & {"-h", "--help", "--version"}:
-        raise _unknown_words(words, parser)
-    inner = _verbs_of(verbs[words[0]]) if words[0] in verbs else []
-    if inner and len(words) > 1 and not words[1].startswith("-") and words[1] not in inner:
-        raise _unknown_verb(words[1], inner, parent=words[0])
-    arguments, unknown = parser.parse_known_args(words)
-    if hasattr(arguments, "given"):  # a file's keys must not win over flags that repeat a default
-        arguments.given = words
-    if hasattr(arguments, "words"):
-        # Settings, which the verb reads itself: argparse would take flags out of their order.
-        arguments.words = words[words.index(arguments.verb) + 1 :]
-    elif unknown:
-        raise _unknown_words(unknown, verbs[arguments.verb])
-    return int(arguments.run(arguments))
+    if verb in ("-h", "--help", "--version"):
+        print(f"megatune {__version__}" if verb == "--version" else _page().rstrip("\n"))
+        return int(ExitCode.DONE)
+    if verb not in _VERBS:
+        _refuse(verb)
+    try:
+        return int(import_module(f"megatune.cli.{_VERBS[verb][0]}").run(verb, words[1:]))
+    except Help as page:
+        print(page, end="")
+        return int(ExitCode.DONE)
 
 
-def _build_parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
-    parser = _Parser(
-        prog="megatune",
-        description="Fine-tune large language models with Megatron-Core, from a Hugging Face checkpoint to a Hugging "
-        "Face checkpoint.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"megatune {__version__}")
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
-    for module in _MODULES:
-        module.add_parser(subparsers)
-    return parser, dict(subparsers.choices)
+def _page() -> str:
+    parser = new_parser("megatune", "megatune [-h] [--version] VERB ...", _ABOUT, _EPILOG)
+    verbs: Any = parser.add_subparsers(title="verbs", metavar="VERB")
+    for verb, (_, text) in _VERBS.items():
+        verbs.add_parser(verb, help=text, add_help=False)
+    return parser.format_help()
 
 
-def _refusal(what: str, where: str = "", why: str = "", fix: str = "") -> MegatuneError:
-    return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
+def _refuse(word: str) -> NoReturn:
+    """Say what a word could be in place of a verb."""
+    if word.startswith("-"):
+        near = closest(word, ("--help", "--version"))
+        fix = f"did you mean {near}?" if near else "`megatune --help` lists the verbs; flags follow the verb"
+        finding = Finding(f"{word!r} is not known here", "megatune", fix=fix)
+    elif word in _NOT_BUILT:
+        fix = "`megatune --help` lists what is supported"
+        finding = Finding("not supported", f"megatune {word}", _NOT_BUILT[word], fix)
+    elif word in _LLAMAFACTORY:
+        finding = Finding(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=_LLAMAFACTORY[word])
+    else:
+        from megatune.cli.command import unknown_verb
 
-
-def _unknown_verb(word: str, verbs: list[str], parent: str = "") -> MegatuneError:
-    """Say what a word could be in place of a verb, or of a verb of the verb `parent`."""
-    if word in _NOT_BUILT and not parent:
-        return _refusal("not built yet", f"megatune {word}", _NOT_BUILT[word], "`megatune --help` lists what is built")
-    before = f"megatune {parent}".rstrip()
-    if word.endswith((".yaml", ".yml")):
-        fix = f"{before} {verbs[0] if parent else 'train'} {word}"
-        return _refusal(f"{word!r} is a settings file, not a verb", fix=fix)
-    if (known := _LLAMAFACTORY.get(word)) is not None and not parent:
-        return _refusal(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=known)
-    near = difflib.get_close_matches(word, verbs if parent else [*verbs, *_NOT_BUILT], n=1, cutoff=0.5)
-    fix = f"did you mean `{before} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
-    return _refusal(f"unknown verb {word!r}", before if parent else "", fix=fix)
-
-
-def _verbs_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the verbs of a verb; most have none."""
-    return [
-        name for action in parser._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
-    ]
-
-
-def _unknown_words(unknown: list[str], parser: argparse.ArgumentParser) -> MegatuneError:
-    flags = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
-    findings = []
-    for word in [word for word in unknown if word.startswith("-")] or unknown:  # not the values of unknown flags
-        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what it takes"
-        findings.append(Finding(f"{word!r} is not known here", parser.prog, fix=fix))
-    return MegatuneError(findings, ExitCode.SETTINGS)
+        raise unknown_verb(word, [*_VERBS, *_NOT_BUILT], "megatune")
+    raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 def _internal(error: Exception) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatune.cli.own_flags import split_words
+from megatune.cli.command import Command
+from megatune.config.options import Given
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from megatune.plan.answer import Answer
-
-_DESCRIPTION = """Says whether a run fits, how fast it will be and which layout is best, from the numbers of the model
-and the machines alone. Nothing is started, and no GPU is needed."""
 
 _EPILOG = """A settings file is planned as it is, then better layouts are searched for:
 
@@ -37,79 +37,44 @@ exit codes: 0 it fits, 64 settings or an invalid layout, 66 an unknown model, de
 not fit (all is printed nevertheless), 73 cannot write"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb and its flags."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="which layout, whether it fits and how fast, before anything is launched",
-        usage="megatune plan FILE.yaml|MODEL [key=value ...] [--gpu KIND] [--gpus N] [OPTION ...]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("words", nargs="*", metavar="FILE.yaml|MODEL")
-    _add_options(parser)
-    parser.set_defaults(run=run)
+COMMAND = Command(
+    name="plan",
+    usage="FILE.yaml|MODEL [key=value ...] [--gpu KIND] [--gpus N] [--OPTION ...]",
+    about="Says whether a run fits, how fast it will be and which layout is best, from the numbers of the model and "
+    "the machines alone. Nothing is started, and no GPU is needed.",
+    epilog=_EPILOG,
+    options=PlanOptions,
+    takes_settings=True,
+)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, metavar: str, text: str, **more: Any) -> None:
-        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*names, dest=name, metavar=metavar, help=text, **more)
-
-    # Values stay text here: everything that is wrong with them is reported together.
-    add("gpu", "KIND", "a device of the catalogue, such as a100-80g (this machine's)")
-    add("gpus", "N", "devices of the whole run (num_processes, or this machine's)")
-    add("gpus_per_node", "N", "devices of one machine (as machines of the kind have)")
-    add("link", "NAME", "what joins the devices of a machine (as machines of the kind have)")
-    add("network", "NAME", "what joins machines, such as ib-400 or ethernet-100g (as machines of the kind have)")
-    add("seq", "N", "tokens of a row: cutoff_len (2048)")
-    add("global_batch", "N", "rows of a step (those of the settings; 64, or one a device, for a bare model)")
-    add("trainable", "full|lora", "what is trained (full)")
-    add("document_length", "L", "tokens of the mean document: of a row, or of those packed into one (the data's)")
-    add("longest_document", "N", "tokens of the longest document (the data's, or cutoff_len)")
-    add("image_tokens", "N", "tokens of a row that stand for pictures (one image of image_max_pixels)")
-    add("dataset_tokens", "N", "tokens of the whole run, such as 1B or 250M: says how long they take")
-    add("prompt_tokens", "N", "tokens of the mean prompt of an RL file (a quarter of the longest)")
-    add("response_tokens", "N", "tokens of the mean response of an RL file (half of the longest)")
-    add("top", "N", "layouts to list (10)")
-    add("output", "FILE.yaml", "write the best layout as a settings file for megatune train")
-    add("figures", "DIR", "draw memory against time, and the pipeline, as PNG files in this folder")
-    add("launch", "torchrun|slurm", "print how the run is started on each machine", nargs="?", const="torchrun")
-    add("devices", "FILE", "devices and links of your own")
-    add("calibration", "FILE", "factors that --calibrate fitted (those of the device, where there are)")
-    parser.add_argument("--calibrate", nargs="+", metavar="RUN", help="fit the planner to these runs' measurements")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(verb: str, words: Sequence[str]) -> int:
     """Read the question, answer it and print.
 
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY
-
-    if (file := _rl_file(args.words)) is not None:
-        from megatune.cli.plan_rl import run as run_rl
-
-        return run_rl(file, args.words, _add_options)
-    options, words, findings = split_words(args.words, _add_options, LLAMAFACTORY)
+    if (file := _rl_file(words)) is not None:
+        fix = "write overrides as key=value, such as rollout_batch_size=32"
+        return _plan_rl(file, replace(COMMAND, takes_settings=False, most_words=None, unknown=fix).read(words))
+    given = COMMAND.read(words)
+    options = given.options
     if options.calibrate:
-        given = [words.source, *words.overrides, *words.flags]
-        findings += [Finding(f"{word!r} says nothing to --calibrate") for word in given if word is not None]
-        return _calibrate(options, findings)
+        return _calibrate(given)
 
-    from megatune.cli.plan_question import QuestionReader
+    from megatune.launch.devices import count_gpus
     from megatune.plan.answer import answer
+    from megatune.plan.read_question import QuestionReader
+    from megatune.training.rows_ahead import data_rows
+    from megatune.training.this_machine import this_machine
 
-    question = QuestionReader(options, words, findings=findings).question()
+    question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
         found = answer(question)
     finally:
         gc.enable()
-    if options.json:
+    if options.json_:
         from megatune.plan.pages.document import document
 
         print(document(found, options.top))
@@ -121,20 +86,38 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
 
 
-def _rl_file(words: list[str]) -> str | None:
-    """Return the first file among the words, if it describes reinforcement learning."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    _, rest = parser.parse_known_args(words)
-    file = next((word for word in rest if word.endswith((".yaml", ".yml")) and "=" not in word), None)
-    if file is None:
+def _rl_file(words: Sequence[str]) -> str | None:
+    """Return the file among the words that describes reinforcement learning."""
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    if not files:
         return None
     from megatune.config.dialects.roll import is_rl_file
 
-    return file if is_rl_file(file) else None
+    return next((file for file in files if is_rl_file(file)), None)
 
 
-def _write(found: Answer, options: argparse.Namespace) -> None:
+def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
+    """Plan a file of reinforcement learning and print."""
+    from megatune.launch.devices import count_gpus
+    from megatune.plan.rl.answer import plan_rl
+    from megatune.plan.rl.read_question import RLQuestionReader
+    from megatune.training.this_machine import this_machine
+
+    answer = plan_rl(RLQuestionReader(given, count_gpus, this_machine).question(file))
+    if given.options.json_:
+        import json
+
+        from megatune.plan.rl.document import document
+
+        print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        from megatune.plan.rl.pages import show
+
+        show(answer)
+    return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
+
+
+def _write(found: Answer, options: PlanOptions) -> None:
     """Write the files, and print the lines that start the run, that were asked for."""
     written: list[str] = []
     if options.figures is not None:
@@ -153,11 +136,11 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
             raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
         written.append(options.output)
     launch = _launch(found, options) if options.launch is not None else []
-    if not options.json:
+    if not options.json_:
         print("\n".join([*(f"written: {path}" for path in written), *launch]), end="\n" if written or launch else "")
 
 
-def _launch(found: Answer, options: argparse.Namespace) -> list[str]:
+def _launch(found: Answer, options: PlanOptions) -> list[str]:
     from megatune.plan.launch_lines import Launch, sbatch_file, torchrun_lines
 
     chosen = (found.own if options.output is None else None) or found.best
@@ -173,10 +156,11 @@ def _launch(found: Answer, options: argparse.Namespace) -> list[str]:
     return [part for rank, line in enumerate(lines) for part in ("", f"# On machine {rank}", line)]
 
 
-def _calibrate(options: argparse.Namespace, findings: list[Finding]) -> int:
+def _calibrate(given: Given[PlanOptions]) -> int:
     """Fit, print what it does to the errors, and keep the factors for the next plan."""
-    if findings:
-        raise MegatuneError(findings, ExitCode.SETTINGS)
+    options, words = given.options, given.settings
+    more = [word for word in (words.source, *words.overrides, *words.flags) if word is not None]
+    given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
     from megatune.plan.calibration import calibrate, default_path, write
 
     report = calibrate(options.calibrate)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from megatune.cli.own_flags import split_words
+from megatune.cli.command import Command
+from megatune.cli.train import refuse_roles
+from megatune.config.options import Flag
+from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -32,56 +30,58 @@ the real ones. What is other than in the file is listed.
 Ends with 0 where everything passed, else with the exit code of the first failure."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb and its flags."""
-    text = "try a run with a small model on this machine before it starts elsewhere"
-    parser = subparsers.add_parser(
-        "rehearse", help=text, description=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("words", nargs="*", metavar="FILE.yaml key=value --key value")
-    _add_options(parser)
-    parser.set_defaults(run=run)
+class RehearseOptions(Group):
+    """The options of `megatune rehearse`."""
+
+    gpus: Count | None = None
+    """GPUs of the real run (num_processes, or the fewest that the layout takes)"""
+    gpu: Annotated[str | None, Flag("KIND")] = None
+    """also plan memory and time for this kind of GPU: h100-80g"""
+    devices: Annotated[str | None, Flag("FILE")] = None
+    """YAML with kinds of GPUs of your own, for --gpu"""
+    json_: Annotated[str | None, Flag("FILE")] = None
+    """write the results as JSON"""
+    keep: Annotated[str | None, Flag("DIR")] = None
+    """keep all files that are written, in a new folder"""
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the real run (num_processes, or the fewest)")
-    parser.add_argument("--gpu", metavar="KIND", help="plan memory and time for this kind of GPU, too: h100-80g")
-    parser.add_argument("--devices", metavar="FILE", help="YAML with kinds of GPUs of your own, for --gpu")
-    parser.add_argument("--json", metavar="FILE", help="write what came of it as JSON")
-    parser.add_argument("--keep", metavar="DIR", help="keep everything that is written, in a new folder")
+COMMAND = Command(
+    name="rehearse",
+    usage="FILE.yaml [key=value ...] [--key value ...] [--OPTION ...]",
+    about="Try a run with a small model on this machine's CPU before it starts elsewhere.",
+    epilog=_EPILOG,
+    options=RehearseOptions,
+    takes_settings=True,
+)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Play all acts and print the table.
+def run(verb: str, words: Sequence[str]) -> int:
+    """Rehearse all stages and print the table.
 
     Raises:
         MegatuneError: SETTINGS, where flags or the file cannot be understood at all; CANNOT_WRITE.
     """
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY
-    from megatune.config.dialects.roll import is_rl_file
-    from megatune.config.load import load
-
-    swift = _swift_words(args.words)
-    options, words, wrong = split_words(args.words if swift is None else swift[0], _add_options, LLAMAFACTORY)
-    if options.gpus is not None and options.gpus < 1:
-        wrong.append(Finding(f"--gpus {options.gpus} is no number of GPUs", fix="--gpus 8"))
-    if swift is None and words.source is None and not words.flags + words.overrides:
-        wrong.append(Finding("what is to be rehearsed?", fix="megatune rehearse FILE.yaml"))
-    elif words.source is not None and is_rl_file(words.source):
-        why = "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model"
-        fix = f"megatune plan {words.source}, then a few steps of megatune rl on a small model (docs/rl.md)"
-        wrong.append(Finding(f"{words.source} describes reinforcement learning: it is not rehearsed", "", why, fix))
-    if wrong:
-        raise MegatuneError(wrong, ExitCode.SETTINGS)
+    swift = _swift_words(words)
+    given = COMMAND.read(words if swift is None else swift[0])
+    asked, options = given.settings, given.options
+    refuse_roles(
+        given,
+        "describes reinforcement learning: it is not rehearsed",
+        "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model",
+        "megatune plan {}, then a few steps of megatune rl on a small model (docs/rl.md)",
+    )
+    if swift is None and asked.source is None and not asked.flags + asked.overrides:
+        given.findings.append(Finding("what is to be rehearsed?", fix="megatune rehearse FILE.yaml"))
+    given.stop()
     if swift is None:
-        return _started(load(words.source, words.overrides, words.flags), options)
+        return _started(given.load(), options)
     from megatune.cli.swift import read_command
 
     with read_command(swift[1], swift[2], on_cpu=False, processes=options.gpus) as found:
         return _started(found.loaded, options)
 
 
-def _swift_words(words: list[str]) -> tuple[list[str], str, list[str]] | None:
+def _swift_words(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]] | None:
     """Split a command line of Megatron-SWIFT into what is before `megatron`, its verb and its flags; None where there
     is none."""
     if _SWIFT not in words:
@@ -91,10 +91,12 @@ def _swift_words(words: list[str]) -> tuple[list[str], str, list[str]] | None:
     return words[:at], verb.replace("_", "-"), rest
 
 
-def _started(loaded: Loaded, options: argparse.Namespace) -> int:
+def _started(loaded: Loaded, options: RehearseOptions) -> int:
     smallest = loaded.settings.parallel.smallest_world
     gpus = options.gpus or loaded.settings.run.num_processes or _processes(os.environ) or smallest
-    return rehearse(loaded, gpus, _machine(options), keep=options.keep, report=options.json)
+    from megatune.rehearse.show import rehearse
+
+    return rehearse(loaded, gpus, _machine(options), keep=options.keep, report=options.json_)
 
 
 def _processes(env: Mapping[str, str]) -> int | None:
@@ -103,11 +105,11 @@ def _processes(env: Mapping[str, str]) -> int | None:
     return int(sizes[0]) * int(sizes[1] or 1) if sizes[0].isdigit() and (sizes[1] or "1").isdigit() else None
 
 
-def _machine(options: argparse.Namespace) -> Machine | None:
+def _machine(options: RehearseOptions) -> Machine | None:
     """Return the machine that --gpu names, None without it.
 
     Raises:
-        MegatuneError: nobody knows it (exit code 66), or --devices stands alone (64).
+        MegatuneError: it is not known (exit code 66), or --devices stands alone (64).
     """
     if options.gpu is None:
         if options.devices is not None:
@@ -116,65 +118,3 @@ def _machine(options: argparse.Namespace) -> Machine | None:
     from megatune.plan.catalogue import find_machine
 
     return find_machine(options.gpu, devices_file=options.devices)
-
-
-def rehearse(loaded: Loaded, gpus: int, machine: Machine | None, *, keep: str | None, report: str | None) -> int:
-    """Rehearse settings that are read.
-
-    Args:
-        gpus: of the real run.
-        keep: a folder that is not there yet.
-        report: a file for JSON.
-
-    Returns:
-        The exit code of the first failure, DONE where there is none.
-    """
-    from megatune.rehearse.outcome import as_json, exit_code, table
-    from megatune.rehearse.ranks import Interrupted
-    from megatune.rehearse.run import Rehearsal
-
-    folder = _folder(keep)
-    try:
-        rehearsal = Rehearsal(loaded.for_world(gpus), gpus, machine, folder, lambda line: print(line, flush=True))
-        try:
-            rehearsal.run()
-        except Interrupted as ended:
-            print("interrupted", file=sys.stderr)
-            return int(ended.args[0])
-        if rehearsal.changes:
-            print("\nchanged for the rehearsal")
-            print("\n".join(f"  {change.line()}" for change in rehearsal.changes))
-        print("\n" + "\n".join(table(rehearsal.outcomes)), flush=True)
-        if keep is not None:
-            print(f"everything is in {folder}")
-        if report is not None:
-            _write(Path(report), as_json(rehearsal.outcomes, rehearsal.changes))
-        return int(exit_code(rehearsal.outcomes))
-    finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder(keep: str | None) -> Path:
-    """Make the folder that everything is written into: private, unless the user names one."""
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="megatune-rehearse-"))
-    folder = Path(keep).absolute()
-    if folder.is_dir() and any(folder.iterdir()):
-        raise _cannot_write(folder, "the folder is not empty")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error.strerror or str(error)) from None
-    return folder
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from None
-
-
-def _cannot_write(path: Path, why: str) -> MegatuneError:
-    return MegatuneError(Finding(f"cannot write {path}", "", why, "name another one"), ExitCode.CANNOT_WRITE)

@@ -2,114 +2,119 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatune.cli import model_flags
-from megatune.cli.model_file import read_model_file
-from megatune.cli.model_flags import Checked
-from megatune.cli.own_flags import add_flag
+from pydantic import Field
+
+from megatune.cli import model_options
+from megatune.cli.command import Command
+from megatune.cli.model_options import FOREIGN, Checked, WriterOptions
+from megatune.config.options import Flag, Given
+from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from socket import socket
 
 _KEY = "MEGATUNE_API_KEY"
-_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the verb and its flags."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="answer over HTTP as OpenAI's interface does",
-        description="Serves chat completions and completions until it is stopped. Needs pip install 'megatune[serve]'.",
-    )
-    model_flags.add_model(parser)
-    group = parser.add_argument_group("who may ask")
-    group.add_argument("--host", default="127.0.0.1", metavar="NAME", help="the address to listen on (127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="its port; 0 takes a free one (8000)")
-    add_flag(group, "api_key", metavar="KEY",
-             help=f"what clients must know; better in {_KEY}, which other users of the machine do not see")  # fmt: skip
-    add_flag(group, "served_model_name", metavar="NAME", help="what clients call the model (its folder's name)")
-    add_flag(group, "cors_origins", nargs="+", default=[], metavar="URL",
-             help="web pages of these origins may ask (none)")  # fmt: skip
-    add_flag(group, "max_waiting", type=int, default=16, metavar="N", help="requests that wait; more get 503 (16)")
-    add_flag(group, "request_timeout", type=float, default=600.0, metavar="SECONDS",
-             help="for a request, its waiting and its answer (600)")  # fmt: skip
-    add_flag(group, "max_body_mib", type=float, default=16.0, metavar="MIB", help="of a request (16)")
-    add_flag(group, "log_level", choices=_LOG_LEVELS, default="warning", help="of uvicorn (warning)")
-    model_flags.add_asking(parser)
-    pictures = parser.add_argument_group("pictures (of vision-language models, as in training)")
-    model_flags.add_picture_sizes(pictures)
-    model_flags.add_sampling(parser)
-    model_flags.add_backend(parser)
-    parser.set_defaults(run=run, given=())
+class EndpointOptions(Group):
+    """endpoint."""
+
+    host: Annotated[str, Flag("NAME")] = "127.0.0.1"
+    """the address to listen on"""
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
+    """its port; 0 takes a free one"""
+    api_key: Annotated[str | None, Flag("KEY")] = None
+    """what clients must know; better in MEGATUNE_API_KEY, which other users of the machine do not see"""
+    served_model_name: Annotated[str | None, Flag("NAME")] = None
+    """what clients call the model (its folder's name)"""
+    cors_origins: Annotated[list[str], Flag("URL ...")] = Field(default=[])
+    """web pages of these origins may ask"""
+    max_waiting: Annotated[int, Field(ge=0)] = 16
+    """requests that wait; more get 503"""
+    request_timeout: Annotated[Positive, Flag("SECONDS")] = 600.0
+    """for a request, its waiting and its answer"""
+    max_body_mib: Annotated[Positive, Flag("MIB")] = 16.0
+    """size of a request at most"""
+    log_level: Annotated[Literal["critical", "error", "warning", "info", "debug", "trace"], Flag("LEVEL")] = "warning"
+    """of uvicorn: critical, error, warning, info, debug or trace"""
 
 
-def run(args: argparse.Namespace) -> int:
+class ServeOptions(WriterOptions, EndpointOptions):
+    """The options of `megatune serve`."""
+
+
+COMMAND = Command(
+    name="serve",
+    usage="MODEL | FILE.yaml [--OPTION ...]",
+    about="Serves chat completions and completions over HTTP with OpenAI's API until it is stopped. Needs pip install "
+    "'megatune[serve]'. FILE.yaml has options, as LLaMA-Factory's files of `api` do.",
+    options=ServeOptions,
+    foreign=FOREIGN,
+    most_words=1,
+)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
+    """Serve a model until SIGINT or SIGTERM."""
+    return serve(COMMAND, COMMAND.read(words))
+
+
+def serve(command: Command[ServeOptions], given: Given[ServeOptions]) -> int:
     """Serve a model until SIGINT or SIGTERM.
 
     Raises:
-        MegatuneError: (SETTINGS) flags; (INPUT) what the model or an adapter lacks; (UNAVAILABLE) the address is taken,
-            or what is needed is not installed.
+        MegatuneError: (SETTINGS) options; (INPUT) what the model or an adapter lacks; (UNAVAILABLE) the address is
+            taken, or what is needed is not installed.
     """
-    read_model_file(args)
-    key = os.environ.get(_KEY) if args.api_key is None else args.api_key
-    if findings := _findings(args, key):
-        raise MegatuneError(findings, ExitCode.SETTINGS)
+    options = given.options
+    key = os.environ.get(_KEY) if options.api_key is None else options.api_key
+    given.stop(_findings(options, key))
     _check_installed()
-    checked = model_flags.check(args, brings_pictures=True)
+    checked = model_options.check(command, given, brings_pictures=True)
 
     from megatune.generation.endpoint.server import listening_socket
 
-    with listening_socket(args.host, args.port, has_key=key is not None) as taken:
-        _serve(args, checked, key, taken)
+    with listening_socket(options.host, options.port, has_key=key is not None) as taken:
+        _serve(options, checked, key, taken)
     return ExitCode.DONE
 
 
-def _serve(args: argparse.Namespace, checked: Checked, key: str | None, taken: socket) -> None:
+def _serve(options: ServeOptions, checked: Checked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.model import load_model
     from megatune.generation.endpoint.server import Server
+    from megatune.generation.opening import model_dir
 
-    folder = model_flags.model_dir(checked.adapted.base, args)
+    folder = model_dir(checked.adapted.base, options.model_revision, options.cache_dir)
     prompter, streams = load_model(
-        folder, checked.options, checked.adapted.adapters, vllm=checked.vllm, max_waiting=args.max_waiting
+        folder, checked.options, checked.adapted.adapters, vllm=checked.vllm, max_waiting=options.max_waiting
     )
-    name = args.served_model_name or Path(checked.name).resolve().name
-    limits = Limits(body_bytes=int(args.max_body_mib * 2**20), seconds=args.request_timeout)
+    name = options.served_model_name or Path(checked.name).resolve().name
+    limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)
     app = App(prompter, streams, name, int(time.time()), defaults=checked.options, api_key=key, limits=limits)
-    host = f"[{args.host}]" if ":" in args.host else args.host
+    host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{taken.getsockname()[1]}/v1"
 
     def say() -> None:
         print(f"{name} is at {address}; Ctrl-C ends", file=sys.stderr, flush=True)
 
-    Server(app.asgi(args.cors_origins), streams, args.log_level, say).serve_on(taken)
+    Server(app.asgi(options.cors_origins), streams, options.log_level, say).serve_on(taken)
 
 
-def _findings(args: argparse.Namespace, key: str | None) -> list[Finding]:
-    findings = []
+def _findings(options: ServeOptions, key: str | None) -> Iterator[Finding]:
     if key is not None and not key.strip():
-        where = _KEY if args.api_key is None else "--api_key"
-        findings.append(Finding("is empty", where, "everyone would know it", "give a key, or leave it out"))
-    if not 0 <= args.port < 2**16:
-        findings.append(Finding(f"{args.port} is no port", "--port", fix="--port 8000"))
-    for flag, value, least in (
-        ("--max_waiting", args.max_waiting, 0),
-        ("--request_timeout", args.request_timeout, 0.001),
-        ("--max_body_mib", args.max_body_mib, 0.001),
-    ):
-        if not least <= value < float("inf"):
-            findings.append(Finding(f"{value} is out of range", flag, fix=f"{flag} {least} or more"))
-    return findings
+        where = _KEY if options.api_key is None else "--api_key"
+        yield Finding("is empty", where, "everyone would know it", "give a key, or leave it out")
 
 
 def _check_installed() -> None:

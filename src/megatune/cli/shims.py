@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from megatune.cli.command import Command
+from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _PROGRAMS = ("megatron", "swift")
 _OURS = "# Written by `megatune shims`; `megatune shims --remove` takes it away."
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
-    parser = subparsers.add_parser(
-        "shims",
-        help="write programs called megatron and swift",
-        description="Writes two programs, megatron and swift, that call `megatune megatron` and `megatune swift`: "
-        "scripts of Megatron-SWIFT then run as they are. Programs of these names that are there are left alone.",
-    )
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="where to (beside the Python that runs this)")
-    parser.add_argument("--remove", action="store_true", help="take them away again")
-    parser.set_defaults(run=run)
+class ShimOptions(Group):
+    """The options of `megatune shims`."""
+
+    remove: bool = False
+    """remove the programs again"""
 
 
-def run(args: argparse.Namespace) -> int:
+COMMAND = Command(
+    name="shims",
+    usage="[DIR] [--remove]",
+    about="Writes two programs, megatron and swift, that call `megatune megatron` and `megatune swift`: scripts of "
+    "Megatron-SWIFT then run as they are. DIR is the folder to write them to, by default that of the Python that runs "
+    "this. Other programs of these names are left alone.",
+    options=ShimOptions,
+    most_words=1,
+)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
     """Write, or remove, the two programs.
 
     Raises:
         MegatuneError: (CANNOT_WRITE) one of them is another program's, or the folder cannot be written.
     """
-    folder = Path(args.folder) if args.folder else Path(sys.executable).parent
+    given = COMMAND.read(words)
+    given.stop()
+    remove, folder = given.options.remove, Path(given.words[0]) if given.words else Path(sys.executable).parent
     paths = [folder / name for name in _PROGRAMS]
     foreign = [path for path in paths if (path.exists() or path.is_symlink()) and not _is_ours(path)]
-    if foreign and not args.remove:
+    if foreign and not remove:
         findings = [
             Finding(
                 f"{path} is another program's", why="it is not replaced", fix="name another folder, before it in PATH"
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         raise MegatuneError(findings, ExitCode.CANNOT_WRITE)
     try:
-        (_remove if args.remove else _write)(paths)
+        (_remove if remove else _write)(paths)
     except OSError as error:
         finding = Finding(f"cannot write {error.filename}", why=error.strerror or "", fix="name another folder")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from None

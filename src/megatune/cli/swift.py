@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatune.cli import export, infer, serve
+from megatune.cli.command import Command, unknown_verb
+from megatune.cli.pages import Help
+from megatune.config.options import Given, NoOptions
+from megatune.config.setting import Group
+from megatune.config.values import is_variable, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -18,13 +23,6 @@ if TYPE_CHECKING:
 
 _TRAINING = ("sft", "pt", "rlhf")
 _VERBS = {"megatron": (*_TRAINING, "export"), "swift": ("export", "infer", "deploy", "merge-lora")}
-# ms-swift's verbs -> ours, and the words before the user's.
-_HANDED = {
-    "export": ("export", ()),
-    "merge-lora": ("export", ("--merge_lora", "true")),
-    "infer": ("infer", ()),
-    "deploy": ("serve", ()),
-}
 _EPILOG = {
     "megatron": """verbs: sft, pt, rlhf and export, with Megatron-SWIFT's flags of versions 3 and 4, or a file of them:
 
@@ -43,59 +41,71 @@ Training with `swift sft` there is training with Transformers; here it is `megat
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the verbs megatron and swift."""
-    for name, text in (
-        ("megatron", "train and export with Megatron-SWIFT's command lines"),
-        ("swift", "export, infer and deploy with ms-swift's command lines"),
-    ):
-        parser = subparsers.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=_EPILOG[name],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("words", nargs=argparse.REMAINDER, metavar=f"{' | '.join(_VERBS[name])} --key value")
-        parser.set_defaults(run=run, program=name, help=parser.format_help)
+_ABOUT = {
+    "megatron": "Train and export with Megatron-SWIFT's command lines.",
+    "swift": "Export, infer and deploy with ms-swift's command lines.",
+}
+# What ms-swift does where nothing is said, in words of `megatune infer`.
+_DEFAULTS = {
+    "temperature": ("model", "as generation_config.json says"),
+    "max_new_tokens": ("1000000000", "as many as the model's context holds"),
+}
 
 
-def run(args: argparse.Namespace) -> int:
+class HubOptions(Group):
+    """hubs."""
+
+    use_hf: bool | None = None
+    """true: names are those of Hugging Face; false: of ModelScope"""
+    hub_token: str | None = None
+    """a token of the hub"""
+    ENV: dict[str, Any] | None = None
+    """environment variables, in a file of flags"""
+
+
+class ExportOptions(export.ExportOptions, HubOptions):
+    """The options of `swift export`."""
+
+
+class InferOptions(infer.InferOptions, HubOptions):
+    """The options of `swift infer`."""
+
+
+class DeployOptions(serve.ServeOptions, HubOptions):
+    """The options of `swift deploy`."""
+
+
+def run(verb: str, words: Sequence[str]) -> int:
     """Run one verb of a program of ms-swift.
 
     Raises:
         MegatuneError: whatever is wrong, all of it, before any process starts.
     """
-    verb, *words = args.words or ["--help"]
-    verb = verb.replace("_", "-")
-    wants_help = verb in ("-h", "--help") or any(word in ("-h", "--help") for word in words)
-    if wants_help and verb not in _HANDED:
-        print(args.help())
-        return ExitCode.DONE
-    if verb not in _VERBS[args.program]:
-        raise _no_verb(args.program, verb)
-    if wants_help:
-        return _hand_over(verb, ["--help"])
-    return _train(verb, words) if verb in _TRAINING else _hand_over(verb, words)
+    first, *rest = words or ["--help"]
+    first = first.replace("_", "-")
+    if first in ("-h", "--help") or (first in _TRAINING and {"-h", "--help"} & {*rest}):
+        usage = f"{' | '.join(_VERBS[verb])} [--key value ...]"
+        about, epilog = _ABOUT[verb], _EPILOG[verb]
+        raise Help(Command(name=verb, usage=usage, about=about, epilog=epilog, options=NoOptions).help())
+    if first not in _VERBS[verb]:
+        raise _no_verb(verb, first)
+    return _train(first, rest) if first in _TRAINING else _hand_over(verb, first, rest)
 
 
 def _no_verb(program: str, verb: str) -> MegatuneError:
-    place, verbs = f"megatune {program}", _VERBS[program]
+    place = f"megatune {program}"
     if program == "swift" and verb in _TRAINING:
         why = f"`swift {verb}` trains with Transformers; Megatron-Core trains here, with the flags of `megatron {verb}`"
-        finding = Finding(f"{verb} is not done", place, why, f"`megatune megatron {verb}`")
-    else:
-        near = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
-        fix = f"did you mean `{place} {near[0]}`?" if near else f"one of: {', '.join(verbs)}"
-        finding = Finding(f"unknown verb {verb!r}", place, fix=fix)
-    return MegatuneError(finding, ExitCode.SETTINGS)
+        finding = Finding(f"{verb} is not supported", place, why, f"`megatune megatron {verb}`")
+        return MegatuneError(finding, ExitCode.SETTINGS)
+    return unknown_verb(verb, _VERBS[program], place)
 
 
 def _train(verb: str, words: Sequence[str]) -> int:
     """Read a command line, once to find the model, and again with what its config.json decides; then start."""
-    from megatune.cli.train import start
     from megatune.config.dialects.swift_lines import swift_lines
     from megatune.launch.devices import count_gpus
+    from megatune.training.start import start
 
     with read_command(verb, words, on_cpu=count_gpus() == 0) as found:
         return start(found.loaded, lambda loaded: swift_lines(found, loaded))
@@ -123,21 +133,54 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
         yield read_swift(verb, words, env=env | os.environ, config=config, on_cpu=on_cpu)
 
 
-def _hand_over(verb: str, words: Sequence[str]) -> int:
-    """Call the verb of this program that does it, with the same flags."""
-    from megatune.cli.main import main
-    from megatune.config.dialects.swift_other_verbs import export_words, hub_variables, infer_words
+# Our verb behind each of ms-swift's, its options there, and what runs it.
+_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[Command[Any], Given[Any]], int]]] = {
+    "export": (export.COMMAND, ExportOptions, export.write),
+    "merge-lora": (export.COMMAND, ExportOptions, export.write),
+    "infer": (infer.COMMAND, InferOptions, infer.answer),
+    "deploy": (serve.COMMAND, DeployOptions, serve.serve),
+}
 
-    ours, first = _HANDED[verb]
-    if list(words) == ["--help"]:
-        return main([ours, *words])
-    found = export_words([*words, *first]) if ours == "export" else infer_words(words)
-    if found.findings:
-        raise MegatuneError(found.findings, ExitCode.SETTINGS)
-    if found.lines:
-        print("\n".join(found.lines), file=sys.stderr if verb == "infer" else sys.stdout, flush=True)
-    with _environment(hub_variables(found, os.environ)):
-        return main([ours, *found.words])
+
+def _hand_over(program: str, verb: str, words: Sequence[str]) -> int:
+    """Run our verb with the same flags, and with the variables that its command line asks for."""
+    command = command_of(program, verb)
+    defaults = {} if command.abbreviates else _DEFAULTS
+    words = [*words, "--merge_lora", "true"] if verb == "merge-lora" else words
+    given = command.read(words, {name: value for name, (value, _) in defaults.items()})
+    for name, (value, why) in defaults.items():
+        if given.origin(name) == "default":
+            print(f"swift      --{name} {value}  ms-swift's default: {why}", file=sys.stderr, flush=True)
+    with _environment(variables_of(given, os.environ)):
+        return _HANDED[verb][2](command, given)
+
+
+def command_of(program: str, verb: str) -> Command[Any]:
+    """Return one of our verbs as ms-swift's users call it."""
+    ours, options, _ = _HANDED[verb]
+    foreign, is_export = ours.foreign, ours is export.COMMAND
+    if is_export:
+        from megatune.config.dialects.swift import kinds
+
+        own = {*options.model_fields, *foreign.aliases, *foreign.refused}
+        of_training = {name: "it is about training" for name in kinds() if name not in own}
+        foreign = replace(foreign, ignored=of_training | dict(foreign.ignored))
+    return replace(ours, name=f"{program} {verb}", options=options, foreign=foreign, abbreviates=is_export)
+
+
+def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a command line asks for; names of a hub are ModelScope's where nothing else is said."""
+    options: HubOptions = given.options
+    on_hugging_face = env.get("USE_HF", "0").lower() in ("1", "true") if options.use_hf is None else options.use_hf
+    found = {"USE_MODELSCOPE_HUB": "0" if on_hugging_face else "1"}
+    for name, value in (options.ENV or {}).items():
+        if not is_variable(name):
+            given.findings.append(Finding(f"ENV: {name!r} is not a name of a variable", fix="write `  NAME: value`"))
+        elif value is not None:
+            found[name] = shown(value).strip('"')
+    if options.hub_token is not None:
+        found |= {"HF_TOKEN": options.hub_token, "MODELSCOPE_API_TOKEN": options.hub_token}
+    return found
 
 
 @contextlib.contextmanager

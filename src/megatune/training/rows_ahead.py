@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
 from megatune.plan.case import PlannedModel
+from megatune.plan.read_question import PlannedRows
 from megatune.plan.rows import RowLengths
 
 if TYPE_CHECKING:
     from megatune.data.encode import Encoder
 
 _OTHERWISE = "--document_length and --longest_document say otherwise"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRows:
-    """Rows to plan for.
-
-    Attributes:
-        lengths: None where each is taken to be cutoff_len long.
-        most_pictures, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
-        note: what was assumed.
-    """
-
-    lengths: RowLengths | None = None
-    most_pictures: int | None = None
-    largest_picture: int | None = None
-    note: str = ""
-
-
-def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> PlannedRows:
-    """Return rows of these lengths; what is not stated is as long as it may be."""
-    cutoff = settings.data.cutoff_len
-    longest = min(longest or cutoff, cutoff)
-    mean = min(mean or longest, longest)
-    if settings.packing or mean == longest == cutoff:
-        return PlannedRows()
-    return PlannedRows(lengths=RowLengths.stated(mean, longest, "as stated"))
 
 
 def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megatune.cli.collected import Collected
-from megatune.cli.plan_rows import PlannedRows, data_rows, stated_rows
-from megatune.config.entry import Arguments
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning
@@ -20,37 +15,60 @@ from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
 from megatune.plan import trainable
 from megatune.plan.adapters import with_adapters
-from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
+from megatune.plan.case import PlannedModel
+from megatune.plan.catalogue import find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import count
 from megatune.plan.question import Asked, Question, read_settings
-
-if TYPE_CHECKING:
-    from megatune.plan.case import PlannedModel
+from megatune.plan.reader import PlanReader
+from megatune.plan.rows import RowLengths
 
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
-_EXAMPLES = {"gpus": "8", "gpus_per_node": "8", "seq": "4096", "global_batch": "64", "image_tokens": "441", "top": "10",
-             "document_length": "512", "longest_document": "2048", "dataset_tokens": "1B, 250M or 3000000"}  # fmt: skip
-_AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Generations without bfloat16.
 _OLD = ("volta", "turing")
 
 
-@dataclass
-class QuestionReader(Collected):
-    """Reads everything, and reports all that is wrong at once.
+_OF_RL = "only a file of reinforcement learning has prompts and responses"
 
-    Args:
-        options: flags of the verb, as text; `top` becomes a number.
-        findings: what was found wrong on the way here.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows:
+    """Rows to plan for.
+
+    Attributes:
+        lengths: None where each is taken to be cutoff_len long.
+        most_pictures, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
+        note: what was assumed.
     """
 
-    options: argparse.Namespace
-    words: Arguments
-    notes: list[str] = field(default_factory=list)
+    lengths: RowLengths | None = None
+    most_pictures: int | None = None
+    largest_picture: int | None = None
+    note: str = ""
+
+
+def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> PlannedRows:
+    """Return rows of these lengths; what is not stated is as long as it may be."""
+    cutoff = settings.data.cutoff_len
+    longest = min(longest or cutoff, cutoff)
+    mean = min(mean or longest, longest)
+    if settings.packing or mean == longest == cutoff:
+        return PlannedRows()
+    return PlannedRows(lengths=RowLengths.stated(mean, longest, "as stated"))
+
+
+@dataclass
+class QuestionReader(PlanReader):
+    """Reads everything, and reports all that is wrong at once.
+
+    Attributes:
+        rows_of: looks at the rows of the data that settings name.
+    """
+
+    rows_of: Callable[[Settings, PlannedModel], PlannedRows] = field(kw_only=True)
 
     def question(self) -> Question:
         """Read the flags, the settings, the model and the machine, and check them together.
@@ -58,61 +76,29 @@ class QuestionReader(Collected):
         Raises:
             MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
         """
-        source = self.words.source
+        words = self.given.settings
+        source = self.source = words.source
         self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
-        self._numbers()
+        self.refuse(dict.fromkeys(("prompt_tokens", "response_tokens"), _OF_RL))
         cutoff = [] if self.options.seq is None else ["--cutoff_len", str(self.options.seq)]
-        arguments = replace(self.words, flags=[*self.words.flags, *cutoff])
+        arguments = replace(words, flags=[*words.flags, *cutoff])
         asked = read_settings(self.file, arguments, self.options.trainable)
-        self.findings += asked.loaded.findings
+        self.findings.extend(asked.loaded.findings)
         self.notes += asked.loaded.accepted_notes()
         model = self._model(asked.loaded.settings)
         loaded = asked.loaded if model is None else self._of_model(asked.loaded, model)
         world, machine = self._machine(loaded.settings)
         placed = loaded.for_world(world)
-        self.findings += placed.findings[len(asked.loaded.findings) :]
+        self.findings.extend(placed.findings[len(asked.loaded.findings) :])
         self.stop()
         assert model is not None
         assert machine is not None
         assert world is not None
         return self._checked(Asked(placed), model, machine, world)
 
-    def _numbers(self) -> None:
-        """Turn flags that are numbers into numbers."""
-        for name in ("prompt_tokens", "response_tokens"):
-            if getattr(self.options, name) is not None:
-                why, fix = "only a file of reinforcement learning has prompts and responses", f"leave --{name} out"
-                self.findings.append(Finding(f"--{name}", "", why, fix))
-        for name in _EXAMPLES:
-            setattr(self.options, name, self._number(name, whole=name not in ("document_length", "dataset_tokens")))
-        self.options.top = 10 if self.options.top is None else self.options.top
-        for name, choices in (("trainable", ("full", "lora")), ("launch", ("torchrun", "slurm"))):
-            if (value := getattr(self.options, name)) not in (None, *choices):
-                self.findings.append(Finding(f"--{name} {value} is not known", fix=f"--{name} {' or '.join(choices)}"))
-                setattr(self.options, name, None)
-
-    def _number(self, name: str, *, whole: bool) -> Any:
-        """Read a number above 0 (image_tokens: from 0): 64, 4_096, and 1.5B where parts of a unit make sense."""
-        text = getattr(self.options, name)
-        if text is None:
-            return None
-        plain = text.replace("_", "").replace(",", "").lower()
-        factor = _AMOUNTS.get(plain[-1:], 1.0) if name == "dataset_tokens" else 1.0
-        try:
-            value = float(plain[:-1] if factor != 1.0 else plain) * factor
-        except ValueError:
-            value = math.nan
-        least = 0 if name == "image_tokens" else 1
-        if not math.isfinite(value) or value < least or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
-            what = f"--{name} {text} is not {kind} of at least {least}"
-            self.findings.append(Finding(what, fix=f"--{name} {_EXAMPLES[name]}"))
-            return None
-        return int(value) if whole else value
-
     def _model(self, settings: Settings) -> PlannedModel | None:
         written, hub = settings.model.model_name_or_path, settings.model
-        name = written if self.file is not None else self.words.source or written
+        name = written if self.file is not None else self.source or written
         if name is not None:
             return self.found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
         what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
@@ -136,47 +122,17 @@ class QuestionReader(Collected):
             if world is None and (self.file is not None or smallest > 1):
                 world = smallest
                 self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
-            elif world is None and not any(finding.what.startswith("--gpus ") for finding in self.findings):
+            elif world is None and not any(finding.where == "--gpus" for finding in self.findings):
                 self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
-            return world, self.found(lambda: self._catalogued(world))
-        return self._this_machine(world, smallest)
-
-    def _catalogued(self, world: int | None) -> Machine:
-        options = self.options
-        given = {"gpus_per_node": options.gpus_per_node, "link": options.link, "network": options.network}
-        machine = find_machine(options.gpu, **given, devices_file=options.devices)
-        # What joins devices is nothing to a run that has one of them, or one machine.
-        inside, across = world != 1, world is None or world > machine.gpus_per_node
-        self.notes += machine_assumptions(
-            machine,
-            gpus_per_node=options.gpus_per_node if inside else machine.gpus_per_node,
-            link=options.link if inside else machine.link.name,
-            network=options.network if across else machine.network.name,
-        )
-        from megatune.plan.calibration import calibration_for
-
-        return replace(machine, calibration=calibration_for(machine.device.name, options.calibration))
-
-    def _this_machine(self, world: int | None, smallest: int) -> tuple[int | None, Machine | None]:
-        from megatune.cli.this_machine import this_machine
-        from megatune.launch.devices import count_gpus
-
-        options = self.options
-        for name in ("gpus_per_node", "link", "network", "devices"):
-            if getattr(options, name) is not None:
-                self.findings.append(Finding(f"--{name} without --gpu", fix="--gpu KIND, such as --gpu h100-80g"))
-        num_gpus = count_gpus()
+            return world, self.catalogued(world, options.gpus_per_node)
+        self.need_gpu()
+        num_gpus = self.count_gpus()
         if not num_gpus and options.gpus is not None:
             why = "this machine shows no GPU to take its kind from"
             self.findings.append(Finding("which GPUs?", why=why, fix="--gpu KIND, such as --gpu h100-80g"))
             return None, None
-        if world is None:
-            world = num_gpus or smallest
-        here = min(world, num_gpus) if num_gpus else world
-        machine, unknown = self.found(lambda: this_machine(here, num_gpus, options.calibration)) or (None, "")
-        if unknown:
-            self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
-        return world, machine
+        world = world or num_gpus or smallest
+        return world, self.this_machine(world, num_gpus)
 
     def _checked(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
         """Return the question, after the rules of the layout were checked for the model and the world."""
@@ -193,7 +149,7 @@ class QuestionReader(Collected):
             rules = RULES
         rules = (*rules, *trainable.RULES)
         planned = replace(asked.loaded, settings=settings)
-        self.findings += planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out)
+        self.findings.extend(planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out))
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
@@ -268,13 +224,13 @@ class QuestionReader(Collected):
         mean, longest = self.options.document_length, self.options.longest_document
         if mean is not None or longest is not None:
             return stated_rows(settings, mean, longest)
-        rows = data_rows(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
+        rows = self.rows_of(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
         self.notes += [rows.note] if rows.note else []
         return rows
 
     def _documents(self, settings: Settings) -> float | None:
         """Return the mean document of packed rows that are full."""
-        length: float | None = self.options.document_length
+        length = self.options.document_length
         if length is not None and length > settings.data.cutoff_len:
             self.notes.append("documents longer than a row are cut: each row is one document")
             return None
@@ -285,9 +241,9 @@ class QuestionReader(Collected):
         return length
 
     def _images(self, model: PlannedModel, rows: PlannedRows) -> int | None:
-        tokens: int | None = self.options.image_tokens
+        tokens = self.options.image_tokens
         if tokens is None:
             return rows.most_pictures
         if tokens and model.architecture.vision is None:
-            self.notes.append(f"{model.name} reads no images: --image_tokens says nothing")
+            self.notes.append(f"{model.name} reads no images: --image_tokens has no effect")
         return tokens

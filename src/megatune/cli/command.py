@@ -1,0 +1,186 @@
+"""The command line of a verb: its own options, next to settings of training where it takes any."""
+
+from __future__ import annotations
+
+import shlex
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Generic
+
+from megatune.cli.pages import Help, write_page
+from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.entry import Arguments, SettingEntry, read_file, read_overrides, split_arguments
+from megatune.config.options import Foreign, Given, Options, T
+from megatune.config.values import Value, parse
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
+
+_FILES = (".yaml", ".yml", ".json")
+_FILE_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[T]):
+    """One verb.
+
+    Attributes:
+        name: "data preview".
+        usage: the words behind the name.
+        about: a description.
+        options: the group of its own options.
+        takes_settings: settings of training may stand among the words; otherwise a file holds options.
+        most_words: words that are no options, where there are no settings; None for any number.
+        unknown: how to write what is no flag; "" suggests a name.
+        abbreviates: the beginning of a flag is enough where it is the only one, as in argparse.
+    """
+
+    name: str
+    usage: str
+    about: str
+    options: type[T]
+    epilog: str = ""
+    foreign: Foreign = field(default_factory=Foreign)
+    takes_settings: bool = False
+    most_words: int | None = 0
+    unknown: str = ""
+    abbreviates: bool = False
+
+    @property
+    def program(self) -> str:
+        return f"megatune {self.name}"
+
+    @cached_property
+    def table(self) -> Options[T]:
+        return Options(self.program, self.options, self.foreign, self.unknown)
+
+    def help(self) -> str:
+        """Return the page of --help."""
+        return write_page(self.program, self.usage, self.about, self.epilog, self.options, self.table.own)
+
+    def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> Given[T]:
+        """Read a command line.
+
+        Args:
+            defaults: of options, where nothing is written; in words.
+
+        Raises:
+            Help: it asks for --help.
+            MegatuneError: INPUT, where a file of options is missing. Everything else is a finding.
+        """
+        if {"-h", "--help"} & {*words}:
+            raise Help(self.help())
+        findings: list[Finding] = []
+        entries: list[SettingEntry] = []
+        file: list[SettingEntry] = []
+        settings = Arguments(None, [], [])
+        flags, rest = self._split(_name_file_first(words, self.program), findings)
+        if self.takes_settings:
+            asked = split_arguments(rest, LLAMAFACTORY)
+            overrides = [word for word in asked.overrides if self._is_own(word)]
+            kept = [word for word in asked.overrides if word not in overrides]
+            settings, rest = Arguments(asked.source, kept, self._without_misspelt(asked.flags, findings)), []
+        else:
+            rest, overrides = self._positional(rest, findings)
+            if self.most_words == 1 and rest and rest[0].endswith(_FILES):
+                file, wrong = read_file(rest.pop(0))
+                findings += wrong
+        first = [SettingEntry(name, parse(text), "", "default") for name, text in (defaults or {}).items()]
+        written, _ = read_overrides(overrides)
+        options = self.table.build([*first, *file, *written, *flags], entries, findings)
+        return Given(options, rest, settings, entries, findings)
+
+    def _is_own(self, word: str) -> bool:
+        """Tell whether `key=value` sets an option, and not a setting of the same name."""
+        key = word.partition("=")[0]
+        return key in self.table.names and not (self.takes_settings and LLAMAFACTORY.knows(key))
+
+    def _split(self, words: Sequence[str], findings: list[Finding]) -> tuple[list[SettingEntry], list[str]]:
+        """Return the flags that are options, and all other words."""
+        found: list[SettingEntry] = []
+        rest: list[str] = []
+        left, names = deque(words), self.table.names
+        while left:
+            word = left.popleft()
+            name, equals, text = word.removeprefix("--").partition("=")
+            key = name.replace("-", "_")
+            meant = [each for each in names if each.startswith(key)] if self.abbreviates and key not in names else []
+            key = meant[0] if len(meant) == 1 else key
+            negated = self.table.find(key.removeprefix("no_"))
+            if word.startswith("--") and key not in names and negated is not None and negated.info.kinds == {bool}:
+                found.append(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{name}", "flag"))
+            elif not word.startswith("--") or key not in names:
+                rest.append(word)
+            elif (value := self.table.take(key, text if equals else None, left)) is None:
+                findings.append(Finding("a value is missing", f"--{name}", fix=f"--{name} VALUE"))
+            else:
+                found.append(SettingEntry(key, value, f"--{name}", "flag"))
+        return found, rest
+
+    def _without_misspelt(self, flags: list[str], findings: list[Finding]) -> list[str]:
+        """Return the flags of settings, without those that are most like an option of the verb."""
+        kept: list[str] = []
+        is_left_out = False  # the words of a wrong flag go with it
+        own = [f"--{name}" for name in self.table.own]
+        for word in flags:
+            if word.startswith("--"):
+                flag = word.partition("=")[0]
+                near = closest(flag, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)])
+                is_left_out = near in own and not LLAMAFACTORY.knows(flag[2:].replace("-", "_"))
+                if is_left_out:
+                    findings.append(Finding(f"{flag!r} is not known here", fix=f"did you mean {near}?"))
+            kept += [] if is_left_out else [word]
+        return kept
+
+    def _positional(self, words: list[str], findings: list[Finding]) -> tuple[list[str], list[str]]:
+        """Return words that are neither flags nor options, and `key=value` words; note what is too much."""
+        rest: list[str] = []
+        overrides: list[str] = []
+        is_unknown = False  # so that words behind an unknown flag are its value
+        for word in words:
+            key, equals, _ = word.partition("=")
+            is_setting = self.most_words == 1 and key.isidentifier() and not Path(word).exists()
+            if word.startswith("-") and len(word) > 1:
+                is_unknown = True
+                findings.append(self.table.unknown(key, f"{key!r} is not known here", self.program))
+            elif equals and (self._is_own(word) or is_setting):
+                overrides.append(word)
+            elif not is_unknown and self.most_words is not None and len(rest) >= self.most_words:
+                findings.append(Finding(f"{word!r} is one word too many", self.program, fix=f"usage: {self.usage}"))
+            elif not is_unknown:
+                rest.append(word)
+        return rest, overrides
+
+
+def _name_file_first(words: Sequence[str], program: str) -> Sequence[str]:
+    """Read `--config FILE.yaml`, as other tools name their file; refuse their other ways with the command to type.
+
+    Raises:
+        MegatuneError: SETTINGS.
+    """
+    for at, word in enumerate(words):
+        flag, equals, text = word.partition("=")
+        if flag not in _FILE_FLAGS:
+            continue
+        value = text if equals else next(iter(words[at + 1 : at + 2]), "")
+        rest = [*words[:at], *words[at + (1 if equals else 2) :]]
+        is_value = [False, *(each.startswith("--") and "=" not in each for each in rest)]
+        has_file = any(each.endswith(_FILES) and "=" not in each and not is_value[i] for i, each in enumerate(rest))
+        if flag == "--config" and value.endswith(_FILES) and not has_file:
+            return [value, *rest]
+        what = f"{value}: there is a settings file already" if has_file else "a settings file is named by itself"
+        command = [*program.split(), *([] if has_file else [value or "FILE.yaml"]), *rest]
+        raise MegatuneError(Finding(what, flag, fix=shlex.join(command)), ExitCode.SETTINGS)
+    return words
+
+
+def unknown_verb(word: str, verbs: Sequence[str], parent: str) -> MegatuneError:
+    """Say what a word could be in place of a verb of the program or verb `parent`."""
+    if word.endswith(_FILES):
+        what, fix = f"{word!r} is a settings file, not a verb", f"{parent} {verbs[0]} {word}"
+        return MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
+    near = closest(word, verbs, cutoff=0.5)
+    fix = f"did you mean `{parent} {near}`?" if near else f"one of: {', '.join(verbs)}"
+    where = "" if parent == "megatune" else parent
+    return MegatuneError(Finding(f"unknown verb {word!r}", where, fix=fix), ExitCode.SETTINGS)

@@ -1,0 +1,92 @@
+"""Reads a file of reinforcement learning as far as this machine can check it: settings, models and engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatune.architecture import Architecture
+from megatune.config.dialects.roll import ReadRL, read_roll
+from megatune.config.rl.settings import InferRole, RLSettings
+from megatune.config.settings import Settings
+from megatune.errors import Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.training.source import RunModel
+
+
+def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> ReadRL:
+    """Read a file twice: its own words say which hub its models come from, and the models what is wrong with it.
+
+    Args:
+        runs: whether this machine will run it, and so has to have its engines.
+
+    Raises:
+        MegatuneError: INPUT, where the file, or a model of a file that is right otherwise, cannot be read.
+    """
+    read = read_roll(source, overrides)
+    missing: list[Finding] = []
+    if read.settings is not None:
+        os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
+        missing = missing_engines(read.settings, read.origins) if runs else []
+    models = _Models(asks=not read.findings and not missing)
+    read = read_roll(source, overrides, models)
+    if missing:
+        return replace(read, findings=(*read.findings, *missing))
+    if not read.findings and models.errors:
+        raise models.errors[0]
+    return read
+
+
+def missing_engines(settings: RLSettings, origins: Mapping[str, str]) -> list[Finding]:
+    """Find roles whose engine is not in the environment that they would run in."""
+    roles = [settings.actor_infer, settings.reward_model, *(reward.judge for reward in settings.rewards.values())]
+    return [finding for role in roles if role is not None if (finding := _missing_engine(role, origins)) is not None]
+
+
+def _missing_engine(role: InferRole, origins: Mapping[str, str]) -> Finding | None:
+    if role.engine == "builtin":
+        return None
+    strategy = f"{role.name}.strategy_args"
+    builtin = f"{strategy}.strategy_name=builtin samples with this program's own engine"
+    if role.py_executable is not None:
+        key = f"{strategy}.strategy_config.py_executable"
+        if os.access(role.py_executable, os.X_OK) and Path(role.py_executable).is_file():
+            return None
+        what = f"{key}: {role.py_executable} is not a program"
+        return Finding(what, origins.get(key, ""), fix=f"name the python of an environment that has {role.engine}")
+    if importlib.util.find_spec(role.engine) is not None:
+        return None
+    what = f"{role.name} has strategy_name {role.engine}, and {role.engine} is not installed in this environment"
+    fix = f"{builtin}; or {strategy}.strategy_config.py_executable=PYTHON names that of an environment that has it"
+    return Finding(what, origins.get(f"{strategy}.strategy_name", ""), "it samples responses there", fix)
+
+
+class _Models:
+    """Reads what the models of a file are, each once.
+
+    Args:
+        asks: whether hubs may be asked; a file that is refused anyway is checked with folders alone.
+    """
+
+    def __init__(self, *, asks: bool) -> None:
+        self._asks = asks
+        self.errors: list[MegatuneError] = []
+        self._known: dict[tuple[str | None, str], Architecture | None] = {}
+
+    def __call__(self, settings: Settings) -> Architecture | None:
+        key = (settings.model.model_name_or_path, settings.run.stage)
+        if key not in self._known:
+            self._known[key] = self._read(settings)
+        return self._known[key]
+
+    def _read(self, settings: Settings) -> Architecture | None:
+        name = settings.model.model_name_or_path
+        try:
+            folder = RunModel(settings, asks=self._asks).config_dir(name) if name else None
+            return None if folder is None else load_architecture(folder, settings.run.stage)
+        except MegatuneError as error:
+            self.errors.append(error)
+            return None

@@ -1,0 +1,111 @@
+"""Starts a run whose settings are read: after all checks, its ranks, or this process as one of torchrun's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatune.config.load import Loaded, dump
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, MegatuneError
+from megatune.plan.run.preflight import PLAN
+from megatune.training.checks import Launch, check_all
+from megatune.training.rerun import rerun_lines
+from megatune.training.restarts import run_restarting
+from megatune.training.secrets import use_secrets
+from megatune.training.storage.files import OutputLock
+
+
+def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: []) -> int:
+    """Check a run, start its ranks or join torchrun's, and return the exit code.
+
+    Args:
+        lines: what a user is told first of valid settings, in their world.
+
+    Raises:
+        MegatuneError: everything that is wrong, before any process starts.
+    """
+    from megatune.launch.context import log_path
+    from megatune.launch.output import outlive_reader
+    from megatune.launch.rank_main import run_joined
+    from megatune.launch.supervisor import HANG_SECONDS, run_ranks
+
+    began = time.monotonic()
+    use_secrets(loaded.secrets)
+    launch = Launch.of(loaded)
+    found = check_all(launch)
+    loaded, place, world, model, plan = launch.loaded, launch.place, launch.world, launch.model, found.plan
+    of_model = {"finetuning": plan.settings.finetuning, "experts": plan.settings.experts}
+    settings = model.settings.model_copy(update=of_model)
+    assert settings.run.output_dir is not None
+    output_dir = Path(settings.run.output_dir)
+    if settings.checkpoint.push_to_hub and launch.first:
+        settings = _with_repository(settings)
+    run_yaml = dump(settings, {**plan.origins, **model.origins})
+    payload = {
+        "settings": settings,
+        "run_yaml": run_yaml,
+        "case": plan.planned.case if plan.planned else None,
+        "asked": loaded.without_secrets,
+        "began": began,
+        "plan": [line for line in plan.lines if line.startswith(PLAN)],
+    }
+    target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
+    outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
+    noted = [line for line in plan.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
+    if launch.first and (said := [*lines(loaded), *noted, *found.lines, *rerun_lines(settings, run_yaml)]):
+        print("\n".join(said), flush=True)
+    why = "says which part was larger than planned, and what helps" if plan.planned else "says what it held"
+    advice = f"megatune: `megatune explain {output_dir}` {why}"
+    with OutputLock(output_dir) if launch.first else contextlib.nullcontext():
+        if launch.first:  # the last run's; whoever asks how this one ended must not read that
+            (run_dir / "report.json").unlink(missing_ok=True)
+        if place is not None:
+            return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)
+        assert world is not None, "its findings ended the checks"
+        if world.nnodes == 1:  # of several machines none may wait for one that fetches: their ranks fetch
+            payload["model_dir"] = model.fetch()
+        # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
+        hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
+
+        def run_once(now: Settings) -> int:
+            started = {**payload, "settings": now}
+            return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+
+        code = run_restarting(run_once, settings, run_dir, stop_file)
+    if code == ExitCode.OUT_OF_MEMORY and launch.first and (diagnosis := _diagnosis(output_dir, advice)):
+        print(diagnosis, file=sys.stderr)
+    return code
+
+
+def _diagnosis(output_dir: Path, advice: str) -> str:
+    """Return what `megatune explain OUTPUT` says of memory beyond how the run ended; the advice where nothing was
+    planned, and "" where memory was not the cause."""
+    from megatune.plan.run.trouble import diagnose, ran_out_of_memory
+
+    if not ran_out_of_memory(output_dir):
+        return ""
+    with contextlib.suppress(MegatuneError):
+        _, *lines = diagnose(output_dir)
+        return "\n".join([f"megatune: `megatune explain {output_dir}`:", *lines])
+    return advice
+
+
+def _with_repository(settings: Settings) -> Settings:
+    """Return the settings with the repository to push to, which exists and is writable, as far as its hub says.
+
+    Raises:
+        MegatuneError: INPUT, where the hub refuses.
+    """
+    from megatune.hub.repository import use_modelscope
+    from megatune.hub.upload import prepare_repository
+
+    checkpoint, output_dir = settings.checkpoint, settings.run.output_dir
+    name = checkpoint.hub_model_id or Path(output_dir or "").absolute().name
+    repo_id, note = prepare_repository("ms" if use_modelscope() else "hf", name, checkpoint.hub_private_repo)
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
+    return settings.model_copy(update={"checkpoint": checkpoint.model_copy(update={"hub_model_id": repo_id})})

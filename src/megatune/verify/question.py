@@ -1,0 +1,167 @@
+"""What `megatune verify` computes: the layouts, checked together with the checkpoint, and its rows of random tokens."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatune.architecture import Architecture
+from megatune.config.entry import split_arguments
+from megatune.config.load import Loaded, load
+from megatune.config.rules import RULES, check
+from megatune.config.settings import BatchSettings, FinetuningSettings, Settings
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.devices import count_gpus
+from megatune.launch.world import World, decide_world
+from megatune.plan import trainable
+from megatune.verify.trained import of_adapters
+
+if TYPE_CHECKING:
+    from megatune.verify.samples import Sample
+
+# What a comparison depends on; any other setting would be without effect, and is refused.
+_GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
+_OF_HUB = ("model.model_revision", "model.cache_dir")
+_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", "model.model_name_or_path", *_OF_HUB)
+_NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
+# What two layouts have in common, and so the first one says.
+_SHARED = ("run.seed", "run.ddp_timeout")
+_SHARED_GROUPS = ("precision.", "model.", "finetuning.")
+# What only a training run has; rules about it have nothing to say here.
+_NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run.output_dir")
+
+
+def of_reward_model(loaded: Loaded) -> Loaded:
+    """Return settings of a model with a score head."""
+    run = loaded.settings.run.model_copy(update={"stage": "rm"})
+    return replace(loaded, settings=loaded.settings.model_copy(update={"run": run}))
+
+
+def samples_of(
+    architecture: Architecture, config: Mapping[str, Any], count: int, longest: int, seed: int
+) -> list[Sample]:
+    """Return rows of random tokens, for a vision-language model with pictures in some of them."""
+    from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
+
+    vision, text = architecture.vision, config.get("text_config") or config
+    return random_samples(
+        architecture.vocab_size,
+        uneven_lengths(count, longest),
+        seed,
+        padding=text.get("pad_token_id"),
+        pictures=random_pictures(count, vision) if vision is not None else (),
+        vision=vision,
+    )
+
+
+def describe_samples(samples: list[Sample]) -> str:
+    """Return how many rows there are, how long, and with which images and videos."""
+    lengths, pictures = (
+        [len(sample.input_ids) for sample in samples],
+        [each for one in samples for each in one.pictures],
+    )
+    kinds = {kind: sum(picture.kind == kind for picture in pictures) for kind in ("image", "video")}
+    counted = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
+    return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
+
+
+def read_against(text: str, first: Settings) -> Loaded:
+    """Return the other layout; it shares the precision and the tokens of the first one."""
+    try:
+        words = split_arguments(shlex.split(text))
+    except ValueError as error:
+        raise MegatuneError(Finding(f"--against {text}: {error}"), ExitCode.SETTINGS) from None
+    loaded = load(overrides=words.overrides, flags=words.flags)
+    findings = [replace(finding, where="--against") for finding in loaded.findings]
+    if words.source is not None:
+        findings.append(Finding(f"{words.source!r} is not a setting", "--against", fix="write key=value key=value"))
+    findings += [
+        Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
+        for path, origin in loaded.origins.items()
+        if origin != "default" and (path in _SHARED or path.startswith(_SHARED_GROUPS))
+    ]
+    shared = {path.partition(".")[2]: getattr(first.run, path.partition(".")[2]) for path in _SHARED}
+    settings = loaded.settings.model_copy(
+        update={"precision": first.precision, "run": loaded.settings.run.model_copy(update=shared)}
+    )
+    entries = {path: replace(entry, origin="--against") for path, entry in loaded.entries.items()}
+    return replace(loaded, settings=settings, entries=entries, findings=findings)
+
+
+def without_part(loaded: Loaded) -> Iterator[Finding]:
+    """Yield settings that would change nothing here."""
+    settings = *_SETTINGS, *of_adapters(loaded.settings.finetuning)
+    for path, origin in loaded.origins.items():
+        has_part = path.partition(".")[0] in _GROUPS or path in settings
+        if origin != "default" and (not has_part or path in _NO_PART):
+            why = "a comparison computes one step's gradients, from settings that say where and how"
+            yield Finding(f"{path.partition('.')[2]} has no part in verify", origin, why)
+
+
+def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
+    """Yield settings that ask for other numbers than those of Transformers."""
+    experts = loaded.settings.experts
+    asked = {
+        "moe_aux_loss_coeff": bool(experts.moe_aux_loss_coeff),
+        "moe_z_loss_coeff": bool(experts.moe_z_loss_coeff),
+        "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
+        "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",
+    }
+    why = "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it"
+    for name in (name for name, differs in asked.items() if differs):
+        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.origins[f"experts.{name}"]
+        yield Finding(what, where, why, f"remove {name}, or compare with another layout that has it, too: --against")
+
+
+def _world(settings: Settings) -> World:
+    asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
+    world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
+    if world.nnodes > 1:
+        finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+    return world
+
+
+def checked(
+    loaded: Loaded, finetuning: FinetuningSettings, architecture: Architecture, samples: list[Sample], length: int
+) -> tuple[Settings, World]:
+    """Return the settings, after the rules of the layout have been checked for the model, and the processes they
+    take.
+
+    Args:
+        finetuning: what is trained, whose gradients are compared.
+        length: tokens of the longest row, images and videos aside.
+    """
+    parallel, world = loaded.settings.parallel, _world(loaded.settings)
+    # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
+    accumulation = -(-len(samples) * parallel.model_parallel_size // world.world_size)
+    if parallel.virtual_stages:
+        accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
+    batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
+    settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
+    rules = *RULES, *trainable.RULES
+    findings = check(settings, architecture, world.world_size, rules=rules, origins=loaded.origins, invalid=_NOT_HERE)
+    longest, limit = max(len(sample.input_ids) for sample in samples), architecture.max_position_embeddings
+    of_pictures = longest - length
+    if longest > limit:
+        with_pictures = f", with {of_pictures} tokens of pictures," if of_pictures else ""
+        what = f"--length {length}{with_pictures} is more than the model's {limit} positions"
+        findings.append(Finding(what, fix=f"--length {limit - of_pictures} or less"))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    return settings, world
+
+
+def describe(settings: Settings, world: World) -> str:
+    """Return a layout in words."""
+    parallel, recompute = settings.parallel, settings.recompute
+    split = [f"{name} {size}" for name, size in parallel.sizes(world.world_size).items() if size > 1]
+    split += ["sequence parallel"] if parallel.sequence_parallel else []
+    split += ["packed"] if settings.packing else []
+    split += [f"recompute {recompute.recompute_granularity}"] if recompute.recompute_granularity else []
+    if settings.finetuning.finetuning_type == "lora":
+        split = [f"adapters of rank {settings.finetuning.lora_rank}", *split]
+    return ", ".join(split) or "one process"
