@@ -21,9 +21,11 @@ def _defaults() -> Iterator[str]:
     yield "| key | LLaMA-Factory | here | |\n|---|---|---|---|\n"
     for key, default in sorted(DEFAULTS.items()):
         meaning = LLAMAFACTORY.meaning_of(key)
-        assert meaning is not None
-        info = all_settings()[meaning.paths[0]]
-        here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
+        if meaning is None:
+            here = shown(LLAMAFACTORY.not_built[key].off[0])
+        else:
+            info = all_settings()[meaning.paths[0]]
+            here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
         yield f"| `{key}` | `{shown(default.theirs)}` | `{here}` | {default.why} |\n"
 
 

@@ -137,7 +137,7 @@ def test_cost_of_the_case_that_was_asked_for() -> None:
 
 def test_a_dense_model_has_no_cost_of_experts() -> None:
     text = explain_key("expert_model_parallel_size", default_grounds("Qwen3-8B", 8, "h100-80g"))
-    assert "not valid here: expert_model_parallel_size with a dense model" in " ".join(text.split())
+    assert "not valid here: expert_model_parallel_size: 2 with a dense model" in " ".join(text.split())
 
 
 def test_file(file: str) -> None:

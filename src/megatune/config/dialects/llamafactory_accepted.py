@@ -32,6 +32,7 @@ ACCEPTED: dict[str, Accepted] = {
     "trust_remote_code": Accepted(
         "no code of a repository is ever run: the supported families need none", off=(False,)
     ),
+    "remove_unused_columns": Accepted("only the columns that dataset_info.json names are read", off=(True, False)),
     "use_mca": Accepted(_ENGINE, off=(True,)),
     "use_megatron_bridge": Accepted(_ENGINE, off=(False,)),
     **dict.fromkeys(

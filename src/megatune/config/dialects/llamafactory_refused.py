@@ -33,12 +33,14 @@ _ENCODED = "take a checkpoint whose vocabulary has the tokens"
 
 NOT_BUILT: dict[str, Refused] = {
     # Values of keys that are built.
-    "do_train": Refused("training is what this command does", values=(False,), off=(True,)),
+    "do_train": Refused("training is what this command does", off=(True,)),
     "save_hf_model": Refused(
-        "a checkpoint is always a Hugging Face model as it is; there is no other form to save",
-        values=(False,),
-        off=(True,),
+        "a checkpoint is always a Hugging Face model as it is; there is no other form to save", off=(True,)
     ),
+    **{
+        f"moe_router_{name}": Refused("config.json of the model says it, and what comes out is run with that")
+        for name in ("topk", "pre_softmax")
+    },
     "stage": Refused(
         "preference training and reward models are built; PPO is not",
         values=("ppo",),
@@ -143,7 +145,7 @@ NOT_BUILT: dict[str, Refused] = {
     "quantization_method": Refused(
         "a base is quantized on the fly as bitsandbytes does it; other ways need data to quantize by, or kernels that "
         "run on few devices",
-        values=("gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4", "fp8"),
+        off=("bnb",),
         fix="write quantization_method: bnb",
     ),
     # Other optimizers.

@@ -49,7 +49,7 @@ def _keys(newest_first: bool) -> dict[str, Any]:
 
 
 def _of_our_names() -> dict[str, Refused]:
-    """Return what values are refused of settings that a command line may name as a file does: do_train."""
+    """Return what values are refused of settings that a command line may name as a file does."""
     return {name: refused for name, refused in NOT_BUILT.items() if refused.values and name in setting_paths()}
 
 

@@ -79,6 +79,8 @@ IGNORED: dict[str, tuple[type, str]] = {
     "no_log_learning_rate_to_tensorboard": (bool, "the learning rate is always logged"),
     "logging_level": (str, "the console has one level"),
     "logging_leval": (str, "the console has one level"),
+    "remove_unused_columns": (bool, "only the columns that a data set's form names are ever read"),
+    "trust_remote_code": (bool, "no code of a repository is ever run: the supported families need none"),
     # The shape of the model, version 3: config.json has it, and a different one would not fit its weights.
     **dict.fromkeys(
         (
@@ -87,6 +89,7 @@ IGNORED: dict[str, tuple[type, str]] = {
             *("moe_shared_expert_intermediate_size", "padded_vocab_size", "original_max_position_embeddings"),
             *("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
             *("linear_conv_kernel_dim", "no_rope_freq", "moe_router_num_groups", "moe_router_group_topk"),
+            "moe_router_topk",
             *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"),
         ),
         (int, _CONFIG),
@@ -111,7 +114,7 @@ IGNORED: dict[str, tuple[type, str]] = {
             *("group_query_attention", "swiglu", "untie_embeddings_and_output_weights", "disable_bias_linear"),
             *("add_qkv_bias", "qk_layernorm", "initialize_embedding", "use_shared_expert_gate", "mrope_interleaved"),
             *("rotary_interleaved", "quick_geglu", "qk_l2_norm", "moe_apply_probs_on_input"),
-            *("moe_router_enable_expert_bias", "multi_latent_attention"),
+            *("moe_router_enable_expert_bias", "multi_latent_attention", "moe_router_pre_softmax"),
         ),
         (bool, _CONFIG),
     ),

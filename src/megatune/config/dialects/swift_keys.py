@@ -27,10 +27,10 @@ SAME = (
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
     *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type", "moe_aux_loss_coeff"),
     *("moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
-    *("moe_shared_expert_overlap", "moe_router_topk", "moe_router_pre_softmax", "lora_rank", "lora_alpha"),
+    *("moe_shared_expert_overlap", "lora_rank", "lora_alpha"),
     *("lora_dropout", "use_rslora", "merge_lora", "center_rewards_coefficient", "save_steps", "save_strategy"),
     *("save_total_limit", "logging_steps", "eval_steps", "report_to", "dataset", "model_name", "model_author"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "ref_model"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "ref_model"),
     *(
         "preserve_thinking",
         "template",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatune.config.dialects.dialect import Refused
+from megatune.config.dialects.llamafactory_refused import NOT_BUILT
 from megatune.config.dialects.swift_rollouts import DEFAULTS, WITHOUT_DEFAULT
 
 _FP8 = "training in 8 or 4 bits is not built; bf16 is"
@@ -23,6 +24,8 @@ _ADAPTER = "adapters are read in the form that peft saves"
 _ROLLOUTS = "it belongs to grpo and gkd, which are no preference stages; `rlhf` has dpo, kto and rm"
 
 REFUSED: dict[str, Refused] = {
+    # Of files, and of scripts made from them.
+    **{name: NOT_BUILT[name] for name in ("do_train", "save_hf_model", "quantization_method")},
     # Values of flags that are built.
     "optimizer": Refused(_MUON, values=("muon", "dist_muon"), fix="write --optimizer adam"),
     "exp_avg_dtype": Refused(_FP8, values=("fp16", "fp8"), fix="write --exp_avg_dtype bf16"),
