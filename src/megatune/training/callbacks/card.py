@@ -34,8 +34,8 @@ _STAGES = {
     "rm": "training of a reward model",
 }
 _LIBRARIES = ("torch", "megatron-core", "transformers", "peft", "safetensors")
-# Said elsewhere in the card, or nobody else's business.
-_LEFT_OUT = ("run.output_dir", "run.run_name", "model.model_name_or_path", "data.dataset")
+# Of the machine, or said elsewhere in the card.
+_LEFT_OUT = ("run.output_dir", "run.run_name", "model.model_name_or_path", "model.cache_dir", "data.dataset")
 _HUB = re.compile(r"(?:hf|ms)::", re.IGNORECASE)
 
 
@@ -124,7 +124,7 @@ class Card(Callback):
         return {
             info.name: f"`{shown(_public(value))}`".replace("|", "\\|").replace("\n", " ")
             for path, info in all_settings().items()
-            if path not in _LEFT_OUT and not info.marks & {Mark.SECRET, Mark.MACHINE}
+            if path not in _LEFT_OUT and Mark.SECRET not in info.marks
             if (value := setting_value(self._settings, path)) != info.default
         }
 
