@@ -6,7 +6,6 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.dialects.table import table
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
@@ -22,10 +21,11 @@ def _defaults() -> Iterator[str]:
     for key, row in sorted(table("llamafactory").rows.items()):
         if not row.kept:
             continue
-        meaning = LLAMAFACTORY.meaning_of(key)
-        assert meaning is not None
-        info = all_settings()[meaning.paths[0]]
-        here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
+        if row.meaning is None:
+            here = shown(row.passes[0])
+        else:
+            info = all_settings()[row.meaning.paths[0]]
+            here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
         yield f"| `{key}` | `{shown(row.default)}` | `{here}` | {row.kept} |\n"
 
 

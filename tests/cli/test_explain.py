@@ -78,7 +78,7 @@ def test_what_adapters_leave_of_memory(file: str, capsys: pytest.CaptureFixture[
     held = [float(re.findall(r"null: ([\d.]+) of", text)[0]) for text in (full, lora)]
     assert held[1] < held[0] / 2
     assert main(["explain", file, "lora_rank=16"]) == ExitCode.SETTINGS
-    assert "lora_rank with finetuning_type: full" in capsys.readouterr().out
+    assert "lora_rank: 16 with finetuning_type: full" in capsys.readouterr().out
 
 
 def test_a_run_that_nothing_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,17 +155,17 @@ MESSAGES = [
         ["--sequence_parallel"],
         "flag: --sequence_parallel true with --tensor_model_parallel_size 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"
-        "    fix: remove --sequence_parallel, or write --tensor_model_parallel_size 2",
+        "    fix: write --tensor_model_parallel_size 2, or remove --sequence_parallel",
     ),
     (
         ["--recompute_granularity", "none", "--recompute_num_layers", "2"],
-        "flag: --recompute_num_layers with --recompute_granularity none\n"
+        "flag: --recompute_num_layers 2 with --recompute_granularity none\n"
         "    why: it says how whole layers are recomputed\n"
         "    fix: write --recompute_granularity full, or remove --recompute_num_layers",
     ),
     (
         ["--torch_dtype", "bfloat16", "--fp16"],
-        "flag: --torch_dtype bfloat16 and --fp16 true\n"
+        "flag: --fp16 true with --torch_dtype bfloat16\n"
         "    why: the model computes in one of them\n"
         "    fix: remove --fp16: bf16 needs no loss scaling",
     ),
@@ -198,9 +198,12 @@ def test_a_fix_of_what_follows_from_a_global_batch_names_it():
 
 
 def test_advice_is_phrased_too():
-    advice = Finding("x", fix="one of: per_device_train_batch_size: 1, gradient_accumulation_steps: 8; remove dataset")
+    fix = (
+        "one of: `per_device_train_batch_size: 1`, `gradient_accumulation_steps: 8`; remove `dataset`; `megatune plan`"
+    )
+    advice = Finding("x", fix=fix)
     found = read("--micro_batch_size", "2").for_world(4).phrased(advice)
-    assert found.fix == "one of: --micro_batch_size 1, --global_batch_size 64; remove --dataset"
+    assert found.fix == "one of: --micro_batch_size 1, --global_batch_size 64; remove --dataset; `megatune plan`"
 
 
 def test_a_file_may_not_say_two_things(tmp_path):

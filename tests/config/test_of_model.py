@@ -86,8 +86,8 @@ def test_a_weight_of_transformers_formula_is_converted_once() -> None:
 def test_a_written_weight_is_judged_as_it_was_written(words: str) -> None:
     name = words.partition("=")[0]
     (finding,) = completed(words, architecture=DENSE)[0].check(DENSE)
-    assert finding.what == "moe_aux_loss_coeff with a dense model"
+    assert finding.what == "moe_aux_loss_coeff: 0.1 with a dense model"
     (finding,) = completed(words, "stage=dpo")[0].check(SPARSE)
-    assert finding.what.startswith("moe_aux_loss_coeff ")
+    assert finding.what.startswith("moe_aux_loss_coeff: ")
     (finding,) = completed(f"{name}=-1")[0].check(SPARSE)
     assert finding.what.startswith(name)

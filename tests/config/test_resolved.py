@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megatune.config.groups.output import CheckpointSettings
 from megatune.config.load import dump, load
 from megatune.config.rules.finetuning import NOT_BUILT
-from megatune.config.settings import SECRETS, Settings, all_settings
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, all_settings
 
 
 def read_again(tmp_path_factory, settings: Settings) -> Settings:
@@ -30,7 +31,8 @@ def test_every_setting_is_a_line_with_its_origin(tmp_path, monkeypatch):
     written = dict(line.split(": ", 1) for line in lines if line and not line.startswith("#"))
     assert list(written) == [
         info.name for info in all_settings().values()
-        if info.path not in SECRETS and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(info.default))
+        if Mark.SECRET not in info.marks
+        if info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(info.default)
     ]  # fmt: skip
     assert written["learning_rate"].split() == ["1e-05", "#", "my.yaml:2"]
     assert written["dataset"].split("  ")[0] == "[a, b]"

@@ -78,26 +78,26 @@ WRONG = [
     # checkpoints
     (
         ["save_format=torch_dist", "finetuning_type=lora"],
-        "save_format torch_dist with finetuning_type lora\n"
+        "save_format: torch_dist with finetuning_type: lora\n"
         "    why: a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read\n"
         "    fix: write save_format: hf and merge_lora: true, then "
         "megatune export --to_mcore true of output_dir/merged",
     ),
     (
         ["save_format=torch_dist", "stage=rm"],
-        "save_format torch_dist with stage rm\n"
+        "save_format: torch_dist with stage: rm\n"
         "    why: Megatron-Core's language model has no place for the score of a reward model\n"
         "    fix: write save_format: hf",
     ),
     (
         ["hub_model_id=me/mine"],
-        "hub_model_id me/mine without push_to_hub\n"
+        "hub_model_id: me/mine without push_to_hub\n"
         "    why: nothing would be pushed\n"
         "    fix: write push_to_hub: true, or remove hub_model_id",
     ),
     (
         ["push_to_hub=true", "hub_model_id=me/mine/too"],
-        "hub_model_id 'me/mine/too' is no id of a repository\n    fix: write hub_model_id: OWNER/NAME",
+        "hub_model_id 'me/mine/too' is not a valid id of a repository\n    fix: write hub_model_id: OWNER/NAME",
     ),
     # layout
     (
@@ -121,9 +121,9 @@ WRONG = [
     ),
     (
         ["virtual_pipeline_model_parallel_size=2"],
-        "virtual_pipeline_model_parallel_size 2 with pipeline_model_parallel_size 1\n"
-        "    why: virtual stages interleave the layers of several pipeline stages; there is one\n"
-        "    fix: remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2",
+        "virtual_pipeline_model_parallel_size: 2 with pipeline_model_parallel_size: 1\n"
+        "    why: there is one stage, which holds everything\n"
+        "    fix: write pipeline_model_parallel_size: 2, or remove virtual_pipeline_model_parallel_size",
     ),
     (
         ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3", "gradient_accumulation_steps=6"],
@@ -145,9 +145,9 @@ WRONG = [
     ),
     (
         ["sequence_parallel=true"],
-        "sequence_parallel: true with tensor_model_parallel_size 1\n"
+        "sequence_parallel: true with tensor_model_parallel_size: 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"
-        "    fix: remove sequence_parallel, or write tensor_model_parallel_size: 2",
+        "    fix: write tensor_model_parallel_size: 2, or remove sequence_parallel",
     ),
     (
         ["sequence_parallel=true", "tensor_model_parallel_size=4", "cutoff_len=3"],
@@ -165,13 +165,13 @@ WRONG = [
         ["overlap_param_gather=true"],
         "overlap_param_gather: true without overlap_grad_reduce\n"
         "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
-        "    fix: write overlap_grad_reduce: true, or overlap_param_gather: false",
+        "    fix: write overlap_grad_reduce: true, or remove overlap_param_gather",
     ),
     (
-        ["overlap_param_gather=true", "use_distributed_optimizer=false"],
-        "overlap_param_gather: true without use_distributed_optimizer and overlap_grad_reduce\n"
+        ["overlap_param_gather=true", "overlap_grad_reduce=true", "use_distributed_optimizer=false"],
+        "overlap_param_gather: true without use_distributed_optimizer\n"
         "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
-        "    fix: write use_distributed_optimizer: true and overlap_grad_reduce: true, or overlap_param_gather: false",
+        "    fix: write use_distributed_optimizer: true, or remove overlap_param_gather",
     ),
     (
         ["attention_backend=fused", "packing=true"],
@@ -188,7 +188,7 @@ WRONG = [
     # precision and length
     (
         ["bf16=true", "fp16=true"],
-        "bf16: true and fp16: true\n"
+        "fp16: true with bf16: true\n"
         "    why: the model computes in one of them\n"
         "    fix: remove fp16: bf16 needs no loss scaling",
     ),
@@ -276,39 +276,39 @@ WRONG = [
     ),
     (
         ["overwrite_output_dir=true", "resume_from_checkpoint=true"],
-        "overwrite_output_dir: true and resume_from_checkpoint: true\n"
+        "resume_from_checkpoint: true with overwrite_output_dir: true\n"
         "    why: one starts over, the other resumes from the newest checkpoint of the same folder\n"
-        "    fix: remove one of the two",
+        "    fix: remove resume_from_checkpoint or overwrite_output_dir",
     ),
     (
         ["on_bad_step=go_back", "save_strategy=no"],
-        "on_bad_step go_back with save_strategy no\n"
+        "on_bad_step: go_back with save_strategy: no\n"
         "    why: there would be no checkpoint to go back to\n"
         "    fix: write save_strategy: steps, or on_bad_step: skip",
     ),
     (
         ["on_bad_step=go_back", "save_only_model=true"],
-        "on_bad_step go_back with save_only_model: true\n"
+        "on_bad_step: go_back with save_only_model: true\n"
         "    why: a run cannot resume from a checkpoint without its training state\n"
         "    fix: write save_only_model: false, or on_bad_step: skip",
     ),
     (
         ["max_bad_steps=3"],
-        "max_bad_steps 3 with on_bad_step stop\n"
+        "max_bad_steps: 3 with on_bad_step: stop\n"
         "    why: the first bad step ends the run\n"
-        "    fix: write on_bad_step: skip or go_back, or remove max_bad_steps",
+        "    fix: write on_bad_step: skip, or remove max_bad_steps",
     ),
     (
         ["train_on_prompt=true", "mask_history=true"],
-        "train_on_prompt: true and mask_history: true\n"
+        "mask_history: true with train_on_prompt: true\n"
         "    why: one trains on every turn, the other on the last answer only\n"
-        "    fix: remove one of the two",
+        "    fix: remove mask_history or train_on_prompt",
     ),
     (
         ["eval_strategy=epoch", "val_size=0.1", "eval_dataset=e"],
-        "val_size 0.1 and eval_dataset\n"
+        "eval_dataset: [e] with val_size: 0.1\n"
         "    why: both say what to evaluate on\n"
-        "    fix: remove val_size, so that all of the training data is trained on",
+        "    fix: remove val_size, to train on all rows",
     ),
     (
         ["eval_strategy=epoch", "val_size=10.4"],
@@ -316,7 +316,7 @@ WRONG = [
     ),
     (
         ["eval_strategy=steps"],
-        "eval_strategy steps without val_size or eval_dataset\n"
+        "eval_strategy: steps without val_size or eval_dataset\n"
         "    why: there is nothing to evaluate on\n"
         "    fix: write val_size: 0.1 to hold out a tenth of the rows, "
         "name an eval_dataset, or write eval_strategy: no",

@@ -45,7 +45,7 @@ def test_what_is_valid_passes(overrides):
 
 
 _STREAMING_WHY = "    why: how many rows there are is not known while they are read\n"
-_PAIR_WHY = "    why: only the two answers of a pair are trained\n"
+_PAIR_WHY = "    why: only the answers are trained\n"
 
 WRONG = [
     (
@@ -74,19 +74,19 @@ WRONG = [
     ),
     (
         ["agent_template=hermes"],
-        "agent_template without ms-swift's rules\n"
+        "agent_template: hermes with conversation_rules: megatune\n"
         "    why: the rules of this program do without it\n"
-        "    fix: remove agent_template, or write conversation_rules: ms_swift_4",
+        "    fix: write conversation_rules: ms_swift_4, or remove agent_template",
     ),
     (
         ["stage=pt", "truncation_strategy=split"],
-        "truncation_strategy: split\n"
-        "    why: it cuts texts of stage pt with ms-swift's rules\n"
+        "truncation_strategy: split with conversation_rules: megatune\n"
+        "    why: it is ms-swift's way of cutting\n"
         "    fix: remove truncation_strategy",
     ),
     (
         ["conversation_rules=ms_swift_3", "truncation_strategy=split"],
-        "truncation_strategy: split\n    why: it is of stage pt\n"
+        "truncation_strategy: split with stage: sft\n    why: it cuts texts of stage pt\n"
         "    fix: write truncation_strategy: drop, left or right",
     ),
     (
@@ -97,14 +97,14 @@ WRONG = [
     ),
     (
         ["buffer_size=128"],
-        "buffer_size 128 without streaming\n    why: prepared rows are shuffled all together\n"
-        "    fix: remove buffer_size, or write streaming: true",
+        "buffer_size: 128 without streaming\n    why: prepared rows are shuffled all together\n"
+        "    fix: write streaming: true, or remove buffer_size",
     ),
     (
         ["preserve_thinking=true"],
         "preserve_thinking: true without mask_history\n"
         "    why: the reasoning of answers that are trained is always kept\n"
-        "    fix: remove preserve_thinking, or write mask_history: true",
+        "    fix: write mask_history: true, or remove preserve_thinking",
     ),
     (
         [TWO, "mix_strategy=interleave_over", "interleave_probs=1"],
@@ -126,31 +126,31 @@ WRONG = [
         [TWO, "mix_strategy=interleave_under", "interleave_probs=0,1"],
         "interleave_probs has 0\n"
         "    why: every number must be above 0\n"
-        "    fix: leave out of `dataset` what is never to be drawn from",
+        "    fix: leave out of dataset what is never to be drawn from",
     ),
     (
         [TWO, "dataset_weights=1,-2"],
         "dataset_weights has -2\n"
         "    why: every number must be above 0\n"
-        "    fix: leave out of `dataset` what is never to be drawn from",
+        "    fix: leave out of dataset what is never to be drawn from",
     ),
     (
         [TWO, "interleave_probs=0.5,0.5"],
-        "interleave_probs with mix_strategy concat\n"
+        "interleave_probs: [0.5, 0.5] with mix_strategy: concat\n"
         "    why: concat takes every data set whole\n"
-        "    fix: write mix_strategy: interleave_under, interleave_over or interleave_once",
+        "    fix: write mix_strategy: interleave_over, or remove interleave_probs",
     ),
     (
         [TWO, "mix_strategy=interleave_once", "dataset_weights=1,2"],
-        "dataset_weights with mix_strategy interleave_once\n"
+        "dataset_weights: [1.0, 2.0] with mix_strategy: interleave_once\n"
         "    why: both say how often each data set is trained\n"
         "    fix: write interleave_probs instead of dataset_weights",
     ),
     (
         ["group_by_length=true", "disable_shuffling=true"],
-        "group_by_length: true and disable_shuffling: true\n"
+        "group_by_length: true with disable_shuffling: true\n"
         "    why: one sorts rows, the other leaves them as they are\n"
-        "    fix: remove one of the two",
+        "    fix: remove group_by_length or disable_shuffling",
     ),
     *(
         (
@@ -163,7 +163,7 @@ WRONG = [
     ),
     (
         ["streaming=true"],
-        f"streaming: true without max_steps\n{_STREAMING_WHY}    fix: write max_steps: N",
+        f"streaming: true with max_steps: -1\n{_STREAMING_WHY}    fix: write max_steps: N",
     ),
     (
         [*STREAMED, "val_size=0.1", "eval_strategy=steps"],
@@ -172,33 +172,33 @@ WRONG = [
     ),
     (
         [*STREAMED, "group_by_length=true"],
-        f"streaming: true with group_by_length\n{_STREAMING_WHY}    fix: remove group_by_length",
+        f"group_by_length: true with streaming: true\n{_STREAMING_WHY}    fix: remove group_by_length or streaming",
     ),
     (
         [*STREAMED, "tokenized_path=rows"],
-        "streaming: true with tokenized_path\n"
+        "tokenized_path: rows with streaming: true\n"
         "    why: rows are trained as they are read, and not kept\n"
-        "    fix: remove tokenized_path",
+        "    fix: remove tokenized_path or streaming",
     ),
     (
         [*STREAMED, TWO, "dataset_weights=1,2"],
-        f"streaming: true with dataset_weights\n{_STREAMING_WHY}"
-        "    fix: write mix_strategy: interleave_over and interleave_probs",
+        f"dataset_weights: [1.0, 2.0] with streaming: true\n{_STREAMING_WHY}"
+        "    fix: write mix_strategy: interleave_over and interleave_probs, or remove streaming",
     ),
     (
         [*STREAMED, "eval_dataset=e", "eval_strategy=epoch"],
-        "eval_strategy epoch with streaming: true\n"
+        "eval_strategy: epoch with streaming: true\n"
         "    why: how many steps an epoch has is not known while rows are read\n"
         "    fix: write eval_strategy: steps",
     ),
     (
         [*STREAMED, "save_strategy=epoch"],
-        "save_strategy epoch with streaming: true\n"
+        "save_strategy: epoch with streaming: true\n"
         "    why: how many steps an epoch has is not known while rows are read\n"
         "    fix: write save_strategy: steps",
     ),
     *(
-        (["stage=dpo", f"{key}=true"], f"{key} with stage dpo\n{_PAIR_WHY}    fix: remove {key}")
+        (["stage=dpo", f"{key}=true"], f"{key}: true with stage: dpo\n{_PAIR_WHY}    fix: remove {key}")
         for key in ("train_on_prompt", "mask_history")
     ),
     (
@@ -208,7 +208,7 @@ WRONG = [
     ),
     (
         ["stage=kto", "mask_history=true"],
-        "mask_history with stage kto\n    why: only a row's last answer is trained\n    fix: remove mask_history",
+        "mask_history: true with stage: kto\n    why: only the answers are trained\n    fix: remove mask_history",
     ),
 ]
 

@@ -8,7 +8,7 @@ from test_rules import BASE, QWEN
 from megatune.architecture import Architecture, Vision
 from megatune.config.load import load
 from megatune.config.rules import RULES, check
-from megatune.config.rules.finetuning import unused
+from megatune.config.rules.declared import unused
 
 VISION = Vision(
     depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=96, patch_size=14, spatial_merge_size=2
@@ -91,14 +91,14 @@ WRONG = [
     (
         QWEN,
         ["freeze_trainable_layers=4"],
-        "freeze_trainable_layers with finetuning_type: full\n"
+        "freeze_trainable_layers: 4 with finetuning_type: full\n"
         "    why: it says what freeze trains\n"
         "    fix: write finetuning_type: freeze, or remove freeze_trainable_layers",
     ),
     (
         None,
         ["use_llama_pro=true"],
-        "use_llama_pro with finetuning_type: full\n"
+        "use_llama_pro: true with finetuning_type: full\n"
         "    why: it says what freeze trains\n"
         "    fix: write finetuning_type: freeze, or remove use_llama_pro",
     ),
@@ -136,27 +136,27 @@ WRONG = [
         QWEN_VL,
         ["vision_lr=1e-6", "freeze_vision_tower=false", "learning_rate=0"],
         "vision_lr 1e-06 with learning_rate 0\n"
-        "    why: it rises and falls with learning_rate, at a fixed ratio\n"
+        "    why: it rises and falls with it, at a fixed ratio\n"
         "    fix: write freeze_language_model: true and another learning_rate, to train nothing else",
     ),
     (
         QWEN,
         ["lora_rank=8"],  # its default, which a user who leaves the method open still asks for
-        "lora_rank with finetuning_type: full\n"
+        "lora_rank: 8 with finetuning_type: full\n"
         "    why: it says what lora trains\n"
         "    fix: write finetuning_type: lora, or remove lora_rank",
     ),
     (
         QWEN,
         ["lora_rank=16"],
-        "lora_rank with finetuning_type: full\n"
+        "lora_rank: 16 with finetuning_type: full\n"
         "    why: it says what lora trains\n"
         "    fix: write finetuning_type: lora, or remove lora_rank",
     ),
     (
         QWEN,
         [FREEZE, "adapter_name_or_path=a"],
-        "adapter_name_or_path with finetuning_type: freeze\n"
+        "adapter_name_or_path: [a] with finetuning_type: freeze\n"
         "    why: it says what lora trains\n"
         "    fix: write finetuning_type: lora, or remove adapter_name_or_path",
     ),
@@ -168,7 +168,7 @@ WRONG = [
     (
         None,
         [LORA, "lora_target=(q_proj"],
-        "lora_target (q_proj is no regular expression: missing ), unterminated subpattern at position 0\n"
+        "lora_target (q_proj is not a valid regular expression: missing ), unterminated subpattern at position 0\n"
         "    fix: write names of linear layers, such as lora_target: q_proj,v_proj",
     ),
     (
@@ -188,14 +188,14 @@ WRONG = [
     (
         QWEN,
         [LORA, "use_dora=true", "lora_dropout=0.1"],
-        "use_dora: true with lora_dropout 0.1\n"
+        "lora_dropout: 0.1 with use_dora: true\n"
         "    why: rows are divided by the lengths of the whole adapted matrix, which sees all inputs\n"
-        "    fix: remove lora_dropout, or use_dora",
+        "    fix: remove lora_dropout or use_dora",
     ),
     (
         QWEN,
         [LORA, "loraplus_lr_ratio=16", "optimizer=sgd"],
-        "loraplus_lr_ratio 16 with optimizer sgd\n"
+        "loraplus_lr_ratio: 16 with optimizer: sgd\n"
         "    why: the ratio is derived for Adam, whose steps do not depend on how large gradients are\n"
         "    fix: write optimizer: adam, or remove loraplus_lr_ratio",
     ),

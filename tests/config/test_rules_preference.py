@@ -57,43 +57,43 @@ _NO_REFERENCE = "    why: {} no reference to compare with\n    fix: remove {}, o
 WRONG = [
     (
         ["pref_loss=sigmoid"],  # its default, which a user who leaves the stage open still asks for
-        "pref_loss with stage sft\n"
+        "pref_loss: [sigmoid] with stage: sft\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
     ),
     (
         ["pref_beta=0.2"],
-        "pref_beta with stage sft\n"
+        "pref_beta: 0.2 with stage: sft\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove pref_beta",
     ),
     (
         ["pref_loss=simpo", "stage=pt", "packing=false"],
-        "pref_loss with stage pt\n"
+        "pref_loss: [simpo] with stage: pt\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
     ),
     (
         [RM, "ref_model=r"],
-        "ref_model with stage rm\n"
+        "ref_model: r with stage: rm\n"
         "    why: it says how the two answers of a pair are compared\n"
         "    fix: write stage: dpo, or remove ref_model",
     ),
     (
         [DPO, "center_rewards_coefficient=0.01"],
-        "center_rewards_coefficient with stage dpo\n"
+        "center_rewards_coefficient: 0.01 with stage: dpo\n"
         "    why: it holds the scores of a reward model around 0\n"
         "    fix: write stage: rm, or remove center_rewards_coefficient",
     ),
     (
         [RM, "moe_aux_loss_coeff=0.001"],
-        "moe_aux_loss_coeff 0.001 with stage rm\n"
-        "    why: the loss is divided by the number of pairs, and this one is a mean over tokens\n"
+        "moe_aux_loss_coeff: 0.001 with stage: rm\n"
+        "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
         "    fix: write moe_aux_loss_coeff: 0, or remove it",
     ),
     (
         [RM, "mask_history=true"],
-        "mask_history with stage rm\n    why: only the two answers of a pair are trained\n    fix: remove mask_history",
+        "mask_history: true with stage: rm\n    why: only the answers are trained\n    fix: remove mask_history",
     ),
     (
         [DPO, "pref_loss=[]"],
@@ -115,9 +115,9 @@ WRONG = [
     ),
     (
         [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
-        "dpo_label_smoothing 0.1 with pref_loss ipo, hinge\n"
+        "dpo_label_smoothing: 0.1 with pref_loss: [ipo, hinge]\n"
         "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, aot, aot_unpaired, and of no other loss\n"
-        "    fix: remove dpo_label_smoothing, or name another pref_loss",
+        "    fix: write pref_loss: sigmoid, or remove dpo_label_smoothing",
     ),
     (
         [DPO, "pref_loss=exo_pair"],
@@ -127,13 +127,13 @@ WRONG = [
     ),
     (
         [DPO, "simpo_gamma=1"],
-        "simpo_gamma 1 with pref_loss sigmoid\n"
+        "simpo_gamma: 1 with pref_loss: [sigmoid]\n"
         "    why: it is a number of simpo, and of no other loss\n"
         "    fix: write pref_loss: simpo, or remove simpo_gamma",
     ),
     (
         [DPO, "discopop_tau=1"],
-        "discopop_tau 1 with pref_loss sigmoid\n"
+        "discopop_tau: 1 with pref_loss: [sigmoid]\n"
         "    why: it is a number of discopop, and of no other loss\n"
         "    fix: write pref_loss: discopop, or remove discopop_tau",
     ),
@@ -142,9 +142,9 @@ WRONG = [
         "ref_model r with pref_loss simpo\n" + _NO_REFERENCE.format("simpo has", "ref_model"),
     ),
     (
-        [DPO, "pref_loss=simpo,orpo", "ref_model_adapters=a"],
-        "ref_model_adapters [a] with pref_loss simpo, orpo\n"
-        + _NO_REFERENCE.format("simpo, orpo have", "ref_model_adapters"),
+        [DPO, "pref_loss=simpo,orpo", "pref_bco_weight=1"],
+        "pref_bco_weight 1.0 with pref_loss simpo, orpo\n"
+        + _NO_REFERENCE.format("simpo, orpo have", "pref_bco_weight"),
     ),
     (
         [DPO, "pref_loss=cpo", "pref_bco_weight=0.5"],
@@ -152,8 +152,8 @@ WRONG = [
     ),
     (
         [DPO, "ref_model_adapters=a"],
-        "ref_model_adapters without ref_model\n"
-        "    why: adapters are merged into the model that ref_model names\n"
+        "ref_model_adapters: [a] without ref_model\n"
+        "    why: adapters are merged into the model that it names\n"
         "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
     ),
     (
@@ -171,8 +171,8 @@ WRONG = [
     *(
         (
             [DPO, f"{name}=0.001"],
-            f"{name} 0.001 with stage dpo\n"
-            "    why: the loss is divided by the number of pairs, and this one is a mean over tokens\n"
+            f"{name}: 0.001 with stage: dpo\n"
+            "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
             f"    fix: write {name}: 0, or remove it",
         )
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
@@ -180,7 +180,7 @@ WRONG = [
     *(
         (
             [f"stage={stage}", *needed, f"{setting}"],
-            f"{setting.partition('=')[0]} with stage {stage}\n"
+            f"{setting.replace('=', ': ')} with stage: {stage}\n"
             "    why: it says how answers are weighed that are wanted or not, one by one\n"
             f"    fix: write stage: kto, or remove {setting.partition('=')[0]}",
         )
@@ -193,34 +193,34 @@ WRONG = [
     *(
         (
             [KTO, f"{name}={value}"],
-            f"{name} with stage kto\n"
+            f"{name}: {value} with stage: kto\n"
             "    why: it says how the two answers of a pair are compared\n"
             f"    fix: write stage: dpo, or remove {name}",
         )
-        for name, value in (("pref_loss", "kto_pair"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
+        for name, value in (("pref_loss", "[kto_pair]"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
     ),
     (
         [KTO, "ref_model_adapters=a"],
-        "ref_model_adapters without ref_model\n"
-        "    why: adapters are merged into the model that ref_model names\n"
+        "ref_model_adapters: [a] without ref_model\n"
+        "    why: adapters are merged into the model that it names\n"
         "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
     ),
     (
         [KTO, "packing=true"],
-        "packing: true with stage kto\n"
+        "packing: true with stage: kto\n"
         "    why: each row is also computed with its prompt and the answer of another row, which is of another length\n"
         "    fix: remove packing",
     ),
     (
         [KTO, *STREAMED],
-        "streaming: true with stage kto\n"
+        "streaming: true with stage: kto\n"
         "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
         "    fix: remove streaming",
     ),
     (
         [KTO, "moe_z_loss_coeff=0.001"],
-        "moe_z_loss_coeff 0.001 with stage kto\n"
-        "    why: the loss is divided by the number of answers, and this one is a mean over tokens\n"
+        "moe_z_loss_coeff: 0.001 with stage: kto\n"
+        "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
         "    fix: write moe_z_loss_coeff: 0, or remove it",
     ),
 ]
@@ -246,5 +246,5 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
 def test_a_learning_rate_of_supervised_fine_tuning_is_warned_of(overrides, usual):
     settings = load(overrides=[*BASE, *overrides]).settings
     rate = settings.optimizer.learning_rate
-    text = f"learning_rate {rate:g} is one of supervised fine-tuning: preference training usually takes {usual}"
+    text = f"`learning_rate {rate:g}` is one of supervised fine-tuning: preference training usually takes {usual}"
     assert list(warnings(settings)) == ([text] if usual else [])

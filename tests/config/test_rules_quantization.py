@@ -27,13 +27,13 @@ def test_what_is_valid_passes(overrides):
 WRONG = [
     (
         [BITS],
-        "quantization_bit 4 with finetuning_type: full\n"
+        "quantization_bit: 4 with finetuning_type: full\n"
         "    why: an update is much smaller than a step between values of so few bits\n"
         "    fix: write finetuning_type: lora, or remove quantization_bit",
     ),
     (
         [LORA, "quantization_type=fp4"],
-        "quantization_type: fp4 with quantization_bit: null\n"
+        "quantization_type: fp4 without quantization_bit\n"
         "    why: it says how values of 4 bits are made\n"
         "    fix: write quantization_bit: 4, or remove quantization_type",
     ),

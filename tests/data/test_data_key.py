@@ -15,12 +15,18 @@ from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
-from megatune.config.settings import Settings
-from megatune.data.cache.key import BY_CONTENT, BY_PICTURES, BY_VALUE, prepared_key, remembered_digest
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, marked
+from megatune.data.cache.key import prepared_key, remembered_digest
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 
 TOKENIZER = qwen_tokenizer()
+
+BY_VALUE, BY_CONTENT, BY_PICTURES = (
+    {path.removeprefix("data.") for path in marked(mark) if path.startswith("data.")}
+    for mark in (Mark.ROWS, Mark.CONTENT, Mark.PICTURES)
+)
 
 # Data settings that leave the prepared rows as they are: of the order of rows, of streaming, of processes and places.
 IRRELEVANT = {
@@ -32,7 +38,6 @@ IRRELEVANT = {
     "preprocessing_num_workers",
     "dataloader_num_workers",
     "dataloader_pin_memory",
-    "remove_unused_columns",
 }
 
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i}."} for i in range(5)]
@@ -57,7 +62,7 @@ def key(folder: Path, *, tokenizer: Any = TOKENIZER, run: dict[str, Any] | None 
 
 
 def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:
-    """A new setting changes the rows or does not: say which, in key.py or in IRRELEVANT."""
+    """A new setting changes the rows or does not: say which, by a mark or in IRRELEVANT."""
     groups = [BY_VALUE, BY_CONTENT, BY_PICTURES, IRRELEVANT]
     assert set().union(*groups) == set(DataSettings.model_fields)
     assert sum(map(len, groups)) == len(DataSettings.model_fields)
@@ -115,7 +120,6 @@ OTHER_IRRELEVANT = {
     "preprocessing_num_workers": 4,
     "dataloader_num_workers": 4,
     "dataloader_pin_memory": False,
-    "remove_unused_columns": False,
 }
 
 

@@ -135,9 +135,23 @@ def test_cost_of_the_case_that_was_asked_for() -> None:
     assert estimate(large).fits
 
 
+def test_what_a_key_needs_is_said_in_both_languages() -> None:
+    for language, needs, either, model in (
+        ("en", "needs", "or", "a mixture of experts"),
+        ("zh", "需要", "或", "MoE 模型"),
+    ):
+        said = {
+            key: " ".join(explain_key(key, GROUNDS, language).split())  # type: ignore[arg-type]
+            for key in ("lora_rank", "eval_strategy", "moe_router_dtype")
+        }
+        assert f"{needs} finetuning_type: lora" in said["lora_rank"]
+        assert f"val_size {either} eval_dataset" in said["eval_strategy"]
+        assert f"{needs} {model}" in said["moe_router_dtype"]
+
+
 def test_a_dense_model_has_no_cost_of_experts() -> None:
     text = explain_key("expert_model_parallel_size", default_grounds("Qwen3-8B", 8, "h100-80g"))
-    assert "not valid here: expert_model_parallel_size with a dense model" in " ".join(text.split())
+    assert "not valid here: expert_model_parallel_size: 2 with a dense model" in " ".join(text.split())
 
 
 def test_file(file: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.config.load import load
+from megatune.config.names import plain
 from megatune.config.rules import check, experts, layout, memory, pipeline
 from megatune.config.rules.problem import Context
 from megatune.config.settings import GROUPS, Settings, all_settings
@@ -124,7 +125,7 @@ WRONG = [
     (
         DENSE,
         ["expert_tensor_parallel_size=2"],
-        "expert_tensor_parallel_size with a dense model\n"
+        "expert_tensor_parallel_size: 2 with a dense model\n"
         "    why: a qwen2 has no experts\n"
         "    fix: remove expert_tensor_parallel_size",
     ),
@@ -351,7 +352,7 @@ def read(name: str, text: str) -> Any:
 def test_every_fix_of_a_layout_fixes(values: dict[str, Any], architecture: Architecture) -> None:
     for rule in RULES:
         for problem in rule(Context(settings_of(values), architecture, None)):
-            for changed in fixed(values, problem.fix):
+            for changed in fixed(values, plain(problem.fix)):
                 left = [p for p in rule(Context(settings_of(changed), architecture, None)) if p.paths == problem.paths]
                 if "recompute.recompute_modules" in problem.paths:  # one problem for each module
                     left = [other for other in left if other.what == problem.what]

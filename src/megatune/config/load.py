@@ -20,8 +20,8 @@ from megatune.config.entry import SettingEntry, read_file, read_flags, read_over
 from megatune.config.rules import RULES, check
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
-from megatune.config.setting import Group
-from megatune.config.settings import GROUPS, NAMES, SECRETS, Settings, all_settings, setting_value
+from megatune.config.setting import Group, Mark
+from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value
 from megatune.config.values import coerce, is_long_name, nearest_valid, short, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
@@ -90,7 +90,9 @@ class Loaded:
             return self
         if asked % rows:
             what = f"{entry.key} {asked} is not a multiple of {rows}"
-            why = "every data-parallel process computes as many micro-batches, of per_device_train_batch_size rows each"
+            why = (
+                "every data-parallel process computes as many micro-batches, of `per_device_train_batch_size` rows each"
+            )
             fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
             finding = self.phrased(Finding(what, entry.where, why, fix))
             return replace(self, rows=rows, findings=[*self.findings, finding])
@@ -117,11 +119,15 @@ class Loaded:
         Args:
             leave_out: "group.name" of settings that are not to be judged.
         """
-        invalid, origins, written = self.invalid.union(leave_out), self.origins, self.written
-        world = (self.settings, architecture, world_size)
-        return [
-            self.phrased(each) for each in check(*world, rules=rules, origins=origins, invalid=invalid, written=written)
-        ]
+        invalid = self.invalid.union(leave_out)
+        return check(
+            *(self.settings, architecture, world_size),
+            rules=rules,
+            origins=self.origins,
+            invalid=invalid,
+            written=self.written,
+            phrase=self.phrased,
+        )
 
     def phrased(self, finding: Finding) -> Finding:
         """Rewrite a finding in the words of the dialect; what the user wrote by our names keeps them."""
@@ -207,7 +213,7 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
         value = setting_value(settings, path)
         if f"# {info.group}" not in lines:
             lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
-        if path not in SECRETS and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value)):
+        if Mark.SECRET not in info.marks and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value)):
             line = f"{info.name}: {shown(value, quoted=True)}"
             lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {' '.join(origins.get(path, 'default').split())}")
     return "\n".join(lines) + "\n"
@@ -259,11 +265,11 @@ class _Reading:
                 what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
                 self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
-            elif target in NAMES and is_long_name(value):
+            elif target in marked(Mark.NAME) and is_long_name(value):
                 why, fix = "no file system has such names: 255 bytes between two /, 4095 in all", "write a shorter one"
                 self._report(Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix))
                 self.invalid.add(target)
-            elif target in SECRETS and isinstance(value, str):
+            elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
                 values[infos[target].group][infos[target].name] = value

@@ -9,9 +9,10 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -42,17 +43,73 @@ _RANGE = ("ge", "gt", "le", "lt")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+# In place of the path of another setting: what is needed is a model that is a mixture of experts.
+EXPERTS = "a model with experts"
+
+
+class Mark(Enum):
+    """What programs have to know of a setting."""
+
+    SECRET = "it is never written anywhere; settings that were read do not hold it (`config.load.Loaded.secrets`)"
+    NAME = "it may be a file or a folder, or names one"
+    ROWS = "its value determines the token rows"
+    CONTENT = "what it names or decides determines the token rows"
+    PICTURES = "it determines the rows of a vision-language model"
+    MACHINE = "the machines of one run may have other values"
+    START = "it says where a run begins, not how it trains"
+
+
+class Limit(NamedTuple):
+    """The largest value that is of any use, and what a larger one would do."""
+
+    most: int
+    why: str
+
+
+STEPS = Limit(10**9, "at ten steps a second a billion takes three years")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Another setting's value without which a setting has no effect.
+
+    Attributes:
+        path: "group.name" of the other setting, or `EXPERTS`.
+        values: the values that will do, of a list any item; () is every value that is set.
+        why: the reason to refuse a setting without it; "" only notes in `explain FILE` that it has no effect.
+        fix: with {name} for the setting; "" writes the first of `values`, or removes the setting.
+        least: of a number, the smallest that will do.
+        of: the values of the setting that need it, of a list any item; () is every one but the default and `off`.
+        off: values that ask for nothing, in addition to the default.
+        is_method: the other setting chooses the method that this one belongs to. Without it nothing else that the
+            setting needs matters, and even its default is refused where the method is left open.
+        is_lenient: where the other setting is written, the setting passes.
+        otherwise: what will do as well.
+    """
+
+    path: str
+    values: tuple[Any, ...] = ()
+    why: str = ""
+    fix: str = ""
+    least: int | None = None
+    of: tuple[Any, ...] = ()
+    off: tuple[Any, ...] = ()
+    is_method: bool = False
+    is_lenient: bool = False
+    otherwise: Needs | None = None
 
 
 class Group(BaseModel):
     """Settings of one concern. Frozen and strict: values arrive with the right type, or not at all.
 
     A setting is a field with a docstring below it. Its annotation has the type, choices as a Literal, and in Annotated
-    a number's range, a Field, and unit: what it counts ("tokens", "seconds", "steps"). The docstring says what it is,
-    and after "How: " and "When: " how it works, and when to change it and to what: one to three plain sentences each.
-    "- CHOICE: " is followed by what a choice does. What a setting costs is planned, not written.
+    a number's range, a Field, its unit: what it counts ("tokens", "seconds", "steps"), a `Limit`, each `Mark` and all
+    that it `Needs`. The docstring says what it is, and after "How: " and "When: " how it works, and when to change it
+    and to what: one to three plain sentences each. "- CHOICE: " is followed by what a choice does. What a setting costs
+    is planned, not written.
     """
 
+    needed_by_all: ClassVar[tuple[Needs, ...]] = ()  # what every setting of the group needs
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
@@ -76,6 +133,7 @@ class SettingInfo:
         choices: the values of a Literal, () for an open type.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         model: the group that declares it.
+        marks, limit, needs: what else its annotation has.
     """
 
     path: str
@@ -87,6 +145,9 @@ class SettingInfo:
     default: Any
     unit: str
     model: type[Group]
+    marks: frozenset[Mark] = frozenset()
+    limit: Limit | None = None
+    needs: tuple[Needs, ...] = ()
 
     @property
     def group(self) -> str:
@@ -157,6 +218,9 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
             default=field.get_default(call_default_factory=False),
             unit=next((note for note in notes if isinstance(note, str)), ""),
             model=model,
+            marks=frozenset(note for note in notes if isinstance(note, Mark)),
+            limit=next((note for note in notes if isinstance(note, Limit)), None),
+            needs=(*(note for note in notes if isinstance(note, Needs)), *model.needed_by_all),
         )
 
 

@@ -16,18 +16,8 @@ from megatune.config.groups.parallel import ParallelSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.groups.preference import PreferenceSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
-from megatune.config.setting import Group, SettingInfo, describe
+from megatune.config.setting import Group, Mark, SettingInfo, describe
 
-# What is never written anywhere: "group.name". Settings that were read do not hold them (`config.load.Loaded.secrets`).
-SECRETS = ("logging.swanlab_api_key", "checkpoint.hub_token")
-# What may be a file or a folder, or names one: "group.name".
-NAMES = (
-    "data.dataset", "data.dataset_dir", "data.eval_dataset", "data.template", "data.tokenized_path", "data.media_dir",
-    "finetuning.adapter_name_or_path", "preference.ref_model", "preference.ref_model_adapters",
-    "run.output_dir", "run.resume_from_checkpoint", "run.run_name", "model.model_name_or_path", "model.mcore_model",
-    "model.model_revision", "model.cache_dir", "logging.tensorboard_dir", "logging.wandb_save_dir",
-    "checkpoint.hub_model_id",
-)  # fmt: skip
 # What numbers may be reported to.
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 
@@ -83,6 +73,12 @@ def all_settings() -> dict[str, SettingInfo]:
 def setting_paths() -> dict[str, str]:
     """Map the names of settings to "group.name"."""
     return {info.name: path for path, info in all_settings().items()}
+
+
+@cache
+def marked(mark: Mark) -> frozenset[str]:
+    """Return the settings with a mark, by "group.name"."""
+    return frozenset(path for path, info in all_settings().items() if mark in info.marks)
 
 
 def setting_value(settings: Settings, path: str) -> Any:

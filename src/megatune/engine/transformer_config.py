@@ -86,7 +86,6 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
         "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
         "moe_grouped_gemm",
     )  # fmt: skip
-    pre_softmax = moe.pre_softmax if experts.moe_router_pre_softmax is None else experts.moe_router_pre_softmax
     return {
         **_same(experts, shared),
         "moe_aux_loss_coeff": experts.moe_aux_loss_coeff or 0.0,
@@ -95,9 +94,9 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
         "moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": moe.shared_expert_gate,
-        "moe_router_topk": experts.moe_router_topk or moe.router_topk,
+        "moe_router_topk": moe.router_topk,
         "moe_router_score_function": moe.score_function,
-        "moe_router_pre_softmax": pre_softmax,
+        "moe_router_pre_softmax": moe.pre_softmax,
         "moe_router_num_groups": moe.num_groups or None,
         "moe_router_group_topk": moe.group_topk or None,
         "moe_router_topk_scaling_factor": moe.topk_scaling_factor if moe.topk_scaling_factor != 1.0 else None,

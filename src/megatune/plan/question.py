@@ -100,5 +100,5 @@ def read_settings(source: str | None, words: Arguments, trainable: str | None = 
     loaded = load(source, words.overrides, words.flags)
     if trainable is not None:
         loaded = replace(loaded, settings=with_settings(loaded.settings, {"finetuning.finetuning_type": trainable}))
-    found = loaded.check_rules(rules=(*finetuning.RULES, preference.of_another_stage))
+    found = loaded.check_rules(rules=(*finetuning.RULES, preference.needs))
     return Asked(replace(loaded, findings=[*loaded.findings, *found]))

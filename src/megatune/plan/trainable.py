@@ -34,9 +34,9 @@ def known_modules(context: Context) -> Iterator[Problem]:
     ):
         if unknown := [module for module in asked if module not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1)
-            what = f"{name} has {', '.join(unknown)}"
+            what = f"`{name}` has {', '.join(unknown)}"
             why = f"modules of a {architecture.model_type} {where}: {', '.join(known)}"
-            fix = f"did you mean {near[0]}?" if near else f"write {name}: {known[0]}, or others of them"
+            fix = f"did you mean {near[0]}?" if near else f"write `{name}: {known[0]}`, or others of them"
             yield Problem((name,), what, why, fix)
 
 
@@ -50,14 +50,14 @@ def something(context: Context) -> Iterator[Problem]:
         return
     frozen = [name for name in _OF_MODEL if getattr(finetuning, name)]
     if not finetuning.freeze_language_model and finetuning.finetuning_type == "freeze":
-        what, fix = "freeze_trainable_modules names nothing", "write freeze_trainable_modules: all"
+        what, fix = "`freeze_trainable_modules` names nothing", "write `freeze_trainable_modules: all`"
         yield Problem(("freeze_trainable_modules",), what, "nothing would be trained", fix)
     elif architecture.vision is None:
-        what, why = "freeze_language_model: true leaves nothing to train", "the model has no vision encoder"
-        yield Problem(("freeze_language_model",), what, why, "remove freeze_language_model")
+        what, why = "`freeze_language_model: true` leaves nothing to train", "the model has no vision encoder"
+        yield Problem(("freeze_language_model",), what, why, "remove `freeze_language_model`")
     else:
-        what = f"{', '.join(f'{name}: true' for name in frozen)} leave nothing to train"
-        yield Problem(tuple(frozen), what, "", f"write {frozen[1]}: false, or remove freeze_language_model")
+        what = f"{', '.join(f'`{name}: true`' for name in frozen)} leave nothing to train"
+        yield Problem(tuple(frozen), what, "", f"write `{frozen[1]}: false`, or remove `freeze_language_model`")
 
 
 RULES = (known_modules, *adapter_rules.RULES, something)

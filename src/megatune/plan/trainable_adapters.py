@@ -56,20 +56,20 @@ def whole_modules(context: Context) -> Iterator[Problem]:
     tied = [module for module in asked if module in _TIED and architecture.tie_word_embeddings]
     unknown = [module for module in asked if module not in (*known, *tied)]
     if tied:
-        what = f"{_WHOLE} has {', '.join(tied)}, and the model ties {' and '.join(_TIED)}"
+        what = f"`{_WHOLE}` has {', '.join(tied)}, and the model ties {' and '.join(_TIED)}"
         why = "one matrix is both; peft trains a copy in one of the two places, which no merged model can have"
-        fix = f"remove {tied[0]} from {_WHOLE}, or write finetuning_type: freeze, which trains the one matrix"
+        fix = f"remove {tied[0]} from `{_WHOLE}`, or write `finetuning_type: freeze`, which trains the one matrix"
         yield Problem((_WHOLE,), what, why, fix)
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
-        fix = f"did you mean {near[0]}?" if near else f"write {_WHOLE}: {known[-1]}, or others of them"
-        fix = f"write {_TARGET}: {unknown[0]}, for adapters beside it" if of_layers else fix
-        yield Problem((_WHOLE,), f"{_WHOLE} has {', '.join(unknown)}", why, fix)
+        fix = f"did you mean {near[0]}?" if near else f"write `{_WHOLE}: {known[-1]}`, or others of them"
+        fix = f"write `{_TARGET}: {unknown[0]}`, for adapters beside it" if of_layers else fix
+        yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
     if finetuning.freeze_language_model:
-        what, why = f"{_WHOLE} with freeze_language_model: true", "its modules are the language model's"
-        yield Problem((_WHOLE, "freeze_language_model"), what, why, f"remove {_WHOLE}, or freeze_language_model")
+        what, why = f"`{_WHOLE}` with `freeze_language_model: true`", "its modules are the language model's"
+        yield Problem((_WHOLE, "freeze_language_model"), what, why, f"remove `{_WHOLE}`, or `freeze_language_model`")
 
 
 def experts(context: Context) -> Iterator[Problem]:
@@ -82,15 +82,15 @@ def experts(context: Context) -> Iterator[Problem]:
     if not any(weight.per_expert and weight.engine in beside for weight in weights):
         return
     others = dict.fromkeys(_leaf(tensor) for _, tensor in _matrices(architecture) if ".self_attn." in tensor.name)
-    instead = f"write {_TARGET}: {','.join(others)}"
+    instead = f"write `{_TARGET}: {','.join(others)}`"
     said = (
-        ("lora_dropout", f"lora_dropout {finetuning.lora_dropout:g}", "peft's adapters of experts drop nothing", 0),
-        ("use_dora", "use_dora: true", "peft has no decomposed adapters of experts", False),
+        ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft's adapters of experts drop nothing", 0),
+        ("use_dora", "`use_dora: true`", "peft has no decomposed adapters of experts", False),
     )
     for name, what, why, off in said:
         if getattr(finetuning, name):
             what = f"{what} with adapters of routed experts"
-            fix = f"write {name}: {str(off).lower()}, or {instead}"
+            fix = f"write `{name}: {str(off).lower()}`, or {instead}"
             yield Problem((name, _TARGET), what, why, fix)
 
 
@@ -101,8 +101,9 @@ def saved(context: Context) -> Iterator[Problem]:
         return
     for name, why in peft_problems(architecture, finetuning):
         said = "true" if name == "use_dora" else ", ".join(finetuning.lora_target)
-        fix = "remove use_dora, or name layers of attention alone" if name == "use_dora" else f"write {_TARGET}: all"
-        yield Problem((name,), f"{name}: {said} cannot be saved for peft", why, fix)
+        fix = "remove `use_dora`, or name layers of attention alone"
+        fix = fix if name == "use_dora" else f"write `{_TARGET}: all`"
+        yield Problem((name,), f"`{name}: {said}` cannot be saved for peft", why, fix)
 
 
 def parts(context: Context) -> Iterator[Problem]:
@@ -120,10 +121,10 @@ def parts(context: Context) -> Iterator[Problem]:
         example = next(_leaf(tensor) for weight, tensor in _matrices(architecture) if weight.stack is stack)
         example = f"merger.{example}" if stack is Stack.PROJECTOR and "." not in example else example
         more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
-        what = f"{switch}: false, and no adapter is in the {_PARTS[stack]}"
-        why = f"with lora a part is trained where lora_target names its linear layers, such as {example}{more}"
+        what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
+        why = f"with lora a part is trained where `lora_target` names its linear layers, such as {example}{more}"
         named = ",".join((*finetuning.lora_target, example))
-        yield Problem((switch, _TARGET), what, why, f"write {_TARGET}: {named}, or remove {switch}")
+        yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {named}`, or remove `{switch}`")
 
 
 def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSettings]:
@@ -152,7 +153,7 @@ def _names(architecture: Architecture) -> list[str]:
 
 def _no_target(target: str, architecture: Architecture) -> Problem:
     """Say why a name is that of no linear layer with an adapter."""
-    known, what = _names(architecture), f"{_TARGET} has {target}"
+    known, what = _names(architecture), f"`{_TARGET}` has {target}"
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     some = _layers_that_match(target, architecture)
     if some:
@@ -162,7 +163,7 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
     beside = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
     if target in (module_of(OUTPUT_LAYER), module_of(EMBEDDING)):
         why = "the output layer and word embeddings have no adapters here"
-        fix = f"write {_WHOLE}: {target}, which trains it whole"
+        fix = f"write `{_WHOLE}: {target}`, which trains it whole"
         return Problem((_TARGET,), what, why, f"remove {target}" if architecture.tie_word_embeddings else fix)
     if beside and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in beside):
         is_router = beside[0].engine.endswith("router.weight")
@@ -172,11 +173,11 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         return Problem((_TARGET,), what, why, f"remove {target}")
     if beside:
         whole = leaf in modules(architecture, per_layer=False)
-        fix = f"write {_WHOLE}: {leaf}, which trains it whole" if whole else f"remove {target}"
+        fix = f"write `{_WHOLE}: {leaf}`, which trains it whole" if whole else f"remove {target}"
         return Problem((_TARGET,), what, f"{leaf} is no matrix, and has no adapter", fix)
     near = difflib.get_close_matches(leaf, known, n=1)
     why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
-    return Problem((_TARGET,), what, why, f"did you mean {near[0]}?" if near else f"write {_TARGET}: all")
+    return Problem((_TARGET,), what, why, f"did you mean {near[0]}?" if near else f"write `{_TARGET}: all`")
 
 
 def _layers_that_match(target: str, architecture: Architecture) -> str:
@@ -194,8 +195,8 @@ def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> 
     if getattr(finetuning, switch) is None:
         switch = _SWITCHES[Stack.VISION]
     part = _PARTS.get(next(iter(stacks)), "language model")
-    what = f"{_TARGET} has {target}, which is in the {part}, and {switch}: true"
-    fix = f"write {switch}: false, or remove {target}"
+    what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
+    fix = f"write `{switch}: false`, or remove {target}"
     return Problem((_TARGET, switch), what, "what is frozen has no adapters", fix)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 
-from megatune.config.settings import Settings
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, marked
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 from megatune.training.train_state import TrainState, changed_batch, read_state
 
-# They say where to begin, not how to train.
-_OF_THE_START = {"resume_from_checkpoint", "overwrite_output_dir"}
 _OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
 
 
@@ -90,7 +89,8 @@ def rerun_lines(settings: Settings, run_yaml: str) -> list[str]:
     if begins is None or not (begins.parent / "run.yaml").is_file():
         return []
     then, now = _values((begins.parent / "run.yaml").read_text(errors="replace")), _values(run_yaml)
-    changed = [key for key in now if key in then and key not in _OF_THE_START and then[key] != now[key]]
+    of_the_start = {path.partition(".")[2] for path in marked(Mark.START)}
+    changed = [key for key in now if key in then and key not in of_the_start and then[key] != now[key]]
     if not changed:
         return []
     fresh = "overwrite_output_dir: true starts from the model; another output_dir keeps both"

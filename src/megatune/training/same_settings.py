@@ -7,16 +7,11 @@ import json
 import socket
 from collections.abc import Sequence
 
-from megatune.config.settings import SECRETS, Settings, all_settings, setting_value
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import shown
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
-
-# Machines may keep these in other places, or have other cores; what is read there is compared itself (machines.py).
-_OF_A_MACHINE = {
-    *("cache_dir", "dataset_dir", "media_dir", "tokenized_path", "tensorboard_dir", "wandb_save_dir"),
-    *("preprocessing_num_workers", "dataloader_num_workers"),
-}
 
 
 def check_same_settings(settings: Settings) -> None:
@@ -31,7 +26,7 @@ def check_same_settings(settings: Settings) -> None:
     mine = {
         info.name: shown(setting_value(settings, path))
         for path, info in all_settings().items()
-        if path not in SECRETS and info.name not in _OF_A_MACHINE
+        if not info.marks & {Mark.SECRET, Mark.MACHINE}  # what machines read is compared itself (machines.py)
     }
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(groups.gather(digest))) == 1:

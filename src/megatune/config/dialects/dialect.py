@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, TypeAlias
 
+from megatune.config.names import replace_names
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import Value, coerce, parse, shown
@@ -237,10 +237,7 @@ class Dialect:
         return f"{self.prefix}{key}{self.separator}{shown(value)}"
 
     def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
-        """Rewrite a text that names our settings, and values behind them, in the dialect's words.
-
-        A name without an underscore may be a plain word: it counts where a colon follows, or where a line is written or
-        removed.
+        """Write the settings that a text names, as `config.names` says, and their values in the dialect's words.
 
         Args:
             own: "group.name" of settings that keep our names: the user wrote them so.
@@ -248,17 +245,17 @@ class Dialect:
             is_fix: whether it says what to write: elsewhere what follows from a global batch is only explained.
         """
 
-        def say(match: re.Match[str]) -> str:
-            name, between, value = match["name"], match["between"] or "", match["value"] or ""
+        def say(name: str, between: str, value: str, before: str) -> str:
             path = setting_paths()[name]
             key = name if path in own else self.key_of(path)
             meaning = self.meaning_of(key)
             if meaning is None or self.written(key, "") == f"{name}: ":
-                return match[0]
-            if text.endswith("remove ", 0, match.start()):
+                return name + between + value
+            is_removed = before.endswith("remove ")
+            if isinstance(meaning, GlobalBatchSize) and (not is_fix or rows is None) and not is_removed:
+                return f"{name}{between}{value} (from {self.prefix}{key})"
+            if is_removed or not between:
                 return self.prefix + key + between + value
-            if isinstance(meaning, GlobalBatchSize) and (not is_fix or rows is None):
-                return f"{match[0]} (from {self.prefix}{key})"
             if isinstance(meaning, GlobalBatchSize):
                 value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
             else:
@@ -268,18 +265,9 @@ class Dialect:
                 )
             return self.prefix + key + (self.separator if between == ": " else between) + value
 
-        return _names_in_text().sub(say, text)
+        return replace_names(text, say)
 
 
 def _same(value: Any, other: Any) -> bool:
     """Compare, keeping 1 and true apart."""
     return type(value) is type(other) and value == other
-
-
-@cache
-def _names_in_text() -> re.Pattern[str]:
-    """Match our names with the value behind them, if there is one: `name: value`, `name: 4 or 8`, `name value`."""
-    long = "|".join(name for name in setting_paths() if "_" in name)
-    plain = "|".join(name for name in setting_paths() if "_" not in name)
-    name = rf"(?<![\w.-])(?P<name>(?:{long})\b|(?:{plain})(?=: )|(?:(?<=write )|(?<=remove ))(?:{plain})\b)"
-    return re.compile(rf"{name}(?:(?P<between>: | )(?P<value>[\w+/-]+(?:\.\w+)*(?: or \d+\b)?))?")

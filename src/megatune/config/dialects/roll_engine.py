@@ -18,7 +18,7 @@ from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, quantization, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
 from megatune.config.settings import Settings, all_settings
 from megatune.config.values import Value
 
@@ -46,8 +46,8 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 RULES = (
     *finetuning.RULES,
     *(rule for rule in layout.RULES if rule is not layout.world),
-    *(*pipeline.RULES, *experts.RULES, *memory.RULES, *quantization.RULES),
-    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup, run.precision),
+    *(*pipeline.RULES, *experts.RULES, *memory.RULES),
+    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup),
 )
 
 

@@ -25,6 +25,7 @@ _SHAPE = {
     "norm_epsilon": "rms_norm_eps",
     "num_experts": "num_experts",
     "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk": "num_experts_per_tok",
 }
 
 

@@ -6,7 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, NonNegative, Positive
+from megatune.config.setting import Count, Group, Mark, Needs, NonNegative, Positive
+
+_TYPE = "finetuning.finetuning_type"
+_FREEZE = Needs(_TYPE, ("freeze",), "it says what freeze trains", is_method=True, is_lenient=True)
+_LORA = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True, is_lenient=True)
+_ADAPTERS = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True)
+_FROZEN = Needs(_TYPE, ("lora",), "an update is much smaller than a step between values of so few bits")
+_FOUR_BITS = Needs("finetuning.quantization_bit", (4,), "it says how values of 4 bits are made")
+_NO_DORA = Needs(
+    "finetuning.use_dora",
+    (False,),
+    "rows are divided by the lengths of the whole adapted matrix, which sees all inputs",
+)
+_ADAM = Needs(
+    "optimizer.optimizer",
+    ("adam",),
+    "the ratio is derived for Adam, whose steps do not depend on how large gradients are",
+)
+_OLD_ADAPTERS = Needs(
+    "finetuning.adapter_name_or_path",
+    why="a run without adapters to start from trains a new one anyway",
+    fix="remove `create_new_adapter`, or write `adapter_name_or_path: FOLDER`",
+)
 
 
 class FinetuningSettings(Group):
@@ -20,21 +42,21 @@ class FinetuningSettings(Group):
     - full: trains every parameter
     - freeze: trains the layers of freeze_trainable_layers, and what freeze_extra_modules names
     - lora: trains low-rank adapters beside frozen matrices, in peft's format"""
-    freeze_trainable_layers: Annotated[int, "layers"] = 2
+    freeze_trainable_layers: Annotated[int, "layers", _FREEZE] = 2
     """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
     How: The other layers keep their weights, and have no gradients and no optimizer state.
     When: Raise it until the run learns what it should; the last ones cost least, since gradients end at the first layer
     that is trained."""
-    freeze_trainable_modules: list[str] = Field(default=["all"])
+    freeze_trainable_modules: Annotated[list[str], _FREEZE] = Field(default=["all"])
     """With freeze: the modules of the trained layers that are trained; all trains them whole.
     How: They are Transformers' modules directly inside a layer: self_attn, mlp, input_layernorm,
     post_attention_layernorm.
     When: Name mlp alone to teach facts and leave attention as it is; leave it at all otherwise."""
-    freeze_extra_modules: list[str] = Field(default=[])
+    freeze_extra_modules: Annotated[list[str], _FREEZE] = Field(default=[])
     """With freeze: modules outside of the layers that are trained as well.
     How: They are Transformers' modules: embed_tokens, norm, lm_head; the norm is the one behind the last layer.
     When: Set it for new tokens, whose embeddings must be learnt."""
-    use_llama_pro: bool = False
+    use_llama_pro: Annotated[bool, _FREEZE] = False
     """With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.
     How: Layers are counted in as many groups as freeze_trainable_layers says, and the last layer of each is trained.
     When: For checkpoints that LLaMA Pro's script expanded by as many layers."""
@@ -55,7 +77,7 @@ class FinetuningSettings(Group):
     """Of a vision-language model: leave the language model as it is.
     How: Its weights have no gradients and no optimizer state; gradients still pass through it to encoder and merger.
     When: Turn it on to train encoder or merger alone."""
-    quantization_bit: Literal[4, 8] | None = None
+    quantization_bit: Annotated[Literal[4, 8] | None, _FROZEN] = None
     """With lora: keep the frozen matrices of linear layers in so many bits (QLoRA). null keeps them as they are.
     How: Each Hugging Face matrix is quantized as it is loaded, before it is cut, and a matrix is made again in the
     dtype of the run for each product. Word embedding, output layer, norms, routers and a vision encoder are not
@@ -64,58 +86,52 @@ class FinetuningSettings(Group):
     longer. 8 changes the model less, and takes half.
     - 4: 4 bits with a scale for each 64 elements, see quantization_type
     - 8: 8 bits with a scale for each row, as LLM.int8 keeps weights; activations are not quantized"""
-    quantization_type: Literal["nf4", "fp4"] = "nf4"
+    quantization_type: Annotated[Literal["nf4", "fp4"], _FOUR_BITS] = "nf4"
     """With quantization_bit 4: the 16 values that elements have.
     How: Both are those of bitsandbytes.
     When: Leave it at nf4: for the same memory the model changes less.
     - nf4: quantiles of a normal distribution, which weights are near to
     - fp4: floating-point numbers with a sign, two bits of exponent and one of fraction"""
-    double_quantization: bool = True
+    double_quantization: Annotated[bool, _FOUR_BITS] = True
     """With quantization_bit 4: keep scales in 8 bits as well.
     How: 256 of them share a statistic in 32 bits; an element then takes 4.13 bits instead of 4.5.
     When: Leave it on. Off, a step is a little faster."""
-    quantization_method: Literal["bnb"] = "bnb"
-    """With quantization_bit: the way of quantizing.
-    How: bnb is that of bitsandbytes, on the fly and without data; the values are the same, and it need not be
-    installed.
-    When: Leave it at bnb: the other ways are refused by name.
-    - bnb: as bitsandbytes"""
-    lora_rank: Count = 8
+    lora_rank: Annotated[Count, _LORA] = 8
     """With lora: the rank of the adapters.
     How: A matrix A of rank × in and one B of out × rank are trained for each adapted matrix; their product, scaled by
     lora_alpha / rank, is added to it.
     When: 8 to 64: raise it where the task is far from what the model knows. Memory of the adapters is in proportion."""
-    lora_alpha: Count | None = None
+    lora_alpha: Annotated[Count, _LORA] | None = None
     """With lora: the adapters' product is scaled by lora_alpha / lora_rank. null takes twice the rank.
     How: It works like a learning rate of the adapters.
     When: Leave it at null, or write what a recipe says."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1), _LORA, _NO_DORA] = 0.0
     """With lora: the share of an adapter's inputs that are dropped in training.
     How: The frozen matrix sees all inputs; matrices that the engine stacks, as those of queries, keys and values, drop
     the same ones. Adapters of routed experts take none, as in peft.
     When: 0.05 to 0.1 for little data trained for many epochs."""
-    lora_target: list[str] = Field(default=["all"])
+    lora_target: Annotated[list[str], _LORA] = Field(default=["all"])
     """With lora: the linear layers with adapters; all takes every one of attention and feed-forward.
     How: Names are those of Transformers' modules, or ends of them (q_proj, self_attn.q_proj), Megatron-Core's of its
     layers (linear_qkv, linear_proj, linear_fc1, linear_fc2), or regular expressions of whole names. Experts' matrices
     are among them, and with freeze_vision_tower: false those of the vision encoder; routers, embeddings and the output
     layer are not.
     When: all learns best. q_proj,v_proj is what small adapters usually have; leave experts out where they are many."""
-    additional_target: list[str] = Field(default=[])
+    additional_target: Annotated[list[str], _LORA] = Field(default=[])
     """With lora: modules outside of the layers that are trained whole and saved with the adapters.
     How: Names are those of Transformers' modules: embed_tokens, norm, lm_head. They have gradients and optimizer state
     as in full fine-tuning.
     When: Set it for new tokens, whose embeddings must be learnt."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, _LORA] = False
     """With lora: scale by lora_alpha / √rank instead of lora_alpha / rank.
     How: The size of an update then does not shrink as the rank grows.
     When: For ranks above 32."""
-    use_dora: bool = False
+    use_dora: Annotated[bool, _LORA] = False
     """With lora: train a length for each row of a matrix beside its direction.
     How: The adapted matrix is normalized row by row and multiplied by the trained lengths, which start as the matrix's
     own. Each step computes the rows' lengths anew.
     When: For small ranks, at the cost of time."""
-    loraplus_lr_ratio: Positive | None = None
+    loraplus_lr_ratio: Annotated[Positive, _LORA, _ADAM] | None = None
     """With lora: B, the second of an adapter's matrices, learns at this many times the learning rate (LoRA+). null is
     off.
     How: B starts at zero, and A does not; with one rate for both, B is too slow in wide models. Lengths of rows
@@ -126,12 +142,12 @@ class FinetuningSettings(Group):
     How: Embeddings are trained whole, by additional_target, and learn at learning_rate; no other value than the default
     is taken.
     When: Leave it."""
-    adapter_name_or_path: list[str] = Field(default=[])
+    adapter_name_or_path: Annotated[list[str], Mark.NAME, _ADAPTERS] = Field(default=[])
     """With lora: folders of adapters, in peft's format, to start from.
     How: All but the last are merged into the model; the last one is trained further, unless create_new_adapter says
     otherwise.
     When: Set it to train an adapter further, or a new one on top of others."""
-    create_new_adapter: bool = False
+    create_new_adapter: Annotated[bool, _LORA, _OLD_ADAPTERS] = False
     """With adapter_name_or_path: merge all of its adapters, and train a new one.
     How: The new adapter starts at zero beside the merged model.
     When: To add a task to a model that adapters changed before."""

@@ -6,24 +6,40 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, NonNegative, Positive
+from megatune.config.setting import STEPS, Count, Group, Limit, Needs, NonNegative, Positive
+
+_MICRO_BATCH = Limit(10**6, "a micro-batch is in memory as a whole")
+_ACCUMULATED = Limit(10**6, "a step is computed micro-batch by micro-batch before it learns")
+_EPOCHS = Limit(10**6, "nobody sees a million epochs")
+_EVALUATED = Needs("evaluation.eval_strategy", ("steps", "epoch"))
+_ADAM = Needs("optimizer.optimizer", ("adam",))
+_STATE = Needs("optimizer.optimizer", ("adam",), "it is of Adam's state")
+_SHARDED = Needs(
+    "parallel.use_distributed_optimizer", (True,), "every replica would keep all of the state, on the device"
+)
+_OFFLOADED = Needs("optimizer.optimizer_cpu_offload", (True,), "nothing is offloaded")
+_NO_BF16 = Needs(
+    "precision.bf16", (False,), "the model computes in one of them", "remove `fp16`: bf16 needs no loss scaling"
+)
+_16_BITS = "gradients have the dtype of the model, which is fp32"
+_SHORT = Needs("precision.bf16", (True,), _16_BITS, otherwise=Needs("precision.fp16", (True,)))
 
 
 class BatchSettings(Group):
-    per_device_train_batch_size: Annotated[Count, "rows"] = 8
+    per_device_train_batch_size: Annotated[Count, "rows", _MICRO_BATCH] = 8
     """Rows of one micro-batch: what one process computes at once. With stages dpo and rm a row is a pair, of two
     sequences.
     How: Activations grow in proportion to it. The global batch is this times gradient_accumulation_steps times the
     data-parallel size.
     When: Raise it while memory lasts and rows are short: larger products use a GPU better. With packed or long rows 1
     is usual."""
-    gradient_accumulation_steps: Annotated[Count, "micro-batches"] = 1
+    gradient_accumulation_steps: Annotated[Count, "micro-batches", _ACCUMULATED] = 1
     """Micro-batches of one step, computed one after the other before the optimizer updates the weights.
     How: Gradients are added up, so memory stays what one micro-batch takes. With a pipeline, stages idle for about
     (stages − 1) / micro-batches of a step's computing.
     When: Raise it for a larger global batch at the same memory. With a pipeline use several times
     pipeline_model_parallel_size; with virtual stages a multiple of it."""
-    per_device_eval_batch_size: Annotated[Count, "rows"] = 8
+    per_device_eval_batch_size: Annotated[Count, "rows", _MICRO_BATCH, _EVALUATED] = 8
     """Rows of one micro-batch in evaluation.
     How: An evaluation keeps no activations for a backward pass, so larger ones fit than in training. It changes no
     result.
@@ -84,7 +100,7 @@ class OptimizerSettings(Group):
     How: The number of steps is the share of all steps, rounded up; the first step has a rate of 0.
     When: 0.03 to 0.1 is usual: Adam's averages are not yet reliable in the first steps. Use this or warmup_steps, not
     both."""
-    warmup_steps: Annotated[NonNegative, "steps, or a share below 1"] = 0.0
+    warmup_steps: Annotated[NonNegative, "steps, or a share below 1", STEPS] = 0.0
     """Steps in which the learning rate rises from 0; below 1, a share of the run, as in Transformers 5.
     How: The first step has a rate of 0, the highest comes after this many.
     When: Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both."""
@@ -97,54 +113,54 @@ class OptimizerSettings(Group):
     How: The norm is taken over all processes after gradients are summed; the log shows it before scaling.
     When: 1 is usual. Look at the logged norm before changing it: a run whose norm is always above learns more slowly
     than its learning rate says."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), _ADAM] = 0.9
     """How slowly Adam's mean of gradients forgets.
     How: The mean is over about 1 / (1 − beta1) steps.
     When: Leave it at 0.9."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_beta2: Annotated[float, Field(ge=0, lt=1), _ADAM] = 0.999
     """How slowly Adam's mean of squared gradients forgets.
     How: The mean is over about 1 / (1 − beta2) steps.
     When: 0.95 is usual for large batches and long runs: it forgets a spike of gradients sooner."""
-    adam_epsilon: Positive = 1e-8
+    adam_epsilon: Annotated[Positive, _ADAM] = 1e-8
     """Keeps Adam from dividing by almost nothing.
     How: It is added to the square root of the mean of squared gradients.
     When: Leave it; some raise it to 1e-6 against spikes in 16 bits."""
-    sgd_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    sgd_momentum: Annotated[float, Field(ge=0, lt=1), Needs("optimizer.optimizer", ("sgd",))] = 0.9
     """Momentum of optimizer: sgd; adam does not use it.
     How: Each update is this share of the last one plus the new gradient. 0 keeps no state.
     When: 0.9 is usual."""
-    num_train_epochs: Annotated[Positive, "epochs"] = 3.0
+    num_train_epochs: Annotated[Positive, "epochs", _EPOCHS, Needs("optimizer.max_steps", (-1, 0))] = 3.0
     """Passes over the training data; a part of one is allowed. max_steps, where set, decides instead.
     How: Every epoch has an order of its own, and its last batch may be short. The learning rate's schedule ends with
     the last step.
     When: 1 to 3 for fine-tuning. Watch the evaluation loss: more passes learn rows by heart."""
-    max_steps: Annotated[int, Field(ge=-1), "steps"] = -1
+    max_steps: Annotated[int, Field(ge=-1), "steps", STEPS] = -1
     """Ends training after this many steps, whatever num_train_epochs says. -1 leaves it to that.
     How: The learning rate's schedule is that of a run of this many steps.
     When: Set it with streaming, and to try a run out."""
 
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Annotated[Literal["fp32", "bf16"], _STATE] = "fp32"
     """dtype of Adam's mean of gradients.
     How: The update is computed in fp32 and the mean stored in this dtype.
     When: bf16 where memory is short and a little rounding does no harm; first share the state out with
     use_distributed_optimizer.
     - fp32: 4 bytes a parameter
     - bf16: 2 bytes a parameter, rounded at each step"""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], _STATE] = "fp32"
     """dtype of Adam's mean of squared gradients.
     How: The update is computed in fp32 and the mean stored in this dtype. With a beta2 near 1 a step changes the mean
     by less than bf16 can hold, so it follows the gradients late.
     When: Keep fp32 unless memory is short; lower adam_beta2 with bf16.
     - fp32: 4 bytes a parameter
     - bf16: 2 bytes a parameter, rounded at each step"""
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: Annotated[bool, _STATE, _SHARDED] = False
     """Keep Adam's running averages and the master weights in the host's memory, and update there.
     How: Saves 8 bytes of GPU memory for each parameter of a process's share, 12 in bf16 or fp16; the host needs as many
     for all its processes together. Each step sends gradients to the host and weights back, piece by piece, while the
     host computes. It needs use_distributed_optimizer.
     When: When nothing else makes the run fit. Use many micro-batches in a step, so that the update is a small part of
     it; `megatune plan` says how long it takes."""
-    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1), _OFFLOADED] = 1.0
     """With optimizer_cpu_offload: the share of the parameters whose state is kept on the host.
     How: Parameters are taken in their order until the share is reached; the rest is updated on the GPU.
     When: Lower it to what the memory needs: each part on the GPU makes steps shorter."""
@@ -157,13 +173,13 @@ class PrecisionSettings(Group):
     range, so that no loss scaling is needed.
     When: The right choice on GPUs since Ampere: halves the memory of activations, and matrix products are several times
     faster."""
-    fp16: bool = False
+    fp16: Annotated[bool, _NO_BF16] = False
     """Compute in float16 with loss scaling.
     How: The loss is multiplied by a scale that halves when gradients overflow and grows while they do not; steps that
     overflow are skipped.
     When: For GPUs without bfloat16 (V100, T4). Use bf16 elsewhere."""
 
-    accumulate_allreduce_grads_in_fp32: bool = True
+    accumulate_allreduce_grads_in_fp32: Annotated[bool, _SHORT] = True
     """With bf16 or fp16: add and exchange gradients in float32. false does so in the model's dtype.
     How: Gradients of all micro-batches are added in one buffer, 4 bytes a parameter in float32 and 2 otherwise, which
     data-parallel processes then sum.

@@ -6,11 +6,40 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group
+from megatune.config.setting import STEPS, Count, Group, Mark, Needs
+
+_STREAMING, _BY_STEPS = "data.streaming", "how many steps an epoch has is not known while rows are read"
+_TENSORBOARD = Needs("logging.report_to", ("tensorboard", "all"))
+_WANDB = Needs("logging.report_to", ("wandb", "all"))
+_SWANLAB = Needs("logging.report_to", ("swanlab", "all"), otherwise=Needs("logging.use_swanlab", (True,)))
+_PROFILE = Needs("logging.profile", (True,))
+_SAVE_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, "write `save_strategy: steps`", of=("epoch",))
+_EVAL_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, "write `eval_strategy: steps`", of=("epoch",))
+_ROWS = Needs(
+    "data.val_size",
+    why="there is nothing to evaluate on",
+    fix="write `val_size: 0.1` to hold out a tenth of the rows, name an `eval_dataset`, or write `eval_strategy: no`",
+    otherwise=Needs("data.eval_dataset"),
+)
+_WHOLE_MODEL = Needs(
+    "finetuning.finetuning_type",
+    ("full", "freeze"),
+    "a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read",
+    "write `save_format: hf` and `merge_lora: true`, then megatune export --to_mcore true of output_dir/merged",
+)
+_NO_SCORE = Needs(
+    "run.stage",
+    ("pt", "sft", "dpo", "kto"),
+    "Megatron-Core's language model has no place for the score of a reward model",
+    "write `save_format: hf`",
+)
+_ADAPTER = Needs("finetuning.finetuning_type", ("lora",), "there is no adapter to merge")
+_PUSH = Needs("checkpoint.push_to_hub", (True,))
+_PUSHED = Needs("checkpoint.push_to_hub", (True,), "nothing would be pushed", is_lenient=True)
 
 
 class LoggingSettings(Group):
-    logging_steps: Annotated[Count, "steps"] = 10
+    logging_steps: Annotated[Count, "steps", STEPS] = 10
     """Steps from one log line to the next; its loss is the mean over those steps.
     How: The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null takes it,
     too.
@@ -28,16 +57,16 @@ class LoggingSettings(Group):
     - mlflow: the store that MLFLOW_TRACKING_URI names, or else files in output_dir/mlruns
     - none: the log files only
     - all: every one of them whose library is installed"""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: Annotated[str, Mark.NAME, Mark.MACHINE, _TENSORBOARD] | None = None
     """Folder for TensorBoard's event files. null is output_dir/runs.
     How: The event files lie in a folder of the run's name in it.
     When: Set it where one TensorBoard looks at the runs of many output folders."""
-    wandb_project: str | None = None
+    wandb_project: Annotated[str, _WANDB] | None = None
     """Project of Weights & Biases that the run belongs to. null takes WANDB_PROJECT, or else megatune.
     How: The run is called run_name there; WANDB_ENTITY names the account or team, WANDB_API_KEY or `wandb login` logs
     in.
     When: Set it with wandb in report_to."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: Annotated[str, Mark.NAME, Mark.MACHINE, _WANDB] | None = None
     """Folder in which Weights & Biases keeps its files of the run. null takes WANDB_DIR, or else output_dir.
     How: They lie in a folder called wandb in it; `wandb sync` sends those of an offline run later.
     When: Set it where output_dir is on a slow network file system."""
@@ -45,22 +74,22 @@ class LoggingSettings(Group):
     """Report to SwanLab, as swanlab in report_to does.
     How: It adds SwanLab to what report_to names, also to none.
     When: For files that were written for LLaMA-Factory."""
-    swanlab_project: str | None = None
+    swanlab_project: Annotated[str, _SWANLAB] | None = None
     """Project of SwanLab that the run belongs to. null takes SWANLAB_PROJ_NAME, or else megatune.
     How: The run is called run_name there; SWANLAB_API_KEY or `swanlab login` logs in.
     When: Set it with swanlab in report_to."""
-    swanlab_workspace: str | None = None
+    swanlab_workspace: Annotated[str, _SWANLAB] | None = None
     """Workspace of SwanLab that has the project. null takes SWANLAB_WORKSPACE, or else that of the account.
     How: It is the name of a person or of an organization.
     When: Set it to log into an organization's project."""
-    swanlab_mode: Literal["cloud", "local", "offline"] | None = None
+    swanlab_mode: Annotated[Literal["cloud", "local", "offline"] | None, _SWANLAB] = None
     """Whether SwanLab's numbers leave the machine. null takes SWANLAB_MODE, or else cloud.
     How: Files are in output_dir/swanlog in every mode.
     When: offline where training machines have no network: `swanlab sync` sends the files later.
     - cloud: sends them while the run goes on
     - local: keeps them for SwanLab's own page on this machine
     - offline: keeps them to be sent later"""
-    swanlab_api_key: str | None = None
+    swanlab_api_key: Annotated[str, Mark.SECRET] | None = None
     """Key of an account of SwanLab. null takes SWANLAB_API_KEY, or what `swanlab login` has stored.
     How: It is never written: neither to run.yaml nor to logs or checkpoints.
     When: Better leave it out and set SWANLAB_API_KEY: a file is easily shared by mistake."""
@@ -97,22 +126,22 @@ class LoggingSettings(Group):
     table of its slowest operators (rank-K.txt). A GPU's allocations are recorded too: a rank that runs out of memory
     leaves memory-rank-K.pickle, for pytorch.org/memory_viz.
     When: To see what a slow step consists of. Profiled steps are slower."""
-    profile_step_start: Annotated[int, Field(ge=0), "steps"] = 10
+    profile_step_start: Annotated[int, Field(ge=0), "steps", _PROFILE] = 10
     """Profile from the step after this one on.
     How: The first steps of a process are slower than the others: 2 or more leaves them out.
     When: Lower it in a short run."""
-    profile_step_end: Annotated[Count, "steps"] = 12
+    profile_step_end: Annotated[Count, "steps", _PROFILE] = 12
     """The last step to profile.
     How: A trace grows with its steps: of a large model a few hundred megabytes a step.
     When: One to three steps after profile_step_start."""
-    profile_ranks: list[int] = Field(default=[0])
+    profile_ranks: Annotated[list[int], _PROFILE] = Field(default=[0])
     """The ranks that profile.
     How: Each writes its own files; the other ranks are not slowed down, but wait for these.
     When: Add the last stage's rank, or one that is slow."""
 
 
 class CheckpointSettings(Group):
-    save_strategy: Literal["steps", "epoch", "no"] = "steps"
+    save_strategy: Annotated[Literal["steps", "epoch", "no"], _SAVE_STEPS] = "steps"
     """When checkpoints are saved. The end of the run always saves.
     How: A checkpoint is written beside its final name, digested and renamed: it is whole or not there. All processes
     write at the same time, and training waits, with async_save only for a copy.
@@ -120,7 +149,7 @@ class CheckpointSettings(Group):
     - steps: every save_steps
     - epoch: after every epoch
     - no: only at the end"""
-    save_steps: Annotated[Count, "steps"] = 500
+    save_steps: Annotated[Count, "steps", STEPS, Needs("checkpoint.save_strategy", ("steps",))] = 500
     """Steps from one checkpoint to the next.
     How: At most this many steps are lost when a machine fails. Each save takes the time to write the model and its
     training state, about 14 bytes a parameter in bf16.
@@ -140,7 +169,7 @@ class CheckpointSettings(Group):
     from.
     How: Only the Hugging Face model is written.
     When: Where every checkpoint is to be evaluated and none will be resumed."""
-    save_format: Literal["hf", "torch_dist"] = "hf"
+    save_format: Annotated[Literal["hf", "torch_dist"], _WHOLE_MODEL, _NO_SCORE] = "hf"
     """Whether the model is written in Megatron-Core's format, too.
     How: One process writes it from the safetensors, tensor by tensor, after those are whole, and the others wait: a
     checkpoint takes the model's size once more on disk, and the time of reading and writing it. Resuming does not need
@@ -149,11 +178,7 @@ class CheckpointSettings(Group):
     any checkpoint later.
     - hf: a Hugging Face model only
     - torch_dist: iter_N and latest_checkpointed_iteration.txt beside it"""
-    save_hf_model: bool = True
-    """Always true: every checkpoint is a Hugging Face model as it is.
-    How: Weights are written as safetensors with the checkpoint's own keys.
-    When: Never: leave it out."""
-    merge_lora: bool = False
+    merge_lora: Annotated[bool, _ADAPTER] = False
     """With finetuning_type: lora, write the model with the trained adapter merged into it as well, at the end of the
     run.
     How: output_dir/merged gets a whole model: each matrix and the product of its adapter are added in fp32, and rounded
@@ -164,22 +189,22 @@ class CheckpointSettings(Group):
     How: The files of the model and a card made from the run are sent, without the training state, by a thread of rank
     0. A push that fails or hangs costs a warning that says how to push later, never the run.
     When: To share a model, or to have it where the machine does not stay."""
-    hub_model_id: str | None = None
+    hub_model_id: Annotated[str, Mark.NAME, _PUSHED] | None = None
     """The repository to push to: OWNER/NAME, or NAME of the token's own account. null takes output_dir's name.
     How: It is created where there is none.
     When: Set it where the name of output_dir is not to be that of the model."""
-    hub_private_repo: bool | None = None
+    hub_private_repo: Annotated[bool, _PUSH] | None = None
     """Whether a repository that a push creates is private. null leaves that to the hub: public, unless the organization
     has another default.
     How: A repository that is there stays as it is.
     When: true where nobody else is to see the model yet."""
-    hub_strategy: Literal["every_save", "end"] = "every_save"
+    hub_strategy: Annotated[Literal["every_save", "end"], _PUSH] = "every_save"
     """When to push.
     How: At most one push is under way; of checkpoints that were saved meanwhile the newest is sent next.
     When: end where the upload is slow, or checkpoints in between are of no use.
     - every_save: every checkpoint, and the final model
     - end: the final model only"""
-    hub_token: str | None = None
+    hub_token: Annotated[str, Mark.SECRET] | None = None
     """Token of the hub, with the right to write. null takes HF_TOKEN, or for ModelScope MODELSCOPE_API_TOKEN, or what
     the hub's login has stored.
     How: It is never written: neither to run.yaml nor to logs or checkpoints. Models and data sets are fetched with it,
@@ -188,14 +213,14 @@ class CheckpointSettings(Group):
 
 
 class EvaluationSettings(Group):
-    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], _ROWS, _EVAL_STEPS] = "no"
     """When to evaluate. Needs val_size or eval_dataset.
     How: The loss over all held-out rows is computed without updates, and logged with its perplexity.
     When: steps to watch a run, epoch for a few passes over small data.
     - no: never
     - steps: every eval_steps, and at the end
     - epoch: after every epoch"""
-    eval_steps: Annotated[Count, "steps"] | None = None
+    eval_steps: Annotated[Count, "steps", STEPS, Needs("evaluation.eval_strategy", ("steps",))] | None = None
     """Steps from one evaluation to the next. null takes logging_steps, as Transformers does.
     How: The last step is always evaluated.
     When: Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it."""

@@ -8,7 +8,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.pipeline import parse_layout
-from megatune.config.setting import Count, Group
+from megatune.config.setting import EXPERTS, Count, Group, Needs
+
+_PP, _VPP, _CP = (f"parallel.{name}_parallel_size" for name in ("pipeline_model", "virtual_pipeline_model", "context"))
+_STAGES = Needs(_PP, why="there is one stage, which holds everything", least=2)
+_TP = Needs(
+    "parallel.tensor_model_parallel_size",
+    why="it splits the sequence over the tensor-parallel processes; there is one",
+    least=2,
+)
+_EXPERTS = Needs(EXPERTS, why="the model has none", off=(1,))
+_BUCKETS = "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps"
+_SHARDED = Needs("parallel.use_distributed_optimizer", (True,), _BUCKETS)
+_REDUCED = Needs("parallel.overlap_grad_reduce", (True,), _BUCKETS)
+_VIRTUAL = Needs(_VPP, least=2, otherwise=Needs("parallel.pipeline_model_parallel_layout"))
 
 
 class ParallelSettings(Group):
@@ -25,13 +38,13 @@ class ParallelSettings(Group):
     there are stages.
     When: For models that do not fit in one machine with tensor parallelism. Use several times as many micro-batches as
     stages, or virtual stages."""
-    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2), "model chunks per stage"] | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2), "model chunks per stage", _STAGES] | None = None
     """Interleaved pipeline: gives each stage this many smaller groups of layers, so that stages idle less.
     How: Idle time is divided by it. Each micro-batch passes through every stage this many times, with as many more
     messages, and the first stage holds somewhat more activations.
     When: When a pipeline has few micro-batches a step. Needs micro-batches in multiples of
     pipeline_model_parallel_size, and layers for every group."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, _TP] = False
     """Splits along the sequence what tensor parallelism leaves whole, such as norms and the inputs of layers.
     How: The two exchanges of a layer become a gather and a scatter with the same bytes; what lies between them is
     divided by tensor_model_parallel_size.
@@ -46,12 +59,12 @@ class ParallelSettings(Group):
     """Sum gradients over data-parallel processes while the backward pass still runs.
     How: Gradients are sent in buckets as soon as they are complete, during the last micro-batch of a step.
     When: Turn it on across GPUs: it hides most of the exchange. On one process it does nothing."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, _SHARDED, _REDUCED] = False
     """Collect updated parameters while the next forward pass already runs.
     How: Each bucket of weights is gathered before the layer that needs it, one bucket ahead. Needs
     use_distributed_optimizer and overlap_grad_reduce.
     When: Turn it on across GPUs together with overlap_grad_reduce."""
-    overlap_p2p_comm: bool = True
+    overlap_p2p_comm: Annotated[bool, _VIRTUAL] = True
     """With virtual stages, exchange activations between stages while computing.
     How: Sends and receives are posted ahead of the computing that needs them. Without virtual stages there is nothing
     to overlap with.
@@ -63,7 +76,7 @@ class ParallelSettings(Group):
     these processes, too.
     When: For rows so long that their activations do not fit otherwise. It takes processes from data parallelism: try
     recomputation first."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    cp_comm_type: Annotated[Literal["p2p", "all_gather", "a2a"], Needs(_CP, least=2)] = "p2p"
     """How context-parallel processes attend to each other's tokens.
     How: All give the same numbers. They differ in what is sent, in what can be hidden behind computing, and in what
     they ask of the number of heads.
@@ -71,36 +84,36 @@ class ParallelSettings(Group):
     - p2p: passes keys and values around a ring while computing
     - all_gather: collects keys and values first
     - a2a: trades sequence for heads (Ulysses): the least to send; needs a head for each process"""
-    expert_model_parallel_size: Annotated[Count, "processes"] = 1
+    expert_model_parallel_size: Annotated[Count, "processes", _EXPERTS] = 1
     """Expert parallelism: shards the experts of each layer over this many processes, and sends tokens to them.
     How: Weights, gradients and optimizer state of experts are divided by it. It takes data- and context-parallel
     processes and leaves the global batch as it is; each expert layer sends tokens there and back.
     When: The first choice for large mixtures of experts. Keep it inside one machine where that suffices: the exchange
     is large."""
-    expert_tensor_parallel_size: Annotated[Count, "processes"] | None = None
+    expert_tensor_parallel_size: Annotated[Count, "processes", _EXPERTS] | None = None
     """Splits each expert over this many processes. null takes tensor_model_parallel_size.
     How: An expert is small, so its parts make thin matrix products.
     When: 1 with expert parallelism wherever whole experts fit: it is faster."""
-    decoder_first_pipeline_num_layers: Annotated[Count, "layers"] | None = None
+    decoder_first_pipeline_num_layers: Annotated[Count, "layers", _STAGES] | None = None
     """Layers of the first pipeline stage, which also holds the word embedding. null takes an equal share.
     How: The other stages share the rest.
     When: Fewer than the others where the first stage is the fullest: it also holds activations of the most
     micro-batches."""
-    decoder_last_pipeline_num_layers: Annotated[Count, "layers"] | None = None
+    decoder_last_pipeline_num_layers: Annotated[Count, "layers", _STAGES] | None = None
     """Layers of the last pipeline stage, which also computes the loss over the vocabulary. null takes an equal share.
     How: The other stages share the rest. The slowest stage sets the pace of all.
     When: Fewer than the others balance a large vocabulary: the output layer takes the time of one layer or more."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, _STAGES] = False
     """Count the word embedding as one layer when layers are assigned to pipeline stages: the first stage gets one
     fewer.
     How: Layers plus what is counted are shared equally.
     When: Where the first stage is the fullest, or to make an odd number of layers divide."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: Annotated[bool, _STAGES] = False
     """Count the output layer and loss as one layer when layers are assigned to pipeline stages: the last stage gets one
     fewer.
     How: Layers plus what is counted are shared equally.
     When: For large vocabularies: otherwise the others wait for the last stage."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: Annotated[str, _STAGES] | None = None
     """Says stage by stage what each holds, stages parted by |: E the embedding, t a layer, L the loss; t*3 repeats,
     (tt|)*4 too.
     How: Et*3|t*4|t*4|t*3L is 14 layers on 4 stages, or on 2 with 2 virtual stages each. Parts are assigned to the

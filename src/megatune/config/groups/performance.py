@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group
+from megatune.config.setting import EXPERTS, Count, Group, Needs
+
+_FULL = Needs("recompute.recompute_granularity", ("full",), "it says how whole layers are recomputed")
+_SELECTIVE = Needs("recompute.recompute_granularity", ("selective",))
 
 
 class RecomputeSettings(Group):
@@ -18,20 +21,20 @@ class RecomputeSettings(Group):
     that is not enough. A run that fits without is faster without.
     - full: keeps only the inputs of layers: the least memory, about a third more time
     - selective: recomputes recompute_modules only; their default saves next to nothing"""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, _FULL] = None
     """With full: which layers are recomputed. null takes uniform.
     How: uniform keeps one input for each group of recompute_num_layers layers; block recomputes the first
     recompute_num_layers of each stage and keeps the rest whole.
     When: block where memory is left: lower recompute_num_layers until it is used.
     - uniform: recomputes all layers, in groups
     - block: recomputes the first layers of each stage only"""
-    recompute_num_layers: Annotated[Count, "layers"] | None = None
+    recompute_num_layers: Annotated[Count, "layers", _FULL] | None = None
     """With full: layers of one recomputed group (uniform) or recomputed layers of each stage (block). null takes 1 with
     uniform, and all with block.
     How: A larger group keeps fewer inputs, and needs the activations of the whole group at once in its backward pass.
     When: With uniform leave it at 1; with block set as many as the memory needs."""
-    recompute_modules: list[
-        Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"]], _SELECTIVE
     ] = Field(default=["core_attn"])
     """With selective: what is recomputed.
     How: Each module keeps its inputs and runs its forward pass once more. mla_up_proj, moe, moe_act and shared_experts
@@ -46,7 +49,7 @@ class RecomputeSettings(Group):
     - moe_act: the experts' activation; needs moe_grouped_gemm
     - mla_up_proj: the up-projections of multi-latent attention
     - shared_experts: the shared experts"""
-    moe_layer_recompute: bool = False
+    moe_layer_recompute: Annotated[bool, Needs(EXPERTS, why="the model has none")] = False
     """Recompute whole expert layers in the backward pass: selective with the module moe.
     How: Tokens are dispatched to their experts a second time. With full and block it holds for the layers that are not
     recomputed as a whole.
@@ -99,7 +102,7 @@ class PerformanceSettings(Group):
     """Collect Python's garbage at the same steps on all processes, instead of whenever each process does.
     How: A collection takes tens of milliseconds, and all wait for the process that does it.
     When: Turn it on for runs of many processes."""
-    manual_gc_interval: Annotated[Count, "steps"] = 50
+    manual_gc_interval: Annotated[Count, "steps", Needs("performance.manual_gc", (True,))] = 50
     """With manual_gc: steps from one collection to the next.
     How: Between collections only what is in reference circles stays in the host's memory.
     When: Raise it where steps are short."""

@@ -6,14 +6,38 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group
+from megatune.config.setting import Count, Group, Limit, Mark, Needs
 
 # They train on preference pairs.
 PAIR_STAGES = ("dpo", "rm")
 
 
+_NO_OVERWRITE = Needs(
+    "run.overwrite_output_dir",
+    (False,),
+    "one starts over, the other resumes from the newest checkpoint of the same folder",
+    of=(True,),
+)
+_SAVES = Needs(
+    "checkpoint.save_strategy",
+    ("steps", "epoch"),
+    "there would be no checkpoint to go back to",
+    "write `save_strategy: steps`, or `on_bad_step: skip`",
+    of=("go_back",),
+)
+_WHOLE = Needs(
+    "checkpoint.save_only_model",
+    (False,),
+    "a run cannot resume from a checkpoint without its training state",
+    "write `save_only_model: false`, or `on_bad_step: skip`",
+    of=("go_back",),
+)
+_GOES_ON = Needs("run.on_bad_step", ("skip", "go_back"), "the first bad step ends the run", is_method=True)
+_CLOCK = Limit(10**9, "a billion seconds are 31 years, and clocks that count nanoseconds end at 292")
+
+
 class RunSettings(Group):
-    stage: Literal["pt", "sft", "dpo", "kto", "rm"] = "sft"
+    stage: Annotated[Literal["pt", "sft", "dpo", "kto", "rm"], Mark.ROWS] = "sft"
     """What kind of training this is, and so which form of data it takes and which tokens are trained.
     How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
     The loss is the sum over trained tokens divided by their global number; of dpo and rm the sum over pairs, divided
@@ -27,23 +51,19 @@ class RunSettings(Group):
     - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names
     - kto: trains on answers that are wanted or not, by the loss that kto_loss names
     - rm: trains a reward model on pairs of answers: a score of answers in place of the output layer"""
-    do_train: bool = True
-    """Always true: training is what this command does.
-    How: It is accepted so that files written for LLaMA-Factory run unchanged; false is refused.
-    When: Never: leave it out."""
-    output_dir: str | None = None
+    output_dir: Annotated[str, Mark.NAME] | None = None
     """Folder for checkpoints, logs and the final model.
     How: A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept takes
     the model's size on disk, and with its training state about 12 bytes per parameter more (8 in fp32).
     When: Name a new folder for every new run, on a disk that every machine of the run sees. Name the old one to
     continue a run."""
-    overwrite_output_dir: bool = False
+    overwrite_output_dir: Annotated[bool, Mark.START] = False
     """Start from the first step even where output_dir holds checkpoints to resume from; they are deleted.
     How: With resume_from_checkpoint naming a checkpoint, only those of later steps are deleted, when the run is about
     to begin.
     When: Turn it on to repeat a run in the same folder. Leave it off in files that a scheduler starts again: each
     restart would begin at step 0."""
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: Annotated[bool | str | None, Mark.NAME, Mark.START, _NO_OVERWRITE] = None
     """Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true insists on
     one, false never resumes, a path names the checkpoint.
     How: Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked first. The
@@ -60,7 +80,7 @@ class RunSettings(Group):
     How: It changes what dropout draws, and nothing of the order of rows. Without dropout the run is the same bit for
     bit.
     When: Rarely: where the states of random number generators cannot be read."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32), Mark.ROWS] = 42
     """Seeds the order of rows, the held-out split, packing and the random numbers of training.
     How: The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the same
     layout gives the same run, bit for bit.
@@ -72,7 +92,7 @@ class RunSettings(Group):
     torchrun, the run has torchrun's processes instead.
     When: Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. More
     data-parallel processes help a CPU only while there are cores for them."""
-    ddp_timeout: Annotated[int, Field(gt=0), "seconds"] = 1800
+    ddp_timeout: Annotated[int, Field(gt=0), "seconds", _CLOCK] = 1800
     """How long a collective operation may wait for the other processes before the run is ended.
     How: It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, or for
     half an hour if that is less, is named and ends the run.
@@ -99,7 +119,7 @@ class RunSettings(Group):
     difference ends the run and names the ranks.
     When: Use it on new machines and when looking for faults: 100 finds a broken device for little time. Leave it off
     once the machines are trusted."""
-    on_bad_step: Literal["stop", "skip", "go_back"] = "stop"
+    on_bad_step: Annotated[Literal["stop", "skip", "go_back"], _SAVES, _WHOLE] = "stop"
     """What becomes of a step whose loss or gradient norm is not finite, or beyond loss_spike_bound or
     grad_norm_spike_bound. Its gradients are never used.
     How: All processes decide alike, from numbers that they exchange anyway, before the optimizer changes anything. A
@@ -124,7 +144,7 @@ class RunSettings(Group):
     How: It judges from the ninth such step on, and costs nothing. max_grad_norm scales gradients down instead, and
     keeps their direction.
     When: 10 or more, with on_bad_step: gradients of single batches differ by a factor of a few in good runs, too."""
-    max_bad_steps: Annotated[Count, "steps"] = 10
+    max_bad_steps: Annotated[Count, "steps", _GOES_ON] = 10
     """How many bad steps on_bad_step: skip or go_back lets pass in a run; the next one ends it.
     How: They are counted over the whole run, with its resumes. A run that goes on and on without training is worth
     nothing.
@@ -140,21 +160,21 @@ class RunSettings(Group):
     - error: refuses a run that cannot fit even at the lower end of the plan's uncertainty
     - warn: only says so
     - off: does not plan"""
-    run_name: str | None = None
+    run_name: Annotated[str, Mark.NAME] | None = None
     """Name of the run in its log lines and in trackers. null takes output_dir's name.
     How: Trackers call the run so, and TensorBoard's event files lie in a folder of this name.
     When: Set it where several output folders end in the same name."""
 
 
 class ModelSettings(Group):
-    model_name_or_path: str | None = None
+    model_name_or_path: Annotated[str, Mark.NAME] | None = None
     """The Hugging Face checkpoint to train: a folder with config.json, safetensors and tokenizer, or the id of a model
     on a hub, such as Qwen/Qwen3-0.6B.
     How: A folder wins over an id. Of a hub (ModelScope's with USE_MODELSCOPE_HUB=1) only safetensors and the files of
     configuration and tokenizer are fetched, once a machine, into the hub's own cache. Each process reads only the
     slices of the safetensors that it holds; the final model has the same form and the same keys.
     When: Required. Start from an instruction-tuned model for behaviour, from a base model for continued pretraining."""
-    mcore_model: str | None = None
+    mcore_model: Annotated[str, Mark.NAME] | None = None
     """A folder in Megatron-Core's torch_dist format to take the weights from, such as what Megatron-SWIFT or
     Megatron-LM wrote.
     How: The folder with latest_checkpointed_iteration.txt, or an iter_N folder itself. Each process reads the slices
@@ -162,19 +182,14 @@ class ModelSettings(Group):
     from the folder, else from the model that its args.json names.
     When: To go on from a run of Megatron without a conversion; `megatune export --to_hf true` makes a Hugging Face
     model of it. A run that resumes takes its weights from its own checkpoint."""
-    model_revision: str = "main"
+    model_revision: Annotated[str, Mark.NAME] = "main"
     """Which version of a model on a hub: a branch, a tag or a commit.
     How: It is resolved to a commit when the run starts; run.yaml and the checkpoints name that commit, so that the same
     files can be had again.
     When: Set it to a commit where a later change of the model must not reach this run. A folder has no revisions:
     anything but main is refused there."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str, Mark.NAME, Mark.MACHINE] | None = None
     """Folder for files of models that are fetched from a hub. null is the hub's own cache.
     How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE
     move it.
     When: Set it where the home folder is too small for the model."""
-    trust_remote_code: bool = False
-    """Whether code from the checkpoint's repository may be run. None ever is: the supported families need none.
-    How: The model is built from this project's own description of its family; config.json only gives the numbers. true
-    is a permission that nothing asks for.
-    When: Never; files written for LLaMA-Factory may have it."""

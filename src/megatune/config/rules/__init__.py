@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
+from megatune.config.names import plain_finding
 from megatune.config.rules import (
     data,
+    declared,
     experts,
     finetuning,
     layout,
-    limits,
     memory,
     pipeline,
     preference,
-    quantization,
     run,
 )
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_MODULES = (data, limits, run, layout, pipeline, experts, memory, quantization, preference)
-_BUILT = tuple(rule for module in _MODULES for rule in module.RULES)
+_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference)
 
 # Of a run, and of what only reads its data.
-RULES = (*finetuning.RULES, *_BUILT)
-DATA_RULES = (*finetuning.RULES, *data.RULES, *limits.RULES)
+RULES = (*(rule for module in _MODULES for rule in module.RULES), declared.limits)
+DATA_RULES = (*finetuning.RULES, *data.RULES, declared.limits)
 
 
 def check(
@@ -39,6 +38,7 @@ def check(
     origins: Mapping[str, str] | None = None,
     invalid: Collection[str] = (),
     written: Mapping[str, SettingEntry] | None = None,
+    phrase: Callable[[Finding], Finding] | None = None,
 ) -> list[Finding]:
     """Find all that is wrong between settings.
 
@@ -49,6 +49,7 @@ def check(
         origins: "group.name" -> where it was written, to say where each problem is.
         invalid: "group.name" of settings already refused; problems they take part in are not reported again.
         written: "group.name" of what a user gave a value; what is not built is refused where it is written.
+        phrase: writes the names of settings in a finding; None writes our own.
     """
     context = Context(settings, architecture, world_size, written or {})
     findings: list[Finding] = []
@@ -56,4 +57,4 @@ def check(
         if set(problem.paths).isdisjoint(invalid):
             places = (origin for path in problem.paths if (origin := (origins or {}).get(path, "default")) != "default")
             findings.append(Finding(problem.what, problem.where or next(places, ""), problem.why, problem.fix))
-    return findings
+    return [*map(phrase or plain_finding, findings)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
+from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem, divisors, either, multiples_around, nearest
 
 _TP = "tensor_model_parallel_size"
@@ -38,25 +39,19 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     unequal = [f"{number} {name}" for number, name, remainder in _shares(architecture, tp) if remainder]
     heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
-    what = f"tensor_model_parallel_size {tp} does not split the model's {', '.join(unequal)}"
+    what = f"`tensor_model_parallel_size {tp}` does not split the model's {', '.join(unequal)}"
     why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
-    yield Problem((_TP,), what, why, f"write tensor_model_parallel_size: {valid}, the nearest that this model allows")
+    yield Problem((_TP,), what, why, f"write `tensor_model_parallel_size: {valid}`, the nearest that this model allows")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
-    """The sequence is split over the tensor-parallel processes, so there must be some, and tokens for each."""
+    """The sequence is split over the tensor-parallel processes, so there must be tokens for each."""
     parallel, cutoff = context.settings.parallel, context.settings.data.cutoff_len
     tp = parallel.tensor_model_parallel_size
-    if not parallel.sequence_parallel:
-        return
-    if tp == 1:
-        why = "it splits the sequence over the tensor-parallel processes; there is one"
-        fix = "remove sequence_parallel, or write tensor_model_parallel_size: 2"
-        yield Problem(("sequence_parallel", _TP), "sequence_parallel: true with tensor_model_parallel_size 1", why, fix)
-    elif cutoff < tp:
-        what = f"cutoff_len {cutoff} is shorter than tensor_model_parallel_size {tp}"
-        why = "sequence_parallel gives each tensor-parallel process a part of the sequence"
-        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"write cutoff_len: {tp} or more")
+    if parallel.sequence_parallel and cutoff < tp:
+        what = f"`cutoff_len {cutoff}` is shorter than `tensor_model_parallel_size {tp}`"
+        why = "`sequence_parallel` gives each tensor-parallel process a part of the sequence"
+        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"write `cutoff_len: {tp}` or more")
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
@@ -68,10 +63,10 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     heads, left = divmod(architecture.num_attention_heads, tp)
     if left or heads % cp == 0:
         return
-    what = f"context_parallel_size {cp} with cp_comm_type a2a does not divide the {heads} attention heads of a process"
+    what = f"`{_CP} {cp}` with `cp_comm_type a2a` does not divide the {heads} attention heads of a process"
     why = "a2a gives each context-parallel process an equal share of the heads"
     valid = nearest(cp, divisors(heads))
-    fix = f"write cp_comm_type: p2p, or context_parallel_size: {valid}, the nearest that divides them"
+    fix = f"write `cp_comm_type: p2p`, or `{_CP}: {valid}`, the nearest that divides them"
     yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
 
 
@@ -84,27 +79,27 @@ def world(context: Context) -> Iterator[Problem]:
     tp, pp, cp = (getattr(parallel, name) for name in (_TP, "pipeline_model_parallel_size", _CP))
     if num_processes % parallel.model_parallel_size:
         what = f"the {parallel.model_parallel_size} that one copy of the model takes"
-        parts = f"tensor_model_parallel_size {tp} times pipeline_model_parallel_size {pp}"
-        parts += f" times context_parallel_size {cp}" if cp > 1 else ""
+        parts = f"`tensor_model_parallel_size {tp}` times `pipeline_model_parallel_size {pp}`"
+        parts += f" times `context_parallel_size {cp}`" if cp > 1 else ""
         names = ("num_processes", _TP, "pipeline_model_parallel_size", *([_CP] if cp > 1 else []))
         why = f"{parts} is {parallel.model_parallel_size}"
     elif num_processes % parallel.expert_parallel_size:
         what = f"the {parallel.expert_parallel_size} that one copy of the experts takes"
         etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
         why = (
-            f"expert_tensor_parallel_size {etp} times expert_model_parallel_size {ep} times "
-            f"pipeline_model_parallel_size {pp} is {parallel.expert_parallel_size}"
+            f"`expert_tensor_parallel_size {etp}` times `expert_model_parallel_size {ep}` times "
+            f"`pipeline_model_parallel_size {pp}` is {parallel.expert_parallel_size}"
         )
         if parallel.expert_tensor_parallel_size is None and etp > 1:
-            why += "; expert_tensor_parallel_size is tensor_model_parallel_size where it is not set"
+            why += "; `expert_tensor_parallel_size` is `tensor_model_parallel_size` where it is not set"
         names = ("num_processes", "expert_model_parallel_size", "expert_tensor_parallel_size")
     else:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
     valid = either(multiples_around(num_processes, parallel.smallest_world))
-    started = f"write num_processes: {valid}" if key == "num_processes" else f"start {valid} processes"
+    started = f"write `num_processes: {valid}`" if key == "num_processes" else f"start {valid} processes"
     smaller = _that_fits(context, num_processes)
-    fix = f"write {smaller}, or {started}" if smaller else started
+    fix = f"write `{smaller}`, or {started}" if smaller else started
     yield Problem(names, f"{num_processes} processes are not a multiple of {what}", why, fix)
 
 
@@ -130,15 +125,4 @@ def _that_fits(context: Context, num_processes: int) -> str:
     return ""
 
 
-def overlap_param_gather(context: Context) -> Iterator[Problem]:
-    """Megatron-Core gathers parameters early only where the optimizer is sharded and gradients are reduced early."""
-    parallel = context.settings.parallel
-    missing = [key for key in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(parallel, key)]
-    if parallel.overlap_param_gather and missing:
-        what = f"overlap_param_gather: true without {' and '.join(missing)}"
-        why = "it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps"
-        fix = "write " + " and ".join(f"{key}: true" for key in missing) + ", or overlap_param_gather: false"
-        yield Problem(("overlap_param_gather", *missing), what, why, fix)
-
-
-RULES = (tensor_parallel, sequence_parallel, context_parallel, world, overlap_param_gather)
+RULES = (needs_of("parallel"), tensor_parallel, sequence_parallel, context_parallel, world)

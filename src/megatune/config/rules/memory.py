@@ -9,20 +9,8 @@ import math
 from collections.abc import Iterator
 
 from megatune.config.pipeline import pipeline_chunks
+from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
-
-
-def granularity(context: Context) -> Iterator[Problem]:
-    """Method and number of layers are of full recomputation."""
-    recompute = context.settings.recompute
-    if recompute.recompute_granularity == "full":
-        return
-    for name in ("recompute_method", "recompute_num_layers"):
-        if getattr(recompute, name) is not None:
-            said = recompute.recompute_granularity or "null"
-            what = f"{name} with recompute_granularity {said}"
-            fix = f"write recompute_granularity: full, or remove {name}"
-            yield Problem((name, "recompute_granularity"), what, "it says how whole layers are recomputed", fix)
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
@@ -40,9 +28,10 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
     uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
     if uneven is not None:
         sizes = divisors(math.gcd(*(chunk.num_layers for chunk in chunks)))
-        what = f"recompute_num_layers {count} does not divide the {uneven} layers of a stage"
+        what = f"`recompute_num_layers {count}` does not divide the {uneven} layers of a stage"
         why = "uniform recomputes layers in groups of that size"
-        fix = f"write recompute_num_layers: {nearest(count, sizes)}, the nearest that does, or recompute_method: block"
+        valid = nearest(count, sizes)
+        fix = f"write `recompute_num_layers: {valid}`, the nearest that does, or `recompute_method: block`"
         yield Problem(("recompute_num_layers", "recompute_method"), what, why, fix)
 
 
@@ -61,49 +50,16 @@ def modules(context: Context) -> Iterator[Problem]:
         elif not architecture.moe.shared_expert_intermediate_size:
             absent["shared_experts"] = "has no shared experts"
         for module in sorted(chosen & absent.keys()):
-            what = f"recompute_modules has {module}, and a {architecture.model_type} {absent[module]}"
+            what = f"`recompute_modules` has {module}, and a {architecture.model_type} {absent[module]}"
             yield Problem(("recompute_modules",), what, "", f"remove {module}")
     for module, needs, wanted in (
         ("moe_act", "moe_grouped_gemm", True),
         ("shared_experts", "moe_shared_expert_overlap", False),
     ):
         if module in chosen - absent.keys() and getattr(experts, needs) is not wanted:
-            what = f"recompute_modules has {module} with {needs}: {str(not wanted).lower()}"
-            fix = f"remove {module}, or write {needs}: {str(wanted).lower()}"
+            what = f"`recompute_modules` has {module} with `{needs}: {str(not wanted).lower()}`"
+            fix = f"remove {module}, or write `{needs}: {str(wanted).lower()}`"
             yield Problem(("recompute_modules", needs), what, "", fix)
-
-
-def optimizer_state(context: Context) -> Iterator[Problem]:
-    """Settings of Adam's state, and of an optimizer on the host."""
-    optimizer = context.settings.optimizer
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if optimizer.optimizer == "sgd" and getattr(optimizer, name) != "fp32":
-            what = f"{name} {getattr(optimizer, name)} with optimizer sgd"
-            why = "it is part of Adam's state"
-            yield Problem((name, "optimizer"), what, why, f"remove {name}, or write optimizer: adam")
-    if optimizer.optimizer == "sgd" and optimizer.optimizer_cpu_offload:
-        what = "optimizer_cpu_offload: true with optimizer sgd"
-        fix = "write optimizer: adam, or optimizer_cpu_offload: false"
-        yield Problem(("optimizer_cpu_offload", "optimizer"), what, "it moves Adam's state", fix)
-    if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
-        what = f"optimizer_offload_fraction {optimizer.optimizer_offload_fraction:g} without optimizer_cpu_offload"
-        fix = "write optimizer_cpu_offload: true, or remove optimizer_offload_fraction"
-        yield Problem(("optimizer_offload_fraction", "optimizer_cpu_offload"), what, "nothing is offloaded", fix)
-    if optimizer.optimizer_cpu_offload and not context.settings.parallel.use_distributed_optimizer:
-        what = "optimizer_cpu_offload: true with use_distributed_optimizer: false"
-        why = "every replica would keep all of the state, and only the distributed optimizer keeps it on the host"
-        fix = "remove use_distributed_optimizer: false"
-        yield Problem(("optimizer_cpu_offload", "use_distributed_optimizer"), what, why, fix)
-
-
-def gradients(context: Context) -> Iterator[Problem]:
-    """In fp32 there is no other dtype to add gradients in."""
-    precision = context.settings.precision
-    if not precision.accumulate_allreduce_grads_in_fp32 and precision.params_dtype == "float32":
-        what = "accumulate_allreduce_grads_in_fp32: false without bf16 or fp16"
-        why = "gradients have the dtype of the model, which is fp32"
-        fix = "write bf16: true, or remove accumulate_allreduce_grads_in_fp32"
-        yield Problem(("accumulate_allreduce_grads_in_fp32",), what, why, fix)
 
 
 def whole_rows(context: Context) -> Iterator[Problem]:
@@ -111,15 +67,15 @@ def whole_rows(context: Context) -> Iterator[Problem]:
     settings, parallel = context.settings, context.settings.parallel
     if settings.performance.attention_backend != "fused":
         return
-    fix = "write attention_backend: auto, or flash"
+    fix = "write `attention_backend: auto`, or flash"
     if settings.packing:
         why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
-        yield Problem(("attention_backend", "packing"), "attention_backend: fused and packing: true", why, fix)
+        yield Problem(("attention_backend", "packing"), "`attention_backend: fused` and `packing: true`", why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
-        what = f"attention_backend: fused and cp_comm_type {parallel.cp_comm_type}"
+        what = f"`attention_backend: fused` and `cp_comm_type {parallel.cp_comm_type}`"
         why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"
-        fix = f"{fix}; or cp_comm_type: a2a, which attends to whole rows"
+        fix = f"{fix}; or `cp_comm_type: a2a`, which attends to whole rows"
         yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
-RULES = (granularity, groups_of_layers, modules, optimizer_state, gradients, whole_rows)
+RULES = (needs_of("optimizer", "precision", "recompute", "performance"), groups_of_layers, modules, whole_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatune.config.pipeline import holds_deepstack, parse_layout, pipeline_chunks, write_layout
@@ -26,17 +26,17 @@ def _given_shapes(parallel: ParallelSettings) -> list[str]:
 
 
 def shapes(context: Context) -> Iterator[Problem]:
-    """There are stages to shape, and one way of shaping them is used."""
-    parallel = context.settings.parallel
-    given = _given_shapes(parallel)
-    if given and parallel.pipeline_model_parallel_size == 1:
-        what = f"{' and '.join(given)} with pipeline_model_parallel_size 1"
-        fix = f"remove {' and '.join(given)}, or write pipeline_model_parallel_size: 2"
-        yield Problem((*given, _PP), what, "there is one stage, which holds everything", fix)
+    """One way of shaping stages is used."""
+    given = _given_shapes(context.settings.parallel)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
-        why = "each says which stage holds how many layers"
-        yield Problem(tuple(given), " and ".join(given), why, f"keep {given[-1] if 'pipeline' in kinds else given[0]}")
+        kept = given[-1] if "pipeline" in kinds else given[0]
+        what, why = _names(given), "each says which stage holds how many layers"
+        yield Problem(tuple(given), what, why, f"keep `{kept}`")
+
+
+def _names(given: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in given)
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -49,13 +49,13 @@ def written_layout(context: Context) -> Iterator[Problem]:
         parts = len(parse_layout(text))
     except ValueError as error:
         fix = "E first, t for each layer, L last, | between stages: Et*3|t*3L"
-        yield Problem((_LAYOUT,), f"pipeline_model_parallel_layout {text!r} cannot be read: {error}", "", fix)
+        yield Problem((_LAYOUT,), f"`{_LAYOUT} {text!r}` cannot be read: {error}", "", fix)
         return
     vpp = parallel.virtual_pipeline_model_parallel_size
     if parts % pp or (vpp and parts != pp * vpp):
         stages = f"{pp} stages" + (f" of {vpp} virtual stages" if vpp else "")
         expected = f"{pp * vpp} parts" if vpp else f"a multiple of {pp} parts"
-        what = f"pipeline_model_parallel_layout {text!r} has {parts} parts for {stages}"
+        what = f"`{_LAYOUT} {text!r}` has {parts} parts for {stages}"
         why = "every stage holds one part, or one for each of its virtual stages"
         fix = f"write {expected}{_stages_for(parts, pp, vpp)}"
         yield Problem((_LAYOUT, _PP, *([_VPP] if vpp else [])), what, why, fix)
@@ -64,27 +64,34 @@ def written_layout(context: Context) -> Iterator[Problem]:
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
     """The sizes that a layout of this many parts is right for, if there are any."""
     if parts == 1:
-        return ", or remove pipeline_model_parallel_layout"
+        return f", or remove `{_LAYOUT}`"
     if vpp is None:
-        return f", or pipeline_model_parallel_size: {parts}"
+        return f", or `{_PP}: {parts}`"
     if parts == pp:
-        return ", or remove virtual_pipeline_model_parallel_size"
+        return f", or remove `{_VPP}`"
     if parts % pp == 0:
-        return f", or virtual_pipeline_model_parallel_size: {parts // pp}"
-    return f", or pipeline_model_parallel_size: {parts // vpp}" if parts % vpp == 0 and parts > vpp else ""
+        return f", or `{_VPP}: {parts // pp}`"
+    return f", or `{_PP}: {parts // vpp}`" if parts % vpp == 0 and parts > vpp else ""
+
+
+def _is_shaped_wrong(context: Context) -> bool:
+    """Tell whether other rules refuse how stages are shaped: which stage holds what is not known then."""
+    parallel = context.settings.parallel
+    has_one = parallel.pipeline_model_parallel_size == 1 and bool(_given_shapes(parallel))
+    return has_one or any(shapes(context)) or any(written_layout(context))
 
 
 def layers(context: Context) -> Iterator[Problem]:
     """Every stage, and every virtual stage, gets its layers."""
     architecture, parallel = context.architecture, context.settings.parallel
-    if architecture is None or any(written_layout(context)) or any(shapes(context)):
+    if architecture is None or _is_shaped_wrong(context):
         return
     try:
         pipeline_chunks(parallel, architecture.num_layers)
     except ValueError as error:
         asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
         if asked:
-            named = " and ".join(f"{name} {getattr(parallel, name)}" for name in asked)
+            named = " and ".join(f"`{name} {getattr(parallel, name)}`" for name in asked)
             why = f"the parts together hold the model's {architecture.num_layers} layers"
             fix = _nearest_numbers(parallel, architecture.num_layers, asked)
             yield Problem((*asked, _PP), f"{named}: {error}", why, fix)
@@ -99,16 +106,16 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
     most = num_layers + len(counted)
     if vpp and pp <= most:
         fix = (
-            f"write virtual_pipeline_model_parallel_size: {most // pp}, the most that there are layers for"
+            f"write `{_VPP}: {most // pp}`, the most that there are layers for"
             if most // pp > 1
-            else "remove virtual_pipeline_model_parallel_size: each stage holds one layer"
+            else f"remove `{_VPP}`: each stage holds one layer"
         )
         what = f"{pp} stages of {vpp} virtual stages: {error}"
         return Problem((_VPP, _PP, *counted), what, "every virtual stage holds a layer at least", fix)
-    fix = f"write pipeline_model_parallel_size: {most}, the most that there are layers for"
+    fix = f"write `{_PP}: {most}`, the most that there are layers for"
     if vpp:
-        fix += ", and remove virtual_pipeline_model_parallel_size"
-    what = f"pipeline_model_parallel_size {pp}: {error}"
+        fix += f", and remove `{_VPP}`"
+    what = f"`{_PP} {pp}`: {error}"
     return Problem((_PP, *counted), what, "every stage holds a layer at least", fix)
 
 
@@ -119,7 +126,7 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
         while (left := num_layers - sum(counts)) != 0:
             index = counts.index(min(counts)) if left > 0 else counts.index(max(counts))
             counts[index] += 1 if left > 0 else -1
-        return f"write pipeline_model_parallel_layout: {write_layout(counts)}"
+        return f"write `{_LAYOUT}: {write_layout(counts)}`"
     for name in reversed(asked):
         given = getattr(parallel, name)
         for number in sorted(range(1, num_layers), key=lambda number: (abs(number - given), number)):
@@ -127,8 +134,8 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
                 pipeline_chunks(parallel.model_copy(update={name: number}), num_layers)
             except ValueError:
                 continue
-            return f"write {name}: {number}"
-    return f"remove {' and '.join(asked)}"
+            return f"write `{name}: {number}`"
+    return f"remove {_names(asked)}"
 
 
 def deepstack(context: Context) -> Iterator[Problem]:
@@ -136,7 +143,7 @@ def deepstack(context: Context) -> Iterator[Problem]:
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or architecture.vision is None:
         return
-    if any(found for rule in (shapes, written_layout, layers) for found in rule(context)):
+    if _is_shaped_wrong(context) or any(layers(context)):
         return
     if holds_deepstack(parallel, architecture):
         return
@@ -145,8 +152,8 @@ def deepstack(context: Context) -> Iterator[Problem]:
     what = f"the first of {len(counts)} pipeline parts has {counts[0]} of the first {fed} layers"
     why = f"{fed} layers of the vision encoder, which is in the first part, feed one of these each (deepstack)"
     changes = _nearest_with_first_layers(parallel, architecture.num_layers, fed)
-    writes = " and ".join(f"{name}: {value}" for name, value in changes.items() if value is not None)
-    removes = " and ".join(name for name, value in changes.items() if value is None)
+    writes = " and ".join(f"`{name}: {value}`" for name, value in changes.items() if value is not None)
+    removes = _names(name for name, value in changes.items() if value is None)
     fix = ", and ".join(f"{verb} {each}" for verb, each in (("write", writes), ("remove", removes)) if each)
     yield Problem((*_given_shapes(parallel), *names), what, why, fix)
 
@@ -171,23 +178,13 @@ def _nearest_with_first_layers(parallel: ParallelSettings, num_layers: int, fed:
 
 
 def virtual_stages(context: Context) -> Iterator[Problem]:
-    """Virtual stages interleave over at least two pipeline stages, in rounds of one micro-batch a stage."""
-    parallel, batch = context.settings.parallel, context.settings.batch
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
-    if vpp is None or (pp < 2 and parallel.virtual_pipeline_model_parallel_size is None):
-        return  # a written layout of one stage is another rule's
-    key = _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
-    if pp < 2:
-        what = f"virtual_pipeline_model_parallel_size {vpp} with pipeline_model_parallel_size {pp}"
-        why = "virtual stages interleave the layers of several pipeline stages; there is one"
-        fix = "remove virtual_pipeline_model_parallel_size, or write pipeline_model_parallel_size: 2"
-        yield Problem((_VPP, _PP), what, why, fix)
-        return
-    steps = batch.gradient_accumulation_steps
-    if steps % pp:
-        what = f"gradient_accumulation_steps {steps} is not a multiple of pipeline_model_parallel_size {pp}"
+    """Virtual stages interleave in rounds of one micro-batch a stage."""
+    parallel, steps = context.settings.parallel, context.settings.batch.gradient_accumulation_steps
+    pp, key = parallel.pipeline_model_parallel_size, _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
+    if parallel.virtual_stages is not None and pp > 1 and steps % pp:
+        what = f"`gradient_accumulation_steps {steps}` is not a multiple of `{_PP} {pp}`"
         why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
-        fix = f"write gradient_accumulation_steps: {either(multiples_around(steps, pp))}"
+        fix = f"write `gradient_accumulation_steps: {either(multiples_around(steps, pp))}`"
         yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 

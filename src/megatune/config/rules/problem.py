@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.settings import Settings, setting_paths, setting_value
+from megatune.config.settings import Settings, setting_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,6 @@ class Context:
     world_size: int | None
     written: Mapping[str, SettingEntry] = field(default_factory=dict)
 
-    def asks(self, path: str, default: object, method: str) -> bool:
-        """Return whether a user asks for a setting of a method that the run has not: with a value beside its default,
-        or with any where the method itself is left open. Beside a method that is written a default asks for nothing.
-
-        Args:
-            path, method: "group.name" of the setting, and of what chooses the method.
-        """
-        value = setting_value(self.settings, path)
-        return value != default or (bool(value) and path in self.written and method not in self.written)
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -40,7 +30,7 @@ class Problem:
 
     Attributes:
         names: of the settings in it, the one to change first.
-        what, why, fix: as in `megatune.errors.Finding`.
+        what, why, fix: as in `megatune.errors.Finding`; settings are named as `megatune.config.names` says.
         where: "" for the first place where one of the settings was written.
     """
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from megatune.config.setting import Mark
+from megatune.config.settings import marked, setting_value
 from megatune.data.cache.folder import cache_dir
 from megatune.data.sources import datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -26,24 +28,6 @@ if TYPE_CHECKING:
 
 # Raised whenever the same files and settings come to give other rows.
 FORMAT_VERSION = 6
-
-# Data settings that determine the rows by their values.
-BY_VALUE = frozenset((
-    "cutoff_len", "truncation_strategy", "mix_strategy", "interleave_probs", "dataset_weights", "max_samples",
-    "val_size", "train_on_prompt", "mask_history", "enable_thinking", "preserve_thinking", "default_system",
-    "model_name", "model_author", "dataset_shuffle", "conversation_rules", "agent_template", "add_empty_thought",
-    "answer_masks",
-))  # fmt: skip
-# Those that determine them by the content that they name.
-BY_CONTENT = frozenset(
-    {"dataset", "dataset_dir", "columns", "eval_dataset", "template", "tool_format", "packing", "on_bad_row"}
-)
-# Those that determine the rows of a vision-language model: by its processor, and by the names of files.
-BY_PICTURES = frozenset((
-    "image_max_pixels", "image_min_pixels", "image_scale_pixels",
-    "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
-    "media_dir",
-))  # fmt: skip
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
@@ -109,7 +93,7 @@ def prepared_key(
     Raises:
         MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file not be read (66).
     """
-    data, stage = settings.data, settings.run.stage
+    data = settings.data
     train = datasets_of(settings)
     evaluation = datasets_of(settings, evaluation=True)
     sources = (*train, *evaluation)
@@ -121,12 +105,10 @@ def prepared_key(
             raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
     chosen = {
         "format": FORMAT_VERSION,
-        "stage": stage,
-        "seed": settings.run.seed,
         "packing": settings.packing,
         # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
         "refuses_bad_rows": data.on_bad_row == "error",
-        **{name: getattr(data, name) for name in sorted(BY_VALUE)},
+        **{path.partition(".")[2]: setting_value(settings, path) for path in sorted(marked(Mark.ROWS))},
         **({"tool_format": data.tool_format} if data.tool_format else {}),
     }
     content = {

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
+from megatune.config.names import plain
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import Changes, smaller_micro_batch, varied, with_settings, written
+from megatune.plan.changes.variation import Changes, named, smaller_micro_batch, varied, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, seconds, size
 from megatune.plan.search import TIGHT, SearchRequest, is_tight, safe_bytes, search
@@ -43,9 +44,14 @@ class Fix:
         return 1 - self.before.time.tokens_per_second / self.after.time.tokens_per_second
 
     def __str__(self) -> str:
+        return plain(self.text)
+
+    @property
+    def text(self) -> str:
+        """The changes and what they do, for a message, whose dialect writes the names (`config.names`)."""
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
         pace = change(1 - self.gain, "slower", "faster", "as fast")
-        return f"{written(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
+        return f"{named(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
 
 
 def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.names import plain
 from megatune.config.rules import check
 from megatune.config.settings import Settings
 from megatune.config.values import shown
@@ -75,5 +75,10 @@ def smaller_micro_batch(case: Case) -> dict[str, Any]:
 
 
 def written(changes: Mapping[str, Any]) -> str:
-    """Write changes as a user does: `recompute_granularity: full, recompute_method: uniform`."""
-    return ", ".join(f"{LLAMAFACTORY.key_of(path)}: {shown(value)}" for path, value in changes.items())
+    """Write changes as a user does: recompute_granularity: full, recompute_method: uniform."""
+    return plain(named(changes))
+
+
+def named(changes: Mapping[str, Any]) -> str:
+    """Write changes for a message, whose dialect writes the names (`config.names`)."""
+    return ", ".join(f"`{path.partition('.')[2]}: {shown(value)}`" for path, value in changes.items())

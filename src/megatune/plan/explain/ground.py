@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
+from megatune.config.names import plain
 from megatune.config.of_model import of_model
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, quantization, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -31,10 +32,8 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *finetuning.RULES,
-    *quantization.RULES,
     *trainable.RULES,
     *preference.RULES,
-    run.precision,
     run.cutoff,
 )
 # How such a model is usually trained, so that a setting is weighed against a sensible run.
@@ -185,6 +184,6 @@ def _plannable(case: Case, assumed: Assumed) -> Ground:
 
 
 def problems(case: Case) -> list[Problem]:
-    """Return what the rules have against a case, as far as it is planned."""
+    """Return what the rules have against a case, as far as it is planned, with our own names of settings."""
     context = Context(case.settings, case.model.architecture, case.world_size)
-    return [problem for rule in _RULES for problem in rule(context)]
+    return [replace(problem, what=plain(problem.what)) for rule in _RULES for problem in rule(context)]

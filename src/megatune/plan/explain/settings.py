@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Refused
@@ -11,9 +11,10 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.rules import RULES
+from megatune.config.rules.declared import is_met
 from megatune.config.rules.finetuning import NOT_BUILT
-from megatune.config.setting import SettingInfo
-from megatune.config.settings import GROUPS, Settings, all_settings
+from megatune.config.setting import Needs, SettingInfo
+from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
 from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of
 from megatune.plan import trainable
@@ -26,10 +27,12 @@ from megatune.plan.explain.words import (
     Words,
     accepted_text,
     against_words,
+    all_needs,
     columns_of,
     cost_lines,
     fullest,
     ground_line,
+    needs_text,
     refusal_texts,
     texts_of,
     words_of,
@@ -103,8 +106,8 @@ def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language)
     words, texts = words_of(language), texts_of(info, language)
     names = LLAMAFACTORY.names_of(info.path)
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
-    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.cost)
-    width = max(map(columns_of, heads)) + 2
+    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values)
+    width = max(map(columns_of, (*heads, words.needs, words.cost))) + 2
 
     def paragraph(heading: str, text: str, hang: int = 0) -> str:
         return wrapped(text, indent=" " * (width + 2 + hang), first=f"  {heading}{' ' * (width - columns_of(heading))}")
@@ -118,6 +121,8 @@ def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language)
     yield paragraph(words.when, texts.when)
     for index, (value, text) in enumerate(texts.values.items()):
         yield paragraph("" if index else words.values, f"{value}{words.colon}{text}", hang=2)
+    for index, text in enumerate(all_needs(info, words)):
+        yield paragraph("" if index else words.needs, text)
     yield ""
     for index, line in enumerate(cost_lines(info, weigh(info, grounds), grounds, words)):
         yield paragraph("" if index else words.cost, line, hang=2)
@@ -139,40 +144,6 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
 
 
 # --- a file ----------------------------------------------------------------------------------------------------------
-
-_EXPERTS = "moe"  # needed: a model with experts
-# A setting, what it needs as a user writes it, or _EXPERTS, and whether that is there; the model is None if not known.
-_NEEDS: tuple[tuple[str, str, Callable[[Settings, Architecture | None], bool]], ...] = (
-    ("optimizer.sgd_momentum", "optimizer: sgd", lambda s, _: s.optimizer.optimizer == "sgd"),
-    *(
-        (f"optimizer.{name}", "optimizer: adam", lambda s, _: s.optimizer.optimizer == "adam")
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
-    ),
-    ("optimizer.num_train_epochs", "max_steps: -1", lambda s, _: s.optimizer.max_steps <= 0),
-    ("parallel.overlap_p2p_comm", "virtual_pipeline_model_parallel_size: 2",
-     lambda s, _: bool(s.parallel.virtual_stages)),
-    ("parallel.cp_comm_type", "context_parallel_size: 2", lambda s, _: s.parallel.context_parallel_size > 1),
-    ("recompute.recompute_modules", "recompute_granularity: selective",
-     lambda s, _: s.recompute.recompute_granularity == "selective"),
-    ("performance.manual_gc_interval", "manual_gc: true", lambda s, _: s.performance.manual_gc),
-    ("logging.tensorboard_dir", "report_to: tensorboard", lambda s, _: "tensorboard" in s.trackers),
-    *((f"logging.wandb_{name}", "report_to: wandb", lambda s, _: "wandb" in s.trackers)
-      for name in ("project", "save_dir")),
-    *((f"logging.swanlab_{name}", "report_to: swanlab", lambda s, _: "swanlab" in s.trackers)
-      for name in ("project", "workspace", "mode")),
-    *((f"checkpoint.hub_{name}", "push_to_hub: true", lambda s, _: s.checkpoint.push_to_hub)
-      for name in ("private_repo", "strategy")),
-    ("checkpoint.save_steps", "save_strategy: steps", lambda s, _: s.checkpoint.save_strategy == "steps"),
-    ("evaluation.eval_steps", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy == "steps"),
-    ("batch.per_device_eval_batch_size", "eval_strategy: steps", lambda s, _: s.evaluation.eval_strategy != "no"),
-    ("experts.moe_aux_loss_coeff", "moe_router_load_balancing_type: aux_loss",
-     lambda s, _: s.experts.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")),
-    ("experts.moe_router_load_balancing_type", "moe_aux_loss_coeff: 0.001",
-     lambda s, _: s.experts.moe_aux_loss_coeff != 0
-     or s.experts.moe_router_load_balancing_type in ("sinkhorn", "none")),
-    *((path, _EXPERTS, lambda _, architecture: architecture is None or architecture.moe is not None)
-      for path in all_settings() if path.startswith(("experts.", "parallel.expert_"))),
-)  # fmt: skip
 
 
 def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language = "en") -> tuple[str, list[Finding]]:
@@ -200,14 +171,21 @@ def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language =
     for path in sorted(written - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
         lines += ["", *_written(all_settings()[path], loaded, ground, language)]
     remarks = [str(finding) for finding in findings]
-    for path, needs, are_met in _NEEDS:
-        value = setting_of(loaded.settings, path)
-        if path not in written or value is None or are_met(loaded.settings, ground.architecture):
-            continue
-        needs = words.experts if needs == _EXPERTS else needs
-        text, origin = words.without_effect.format(key=LLAMAFACTORY.key_of(path), needs=needs), loaded.origins[path]
+    for path, need in _without_effect(loaded, ground.architecture):
+        key, origin = LLAMAFACTORY.key_of(path), loaded.origins[path]
+        text = words.without_effect.format(key=key, needs=needs_text(need, words))
         remarks.append(f"{origin}: {text}" if _place(origin)[0] < NO_LINE else text)
     return "\n".join([*lines, "", words.remarks, *(remarks or [words.no_remarks])]), findings
+
+
+def _without_effect(loaded: Loaded, architecture: Architecture | None) -> Iterator[tuple[str, Needs]]:
+    """Yield what is written and lacks what it needs without being refused for it."""
+    for path, info in all_settings().items():
+        value = setting_of(loaded.settings, path)
+        noted = (need for need in info.needs if not need.why and (not need.of or value in need.of))
+        missing = next((need for need in noted if not is_met(need, loaded.settings, architecture)), None)
+        if path in loaded.written and missing is not None:
+            yield path, missing
 
 
 def _written(info: SettingInfo, loaded: Loaded, ground: Ground, language: Language) -> Iterator[str]:
@@ -257,6 +235,8 @@ def _section(info: SettingInfo, words: Words, language: Language) -> Iterator[st
     yield f"- **{words.how.capitalize()}**{words.colon}{texts.how}\n"
     yield f"- **{words.when.capitalize()}**{words.colon}{texts.when}\n"
     yield from (f"- `{value}`{words.colon}{text}\n" for value, text in texts.values.items())
+    if needs := all_needs(info, words):
+        yield f"- **{words.needs.capitalize()}**{words.colon}{words.semicolon.join(needs)}\n"
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 
-from megatune.config.setting import SettingInfo
+from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.values import shown
 from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate, estimate
@@ -51,6 +51,27 @@ def texts_of(info: SettingInfo, language: Language) -> Texts:
     text = translations()[info.path]
     unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
+
+
+def needs_text(need: Needs, words: Words) -> str:
+    """Say what other setting's values will do: `finetuning_type: lora`, `tensor_model_parallel_size ≥ 2`."""
+    name = need.path.partition(".")[2]
+    if need.path == EXPERTS:
+        text = words.experts
+    elif need.least is not None:
+        text = f"{name} ≥ {need.least}"
+    else:
+        text = f"{name}: {words.either.join(map(shown, need.values))}" if need.values else name
+    return words.either.join((text, *([needs_text(need.otherwise, words)] if need.otherwise is not None else ())))
+
+
+def all_needs(info: SettingInfo, words: Words) -> list[str]:
+    """Say what a setting needs, each with the values of the setting that need it, where not all do."""
+    said = {
+        needs_text(need, words) + (words.parentheses.format(words.comma.join(map(shown, need.of))) if need.of else "")
+        for need in info.needs
+    }
+    return sorted(said)
 
 
 def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
@@ -114,6 +135,8 @@ class Words:
     how: str = "how"
     when: str = "when"
     values: str = "values"
+    needs: str = "needs"
+    either: str = " or "
     cost: str = "cost"
     parts: Mapping[str, str] = field(default_factory=lambda: MEMORY_WORDS)
     # Costs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from megatune.config.names import plain
 from megatune.plan.answer import Answer
 from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
@@ -49,7 +50,7 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     yield words_page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
-        slow = tensor_parallel_across_machines(own)
+        slow = map(plain, tensor_parallel_across_machines(own))
         yield words_page("", (line for text in slow for line in wrapped(f"WARNING: {text}", width, "")))
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatune.plan.changes.fixes import OVERLAPS, Changes, Fix, fix, less_recompute
-from megatune.plan.changes.variation import setting_of, smaller_micro_batch, written
+from megatune.plan.changes.variation import named, setting_of, smaller_micro_batch
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import percent, seconds, size
 from megatune.plan.search import TIGHT
@@ -36,8 +36,8 @@ def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
     """GPUs of this machine that the run leaves alone."""
     if idle_gpus and planned.case.machine.device.generation != "cpu":
         yield (
-            f"{idle_gpus} GPUs of this machine are idle: num_processes: {planned.case.world_size + idle_gpus} would"
-            " train on all of them, with more rows in a step or fewer gradient_accumulation_steps"
+            f"{idle_gpus} GPUs of this machine are idle: `num_processes: {planned.case.world_size + idle_gpus}` would"
+            " train on all of them, with more rows in a step or fewer `gradient_accumulation_steps`"
         )
 
 
@@ -46,7 +46,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
     if planned.case.settings.precision.params_dtype != "float32":
         return
     if (better := fix(planned, {"precision.bf16": True})) is not None and better.gain >= _TIME:
-        yield f"this run computes in fp32: {better}"
+        yield f"this run computes in fp32: {better.text}"
 
 
 def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
@@ -58,7 +58,7 @@ def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     if tp == 1 or case.world_size <= inside or inside % tp == 0 or share < _TIME:
         return
     said = (
-        f"tensor_model_parallel_size {tp} goes across machines of {inside}: its exchanges wait for the network,"
+        f"`tensor_model_parallel_size {tp}` goes across machines of {inside}: its exchanges wait for the network,"
         f" {seconds(planned.time.tensor_parallel)} of {seconds(planned.time.total)} a step"
     )
     candidates: Iterable[Changes] = (
@@ -71,7 +71,7 @@ def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
         if inside % smaller == 0 and tp % smaller == 0
     )
     best = _best(planned, candidates)
-    yield said + (f"; {best}" if best is not None else f"; sizes that divide {inside} stay inside")
+    yield said + (f"; {best.text}" if best is not None else f"; sizes that divide {inside} stay inside")
 
 
 def _best(planned: Estimate, candidates: Iterable[Changes]) -> Fix | None:
@@ -89,7 +89,7 @@ def _no_sequence_parallel(planned: Estimate) -> Iterator[str]:
         return
     better = fix(planned, {"parallel.sequence_parallel": True})
     if better is not None and (better.saving >= _MEMORY * planned.case.machine.device.memory or better.gain >= _TIME):
-        yield f"tensor parallelism without sequence parallelism keeps whole what could be split: {better}"
+        yield f"tensor parallelism without sequence parallelism keeps whole what could be split: {better.text}"
 
 
 def _bubble(planned: Estimate) -> Iterator[str]:
@@ -106,14 +106,14 @@ def _bubble(planned: Estimate) -> Iterator[str]:
         candidates += [{"parallel.virtual_pipeline_model_parallel_size": size} for size in (2, 3, 4)]
     best = _best(planned, candidates)
     if best is not None and best.gain >= _TIME:
-        yield f"{few} wait for each other {percent(share)} of a step: {best}"
+        yield f"{few} wait for each other {percent(share)} of a step: {best.text}"
         return
     # More rows in a step change what is trained, so this is said without a judgement of the whole.
     accumulation = "batch.gradient_accumulation_steps"
     more = fix(planned, {accumulation: max(4 * stages, 2 * count)})
     if more is not None and more.gain >= _TIME:
         rows = f"{more.after.case.global_batch_size} rows in a step instead of {case.global_batch_size}"
-        gain = f"{written(more.changes)} trains {percent(1 / (1 - more.gain) - 1)} more tokens a second"
+        gain = f"{named(more.changes)} trains {percent(1 / (1 - more.gain) - 1)} more tokens a second"
         yield f"{few} wait for each other {percent(share)} of a step; {gain}, with {rows}"
 
 
@@ -129,7 +129,7 @@ def _nothing_to_share(planned: Estimate) -> Iterator[str]:
     best = _best(planned, ({path: size // 2} for path, size in sizes.items() if size % 2 == 0))
     if best is not None and best.gain >= _TIME:
         one = "there is one replica of the model, so each rank keeps its optimizer's state whole"
-        yield f"{one}, {size(whole)}; two would share it: {best}"
+        yield f"{one}, {size(whole)}; two would share it: {best.text}"
 
 
 def _recompute_not_needed(planned: Estimate) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _recompute_not_needed(planned: Estimate) -> Iterator[str]:
     best = _best(planned, less_recompute(planned.case))
     if best is not None and best.gain >= _TIME:
         some = best.after.case.settings.recompute.recompute_granularity is not None
-        yield f"{'less recomputation would do' if some else 'recomputation is not needed'}: {best}"
+        yield f"{'less recomputation would do' if some else 'recomputation is not needed'}: {best.text}"
 
 
 def _no_overlap(planned: Estimate) -> Iterator[str]:
@@ -152,4 +152,4 @@ def _no_overlap(planned: Estimate) -> Iterator[str]:
     changes = OVERLAPS if parallel.use_distributed_optimizer else {"parallel.overlap_grad_reduce": True}
     better = fix(planned, changes)
     if better is not None and better.after.fits and better.gain >= _TIME:
-        yield f"exchanges of replicas wait until computing is done: {better}"
+        yield f"exchanges of replicas wait until computing is done: {better.text}"

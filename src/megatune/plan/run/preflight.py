@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
+from megatune.config.names import plain, plain_finding
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES, finetuning, preference
+from megatune.config.rules import RULES, declared, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -125,7 +126,7 @@ def _unsaid(loaded: Loaded) -> Iterator[str]:
 
 def _unused(loaded: Loaded) -> Iterator[str]:
     """Yield the settings of another finetuning_type, which change nothing."""
-    if keys := finetuning.unused(loaded.settings, loaded.written):
+    if keys := declared.unused(loaded.settings, loaded.written):
         method = loaded.settings.finetuning.finetuning_type
         yield f"accepted   {', '.join(keys)}: no effect with finetuning_type: {method}"
 
@@ -151,7 +152,7 @@ def with_rows(
     planned = estimate(replace(case, lengths=lengths, image_tokens=of_row, largest_picture=largest))
     shown = [length_words(planned.case), *([picture_words(planned.case)] if pictures is not None else [])]
     lines = [f"plan       {'; '.join(shown)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"]
-    phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (None, str)
+    phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (plain_finding, plain)
     said = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
     lines += [f"warning    {advice(each)}" for each in said]
     return Preflight(settings=case.settings, planned=planned, lines=tuple(lines))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from megatune.config.names import plain_finding
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, fix, savings, searched
 from megatune.plan.changes.variation import with_settings
@@ -18,7 +19,7 @@ _SEARCHED = 256  # processes up to which a search for another layout takes no ti
 _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
 
 
-def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] | None = None) -> str:
+def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = plain_finding) -> str:
     """Return what is said of a run that may not fit, or that memory_check lets start all the same.
 
     Raises:
@@ -28,8 +29,8 @@ def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] | None = No
     if may_fit(planned):
         return str(finding)
     if planned.case.settings.run.memory_check == "error":
-        raise MegatuneError(phrased(finding) if phrased else finding, ExitCode.SETTINGS)
-    return f"{finding.what}; memory_check: warn lets it start"
+        raise MegatuneError(phrased(finding), ExitCode.SETTINGS)
+    return f"{finding.what}; `memory_check: warn` lets it start"
 
 
 def longest_row(planned: Estimate) -> int:
@@ -65,19 +66,19 @@ def _too_large(planned: Estimate) -> Finding:
         head = "no one or two changes are enough; what helps most"
         if planned.case.world_size <= _SEARCHED and (layout := searched(planned)) is not None:
             head, fixes = "the layout that fits and is fastest", [layout]
-    lines = [f"{head}:", *(f"        {each}" for each in fixes)] if fixes else []
+    lines = [f"{head}:", *(f"        {each.text}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
-        lines.append(f"        cutoff_len: {longest}, {rows}")
+        lines.append(f"        `cutoff_len: {longest}`, {rows}")
     if (adapters := _adapters(planned)) is not None:
-        lines.append(f"        {adapters}: adapters learn instead of the model")
+        lines.append(f"        {adapters.text}: adapters learn instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
     else:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
-        lines.append("        memory_check: warn starts it all the same")
+        lines.append("        `memory_check: warn` starts it all the same")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from megatune import __version__
-from megatune.config.settings import SECRETS, Settings, all_settings, setting_value
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import compose, shown
 from megatune.errors import MegatuneError
 from megatune.hub.repository import is_repository_id
@@ -34,7 +35,7 @@ _STAGES = {
 }
 _LIBRARIES = ("torch", "megatron-core", "transformers", "peft", "safetensors")
 # Of the machine, or said elsewhere in the card.
-_LEFT_OUT = ("run.output_dir", "run.run_name", "model.model_name_or_path", "model.cache_dir", "data.dataset", *SECRETS)
+_LEFT_OUT = ("run.output_dir", "run.run_name", "model.model_name_or_path", "model.cache_dir", "data.dataset")
 _HUB = re.compile(r"(?:hf|ms)::", re.IGNORECASE)
 
 
@@ -120,11 +121,11 @@ class Card(Callback):
         return found
 
     def _changed(self) -> dict[str, str]:
-        values = {path: setting_value(self._settings, path) for path in all_settings() if path not in _LEFT_OUT}
         return {
-            info.name: f"`{shown(_public(values[path]))}`".replace("|", "\\|").replace("\n", " ")
+            info.name: f"`{shown(_public(value))}`".replace("|", "\\|").replace("\n", " ")
             for path, info in all_settings().items()
-            if path in values and values[path] != info.default
+            if path not in _LEFT_OUT and Mark.SECRET not in info.marks
+            if (value := setting_value(self._settings, path)) != info.default
         }
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatune.config.settings import SECRETS, TRACKERS, Settings, all_settings, setting_value
+from megatune.config.setting import Mark
+from megatune.config.settings import TRACKERS, Settings, all_settings, setting_value
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 IDS_NAME = "trackers.json"
@@ -93,7 +94,11 @@ def check_installed(settings: Settings) -> None:
 def run_info(settings: Settings, tracker: str, run_id: str, output_dir: Path) -> RunInfo:
     """Return what a tracker is told."""
     logs = settings.logging
-    values = {info.name: setting_value(settings, path) for path, info in all_settings().items() if path not in SECRETS}
+    values = {
+        info.name: setting_value(settings, path)
+        for path, info in all_settings().items()
+        if Mark.SECRET not in info.marks
+    }
     options = {
         "wandb": {"project": logs.wandb_project, "folder": logs.wandb_save_dir},
         "swanlab": {

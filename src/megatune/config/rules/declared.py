@@ -1,0 +1,115 @@
+"""Rules that settings declare themselves: what each needs, and its upper limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from megatune.architecture import Architecture
+from megatune.config.entry import SettingEntry
+from megatune.config.rules.problem import Context, Problem, Rule
+from megatune.config.setting import EXPERTS, Limit, Needs, SettingInfo
+from megatune.config.settings import Settings, all_settings, setting_value
+from megatune.config.values import shown
+
+
+def needs_of(*groups: str) -> Rule:
+    """Return the rule that settings of these groups have what they need."""
+
+    def needs(context: Context) -> Iterator[Problem]:
+        for info in _refused(groups):
+            value = setting_value(context.settings, info.path)
+            for need in info.needs:
+                if not need.why or not _is_explicit(context, info, need, value):
+                    continue
+                if is_met(need, context.settings, context.architecture):
+                    continue
+                if not (need.is_lenient and {need.path, info.path} <= context.written.keys()):
+                    yield _problem(context, info, need)
+                if need.is_method:
+                    break
+
+    return needs
+
+
+@cache
+def _refused(groups: tuple[str, ...]) -> list[SettingInfo]:
+    """List the settings that are refused without what they need."""
+    infos = all_settings().values()
+    return [info for info in infos if info.group in groups and any(need.why for need in info.needs)]
+
+
+def unused(settings: Settings, written: Mapping[str, SettingEntry]) -> list[str]:
+    """Return the keys, as they were written, that belong to another method than the one that is written.
+
+    They change nothing, whatever their value, and a run prints them.
+    """
+    return [
+        written[info.path].key
+        for info in all_settings().values()
+        for need in info.needs
+        if need.is_method and need.is_lenient and {info.path, need.path} <= written.keys()
+        if setting_value(settings, info.path) and not is_met(need, settings, None)
+    ]
+
+
+def is_met(need: Needs, settings: Settings, architecture: Architecture | None) -> bool:
+    """Tell whether a setting has what it needs; a model that is not known has everything."""
+    if need.path == EXPERTS:
+        return architecture is None or architecture.moe is not None
+    other = setting_value(settings, need.path)
+    if need.least is not None:
+        has = other is not None and other >= need.least
+    elif need.values:
+        has = any(each in need.values for each in other) if isinstance(other, list) else other in need.values
+    else:
+        has = bool(other)
+    return has or (need.otherwise is not None and is_met(need.otherwise, settings, architecture))
+
+
+def _is_explicit(context: Context, info: SettingInfo, need: Needs, value: Any) -> bool:
+    """Tell whether what a user wrote, or left open, asks for what needs the other setting."""
+    if need.of:
+        return any(each in need.of for each in (value if isinstance(value, list) else [value]))
+    if value != info.default:
+        return value not in need.off
+    return need.is_method and bool(value) and info.path in context.written and need.path not in context.written
+
+
+def _problem(context: Context, info: SettingInfo, need: Needs) -> Problem:
+    asked = f"`{info.name}: {_said(setting_value(context.settings, info.path))}`"
+    if need.path == EXPERTS:
+        assert context.architecture is not None
+        why = f"a {context.architecture.model_type} has no experts"
+        return Problem((info.name,), f"{asked} with a dense model", why, f"remove `{info.name}`")
+    name, value = need.path.partition(".")[2], setting_value(context.settings, need.path)
+    has_value = bool(value) or need.path in context.written
+    what = f"{asked} with `{name}: {_said(value)}`" if has_value else f"{asked} without `{name}`"
+    if need.otherwise is not None and not value and not setting_value(context.settings, need.otherwise.path):
+        what += f" or `{need.otherwise.path.partition('.')[2]}`"
+    if need.fix:
+        fix = need.fix.format(name=info.name)
+    elif need.values and not need.values[0]:
+        fix = f"remove `{info.name}` or `{name}`"
+    else:
+        fix = f"write `{name}: {shown(need.values[0] if need.values else need.least)}`, or remove `{info.name}`"
+    return Problem((info.name, name), what, need.why, fix)
+
+
+def _said(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else shown(value)
+
+
+def limits(context: Context) -> Iterator[Problem]:
+    """A number is one that some machine could use."""
+    for path, (most, why) in _limits().items():
+        value, name = setting_value(context.settings, path), path.partition(".")[2]
+        if value is not None and value > most:
+            said = f"{value:,}" if value < 10**12 else f"{value:.3g}"
+            yield Problem((name,), f"`{name}` {said} is more than {most:,}", why, f"write `{name}: {most}`, or less")
+
+
+@cache
+def _limits() -> dict[str, Limit]:
+    return {info.path: info.limit for info in all_settings().values() if info.limit is not None}
