@@ -151,7 +151,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    fix: {DOWNLOAD}", 66),
     (
         case("team/separated"),
-        "team/separated on HOST: subset default is to be read with sep\n    why: such options are not read\n    "
+        "team/separated on HOST: subset default needs the reading options sep\n    why: such options are not supported\n    "
         f"fix: {DOWNLOAD}",
         66,
     ),
@@ -171,13 +171,13 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("pickle", "REMOTE:team/info"),
-        "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one would run code that it may hold\n    "
+        "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one may run code that it contains\n    "
         "fix: save the rows as .jsonl or .parquet",
         66,
     ),
     (case("x", "REMOTE:team/plain"), "dataset_dir: team/plain on HOST has no dataset_info.json", 66),
-    (case("a b", "ONLINE"), "dataset: 'a b' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
-    (case("hf::a--b/c"), "dataset: 'a--b/c' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("a b", "ONLINE"), "dataset: 'a b' is not the id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("hf::a--b/c"), "dataset: 'a--b/c' is not the id of a data set on a hub\n    fix: write OWNER/NAME", 64),
     (case("team/outside"), f"team/outside on HOST: no data files\n    fix: {DOWNLOAD}", 66),
     (
         case("team/missing"),
@@ -187,7 +187,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("hf::team/gated"),
-        "dataset: access to team/gated on HOST has to be asked for\n    fix: ask for access on its page, then log in: "
+        "dataset: access to team/gated on HOST must be requested\n    fix: request access on its page, then log in: "
         "hf auth login, or set HF_TOKEN",
         66,
     ),
@@ -198,7 +198,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("hf::team/dropped"),
-        f"dataset: cannot get team/dropped from HOST\n    why: it breaks the connection off{MIRROR}",
+        f"dataset: cannot get team/dropped from HOST\n    why: it closes the connection{MIRROR}",
         69,
     ),
     (

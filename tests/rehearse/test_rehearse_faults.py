@@ -141,7 +141,7 @@ def test_a_layout_that_does_not_split_the_model(
     found = look("Qwen/Qwen3-30B-A3B", tmp_path, gpus=gpus, **changes)
     text = told(found[SETTINGS])
     assert all(word in text for word in words), text
-    assert found[DATA].found == f"act {SETTINGS} has to pass first"
+    assert found[DATA].found == f"stage {SETTINGS} has to pass first"
     assert exit_code(list(found.values())) == 64
 
 

@@ -237,7 +237,7 @@ def _notes(pipeline: Pipeline, split: Split, train: TokenReport) -> Iterator[str
     if split.on_both_sides:
         yield f"all rows have the same texts: {split.on_both_sides} are trained, the others held out"
     if train.desirable in (0, train.samples):
-        yield f"all answers are {'' if train.desirable else 'un'}desirable: there is no other kind to tell them from"
+        yield f"all answers are {'' if train.desirable else 'un'}desirable: training needs both kinds"
     # Stage pt reads one column, and a user may expect the answers to be trained, too.
     for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})

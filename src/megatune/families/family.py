@@ -95,7 +95,7 @@ class Family:
         findings += [
             Finding(f"{key!r} is missing", where, fix=published)
             if config.get(key) is None
-            else Finding(f"{key} = {config[key]!r} is no whole number above 0", where)
+            else Finding(f"{key} = {config[key]!r} is not a whole number above 0", where)
             for key in (*_DIMENSIONS, *self.dimensions)
             if not isinstance(config.get(key), int) or config[key] < 1
         ]

@@ -206,7 +206,7 @@ def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield Finding(f"{key} has {pattern!r}", path, f"it is no regular expression: {error}")
+            yield Finding(f"{key} has {pattern!r}", path, f"it is not a valid regular expression: {error}")
 
 
 def _is_number(value: object) -> bool:

@@ -43,8 +43,8 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
     if isinstance(error, errors.HFValidationError):
         return no_id(repository.repo_id, kind, kind.key)
     if isinstance(error, errors.GatedRepoError):
-        fix = f"ask for access on its page, then {_LOG_IN}"
-        return _missing(repository, f"access to {name} has to be asked for", fix)
+        fix = f"request access on its page, then {_LOG_IN}"
+        return _missing(repository, f"access to {name} must be requested", fix)
     if isinstance(error, errors.RevisionNotFoundError) and kind.revision_key:
         fix = f"write {kind.revision_key}: main, or another branch, a tag or a commit of it"
         return _missing(repository, f"{name} has no revision {repository.revision}", fix, kind.revision_key)
@@ -104,7 +104,7 @@ def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
 
 def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
     """Return the error of what no hub can have."""
-    what = f"{repo_id!r} is no id of a {kind.noun} on a hub"
+    what = f"{repo_id!r} is not the id of a {kind.noun} on a hub"
     return MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
 
 
@@ -132,9 +132,9 @@ def why(error: BaseException) -> str:
     if isinstance(root, ConnectionRefusedError):
         return "it refuses the connection"
     if type(root) is OSError:
-        return "what it sent is cut short"
+        return "its answer is truncated"
     if type(root).__name__ in ("RemoteProtocolError", "ReadError", "IncompleteRead", "ConnectionResetError"):
-        return "it breaks the connection off"
+        return "it closes the connection"
     return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
 
 

@@ -160,7 +160,7 @@ def load_final(scene: Scene) -> Outcome:
     """Load what the run leaves behind as its users will."""
     output = scene.output(WHOLE)
     if not output.is_dir() or not any(output.glob("*.safetensors")):
-        return left(FINAL, "act 2 left no final model")
+        return left(FINAL, "stage 2 left no final model")
     from megatune.rehearse.final import load_in_transformers, merged_lines
 
     adapter = scene.settings.finetuning.finetuning_type == "lora"
@@ -192,7 +192,7 @@ def _cannot_resume(scene: Scene) -> str | None:
     if scene.settings.checkpoint.save_only_model:
         return "save_only_model: true writes no training state, so a run that dies begins again"
     if not scene.saved.is_dir():
-        return f"act 2 left no checkpoint of step {scene.resumed}"
+        return f"stage 2 left no checkpoint of step {scene.resumed}"
     return None
 
 

@@ -169,7 +169,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         yield f"resume     {_resume(trainer, resumed)}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
-        behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
+        behind = "; before the step at which this run resumes, so not repeated" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
 

@@ -184,7 +184,7 @@ def _refuse_object_over_lines(path: Path) -> None:
         inside = [key for key, rows in value.items() if isinstance(rows, list) and len(value) == 1]
         fix = f"keep the list of {inside[0]!r} only" if inside else "one object a line, or an array of objects in .json"
         line = text.count("\n", 0, start) + 1
-        raise unreadable(f"{path}:{line}", "one JSON object over several lines is no row", fix=fix)
+        raise unreadable(f"{path}:{line}", "one JSON object over several lines is not a row", fix=fix)
 
 
 def _not_utf8(path: Path) -> MegatuneError:

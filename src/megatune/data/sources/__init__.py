@@ -161,7 +161,7 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
             entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
             missing = 'add "ranking": true, if its rows have two answers'
             if told.stage == "kto":
-                missing = 'add "kto_tag" to its columns, if a column says whether an answer is wanted'
+                missing = 'add "kto_tag" to its columns, if a column says whether an answer is desirable'
             check_stage(entry.form, told.stage, entry.where, missing)
             if entry.hub is not None and not hubs:
                 return None

@@ -25,15 +25,15 @@ DATASET_INFO = "dataset_info.json"
 # Where an entry may say its rows are, in the order LLaMA-Factory looks; the last three it reads, and we do not.
 _HUB_KEYS: Mapping[str, Hub] = {"hf_hub_url": "hf", "ms_hub_url": "ms"}
 _REFUSED_PLACES = {
-    "om_hub_url": "reading from the hub of Openmind is not built",
+    "om_hub_url": "reading from the Openmind hub is not supported",
     "script_url": "a data set's script is code, which is never run",
-    "cloud_file_name": "reading from cloud storage is not built",
+    "cloud_file_name": "reading from cloud storage is not supported",
 }
 _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
 # Off unless `columns` lists them, in the formattings that are LLaMA-Factory's; `query` only where there are `columns`.
 _OFF = ("history", "system", "tools", "images", "videos", "audios")
-_REFUSED_COLUMNS = {"audios": "training on audio is not built"}
+_REFUSED_COLUMNS = {"audios": "training on audio is not supported"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")

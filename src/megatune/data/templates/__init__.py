@@ -80,7 +80,7 @@ def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | No
     try:
         template.render(PROBE, Thinking())
     except RowError as error:
-        raise _refused("default", tokenizer, f"answers cannot be told from prompts: {error}") from error
+        raise _refused("default", tokenizer, f"answers cannot be separated from prompts: {error}") from error
     try:
         unasked = template.unasked()
     except template_errors() as error:

@@ -222,7 +222,7 @@ def _of_model(model: str, tokenizer: PreTrainedTokenizerBase) -> SwiftTemplate:
     for template in _ALL:
         if template.marks and all(mark in source for mark in template.marks):
             return template
-    why = "its tokenizer has no chat template" if not source else "its chat template is of no family that is known"
+    why = "its tokenizer has no chat template" if not source else "its chat template is not of a known family"
     fix = f"name the template of the model: one of {', '.join(SWIFT_TEMPLATES)}"
     what = "template: ms-swift's template for this model is not known"
     raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)

@@ -121,11 +121,11 @@ def _head(found: Answer, width: int) -> Iterator[str]:
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     result, held = found.result, size(found.question.machine.device.memory)
     if result.best is None:
-        yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were judged."
+        yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were evaluated."
         yield from _enough(found, width)
         return
     equal = frozenset(map(id, result.ranked[: result.num_equal] if result.num_equal > 1 else ()))
-    yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were judged"
+    yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were evaluated"
     yield from ranked_lines(distinct(result.ranked, top), width, equal=equal)
     said = "batch: rows of a micro-batch × micro-batches of a step; "
     if equal:
@@ -154,7 +154,7 @@ def _priced(found: Answer, width: int) -> Iterator[str]:
     if not found.priced:
         return
     best, reference = [each.found for each in found.priced], found.best
-    yield "For a price in numbers: what is rounded more, and the layout that it allows"
+    yield "With lower precision: what is rounded more, and the layout that this allows"
     table = list(ranked_lines(best, width, first=0))
     yield table[0]
     for each, row in zip(found.priced, table[1:], strict=True):
@@ -182,7 +182,7 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
 
 
 def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
-    best, judged = found.recommended, f"{found.result.num_considered:,} layouts were judged"
+    best, judged = found.recommended, f"{found.result.num_considered:,} layouts were evaluated"
     if best is None:
         yield f"No layout fits; {judged}."
         yield from _enough(found, width)

@@ -50,7 +50,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
 
 
 def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
-    """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
+    """A tensor-parallel group that is not inside one machine, where its communication takes 5 % of a step or more."""
     case = planned.case
     tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node
     pp = case.settings.parallel.pipeline_model_parallel_size
@@ -58,7 +58,7 @@ def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     if tp == 1 or case.world_size <= inside or inside % tp == 0 or share < _TIME:
         return
     said = (
-        f"tensor_model_parallel_size {tp} goes across machines of {inside}: its exchanges wait for the network,"
+        f"tensor_model_parallel_size {tp} goes across machines of {inside}: its communication waits for the network,"
         f" {seconds(planned.time.tensor_parallel)} of {seconds(planned.time.total)} a step"
     )
     candidates: Iterable[Changes] = (

@@ -127,10 +127,10 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
         amount = f" of {size(asked)}" if asked else ""
         yield f"failed     an allocation{amount}{f', {doing}' if doing else ''}"
     if memory is None:
-        yield "measured   nothing: it ended before any rank noted what it holds"
+        yield "measured   nothing: it ended before any rank recorded its memory"
     else:
         moment = "before the end of its first step" if memory.loaded else "before its model was built"
-        moment = "as last noted, after its first step or later" if memory.stepped else moment
+        moment = "as last recorded, after its first step or later" if memory.stepped else moment
         yield f"measured   rank {memory.rank}, {moment}:"
         yield from _table(memory, stage, counted)
         yield _reason(memory, stage, device.memory, asked, counted)
