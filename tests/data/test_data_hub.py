@@ -151,7 +151,8 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    fix: {DOWNLOAD}", 66),
     (
         case("team/separated"),
-        "team/separated on HOST: subset default needs the reading options sep\n    why: such options are not supported\n    "
+        "team/separated on HOST: subset default needs the reading options sep\n"
+        "    why: such options are not supported\n    "
         f"fix: {DOWNLOAD}",
         66,
     ),

@@ -146,7 +146,7 @@ def test_tags_are_kept_beside_the_rows(tmp_path: Path) -> None:
 def test_answers_of_one_kind_are_noted(tmp_path: Path, tag: bool) -> None:
     prepared = prepare(settings_of(tmp_path, rows_of([tag] * 3)), TOKENIZER)
     kind = "desirable" if tag else "undesirable"
-    assert prepared.report.notes[-1] == f"all answers are {kind}: both kinds are needed to learn the difference"
+    assert prepared.report.notes[-1] == f"all answers are {kind}: training needs both kinds"
 
 
 @pytest.mark.usefixtures("_cache")

@@ -175,7 +175,7 @@ def _npy(array: np.ndarray) -> bytes:
         ("train/documents.npy", _npy(np.array([[0, 3], [3, -1]])), "fewer than 0 tokens"),
         ("train/documents.npy", _npy(np.array([[-9, 3], [3, 5]])), "fewer than 0 tokens"),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 2**62]])), "documents beyond them"),
-        ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "not what was written"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "differ from what was written"),
         ("train/documents.npy", _npy(np.array([0.0, 5.0])), "holds float64 [2]"),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2)", b"(2, 2e99)"), ""),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2), }  ", b"(2, 2**62), }"), ""),
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> N
     with pytest.raises(MegatuneError, match=f"{name} differs from what was written from byte") as caught:
         rows[70]
     assert caught.value.exit_code == ExitCode.INPUT
-    assert "it is made again" in caught.value.findings[0].fix
+    assert "it is recreated" in caught.value.findings[0].fix
 
 
 def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:

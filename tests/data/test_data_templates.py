@@ -187,7 +187,7 @@ def test_an_answer_that_starts_with_a_newline_keeps_it_from_the_prompt() -> None
     ],
 )
 def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) -> None:
-    with pytest.raises(RowError, match="does not follow one message") as caught:
+    with pytest.raises(RowError, match="does not follow exactly one message") as caught:
         rendered("qwen", Conversation(messages), qwen_tokenizer())
     assert caught.value.code == "turns-do-not-alternate"
 

@@ -73,4 +73,4 @@ def test_the_pictures_of_rows_are_named(model: str, pixels: int, tokens: int | N
                      global_batch_size=8, image_tokens=tokens)  # fmt: skip
     found = "\n".join(standing_notes(asked))
     assert said in found
-    assert ("taken to hold" in found) == bool(said)
+    assert ("assumed to have" in found) == bool(said)

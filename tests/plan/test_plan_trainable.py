@@ -177,7 +177,7 @@ WRONG = [
         [LORA, "additional_target=q_proj"],
         "additional_target has q_proj\n"
         "    why: modules of a qwen3 outside of layers: embed_tokens, norm, lm_head\n"
-        "    fix: write lora_target: q_proj, for adapters beside it",
+        "    fix: write lora_target: q_proj, for adapters next to it",
     ),
     (
         "qwen3_vl",

@@ -65,7 +65,7 @@ def whole_modules(context: Context) -> Iterator[Problem]:
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
         fix = f"did you mean {near[0]}?" if near else f"write {_WHOLE}: {known[-1]}, or others of them"
-        fix = f"write {_TARGET}: {unknown[0]}, for adapters beside it" if of_layers else fix
+        fix = f"write {_TARGET}: {unknown[0]}, for adapters next to it" if of_layers else fix
         yield Problem((_WHOLE,), f"{_WHOLE} has {', '.join(unknown)}", why, fix)
     if finetuning.freeze_language_model:
         what, why = f"{_WHOLE} with freeze_language_model: true", "its modules are the language model's"

@@ -260,7 +260,7 @@ def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
 
     Each of ep ranks sums E / ep experts, and the largest of ep normal variables lies about √(2 · ln ep) deviations up:
     1 + c · √(ep / E) · √(2 · ln ep), c the variation of one expert. A capacity bounds it, and is it where rows are
-    padded to it. It is meant of a layer in the average step, which is what time takes; memory takes it, too, although it
+    padded to it. It describes a layer in the average step, which is what time takes; memory takes it, too, although it
     adds up layers, which are less uneven together, of the worst micro-batch, which is more uneven than the mean.
     """
     experts, ep = settings.experts, settings.parallel.expert_model_parallel_size

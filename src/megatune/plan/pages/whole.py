@@ -130,7 +130,7 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     said = "batch: rows of a micro-batch × micro-batches of a step; "
     if equal:
         within = equal_within(result.ranked[0].case)
-        said += f"= as fast as the fastest, as far as is known (within {within:.0%}), the simplest first; "
+        said += f"= as fast as the fastest, within the uncertainty ({within:.0%}), the simplest first; "
     if any(map(is_tight, result.ranked)):
         bound = memory_bound(result.ranked[0].case)
         said += f"! is tight: a run may hold {bound:.0%} more than planned; "
@@ -145,7 +145,7 @@ def _recommended(found: Answer, best: Estimate) -> str:
         why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
         return f"Recommended: {layout}. {why} of those that are not far slower."
     if result.num_equal > 1:
-        return f"Recommended: {layout}, the simplest of {result.num_equal} that are as fast, as far as is known."
+        return f"Recommended: {layout}, the simplest of {result.num_equal} that are about equally fast."
     return f"Recommended: {layout}, the fastest."
 
 

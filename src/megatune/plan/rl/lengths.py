@@ -14,7 +14,7 @@ class Lengths:
     """Tokens of the samples of a step.
 
     Responses end with a constant chance at each token, and are cut at the longest: the only distribution with this mean
-    and this bound that needs no third number. If the mean is half of the longest, a fifth is cut; if it is a quarter, 2 %.
+    and this bound that needs no third number. With a mean of half the longest a fifth is cut, of a quarter 2 %.
 
     Attributes:
         prompt, response: of the longest.
