@@ -38,8 +38,8 @@ _HEAD = f"""# Published layouts, planned
 
 LLaMA-Factory's Megatron examples, and the run of Qwen3-VL-8B that its users publish, planned by `megatune plan` on
 {GPU} with 8 devices a machine, and compared with the layout that its search recommends for the same model, devices,
-rows of a step and row length. Every row is assumed to have the full length. Nothing here was measured: of published runs
-two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within {_FACTORS[1]};
+rows of a step and row length. Every row is assumed to have the full length. Nothing here was measured: of published
+runs two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within {_FACTORS[1]};
 nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one model are more certain than that.
 """
 
@@ -106,8 +106,8 @@ EXAMPLES = (
             "alternative 1": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_tp8.yaml",
             "alternative 2": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_pp2.yaml",
         },
-        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two next to it. Every row is assumed to have one image of\n"
-        "451,584 pixels, 441 tokens; everything is trained, including the vision tower.",
+        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two next to it. Every row is assumed to have one\n"
+        "image of 451,584 pixels, 441 tokens; everything is trained, including the vision tower.",
     ),
 )  # fmt: skip
 

@@ -30,8 +30,8 @@ _HEAD = """# Recommended layouts compared with published recipes
 This page compares what `megatune plan` recommends with what others publish for the same model, devices, rows of a step
 and row length. Both are planned with fused kernels and with the recipe's precision of gradients and Adam's averages, so
 that only their layouts differ; every row has the full length. **Nothing on this page was measured**: how far plans are
-from measured runs is in [planner-memory.md](planner-memory.md) and `benchmarks/planner_accuracy.py`. A recommended layout
-fits at the upper end of the uncertainty for its class of models, if any layout does; of layouts that are about equally
+from measured runs is in [planner-memory.md](planner-memory.md) and `benchmarks/planner_accuracy.py`. A recommended
+layout fits at the upper end of the uncertainty for its class of models, if any layout does; of layouts that are about equally
 fast, the one with the fewest kinds of parallelism is recommended. Recipes are made to run on many machines, not to be
 the fastest on one.
 
@@ -119,8 +119,8 @@ RECIPES = (
         layout=_sizes(1, 16, 64, **_OVERLAPS, **_BF16_AVERAGES, **_FULL),
         source="https://arxiv.org/abs/2412.19437, section 3.2",
         told="It computes in FP8, overlaps expert communication with computing (DualPipe) and recomputes less than\n"
-        "whole layers, which is not supported here: bf16 and full recomputation are planned instead. It sends a token to\n"
-        "four machines at most, which the planner does not model: experts over eight machines cost less there.",
+        "whole layers, which is not supported here: bf16 and full recomputation are planned instead. It sends a token\n"
+        "to four machines at most, which the planner does not model: experts over eight machines cost less there.",
     ),
 )  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_a_spike_is_skipped_and_a_resume_goes_on_bit_for_bit(
     told(
         case="T46", fault="a loss and a gradient norm that spike, with on_bad_step: skip",
         got=f"step 12: {bad_steps(tmp_path / 'one')[1]['problem']}",
-        lost="the rows of these steps; a resume goes on bit for bit",
+        lost="the rows of these steps; a resume continues bit for bit",
     )  # fmt: skip
     for name in ("one", "other"):
         records = bad_steps(tmp_path / name)

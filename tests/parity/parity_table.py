@@ -18,8 +18,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 HEAD = f"""# Parity with Transformers
 
-The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`. Each line compares a layout of Megatron-Core on
-CPU processes with the same checkpoint in plain Transformers, on rows of different lengths.
+The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`. Each line compares a layout of Megatron-Core
+on CPU processes with the same checkpoint in plain Transformers, on rows of different lengths.
 
 ## fp32
 
@@ -35,8 +35,8 @@ SIXTEEN_BIT_HEAD = """
 ## bf16
 
 Both sides are measured against fp32 with the same rounded weights. The ratio is our error divided by the error of
-Transformers in bf16: 1 means the same precision, and a smaller ratio is better. The limit is 1.5 for the logits and for the
-whole gradient, and 2 for a single parameter.
+Transformers in bf16: 1 means the same precision, and a smaller ratio is better. The limit is 1.5 for the logits and for
+the whole gradient, and 2 for a single parameter.
 
 | model | layout | logits | whole gradient | worst parameter's | worst parameter |
 |---|---|---|---|---|---|
