@@ -108,7 +108,9 @@ def test_pickles_beside_safetensors_are_left_alone(model: Path, bomb: bytes, can
     load_reference_model(model, torch.float32)
     assert backend.context == 4096
     assert not canary.exists()
-    told(case="T49", fault=f"pickles that run code next to the weights: {', '.join(PICKLES)}", got="the model is loaded")
+    told(
+        case="T49", fault=f"pickles that run code next to the weights: {', '.join(PICKLES)}", got="the model is loaded"
+    )
 
 
 def test_an_adapter_that_is_a_pickle_is_refused(tmp_path: Path, bomb: bytes, canary: Path) -> None:
