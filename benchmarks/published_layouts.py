@@ -40,7 +40,8 @@ LLaMA-Factory's Megatron examples, and the run of Qwen3-VL-8B that its users pub
 {GPU} with 8 devices a machine, and compared with the layout that its search recommends for the same model, devices,
 rows of a step and row length. Every row is assumed to have the full length. Nothing here was measured: of published
 runs two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within
-{_FACTORS[1]}; nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one model are more certain than that.
+{_FACTORS[1]}; nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one
+model are more certain than that.
 """
 
 _WHY = {

@@ -32,8 +32,8 @@ and row length. Both are planned with fused kernels and with the recipe's precis
 that only their layouts differ; every row has the full length. **Nothing on this page was measured**: how far plans are
 from measured runs is in [planner-memory.md](planner-memory.md) and `benchmarks/planner_accuracy.py`. A recommended
 layout fits at the upper end of the uncertainty for its class of models, if any layout does; of layouts that are about
-equally fast, the one with the fewest kinds of parallelism is recommended. Recipes are made to run on many machines, not to be
-the fastest on one.
+equally fast, the one with the fewest kinds of parallelism is recommended. Recipes are made to run on many machines, not
+to be the fastest on one.
 
 Written by `python benchmarks/published_recipes.py --output`.
 """

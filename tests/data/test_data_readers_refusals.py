@@ -136,29 +136,47 @@ def test_bad_rows_of_a_json_array(tmp_path: Path) -> None:
 
 OVER_LINES = "one JSON object over several lines is not a row"
 LINES_FIX = "one object a line, or an array of objects in .json"
+EMPTY = "the file is empty\n    fix: write rows into it, or remove it from the data"
+JSON_FIX = "\n    fix: correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
 LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF-8"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", "a.json: the file is empty"),
-        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "a.jsonl.gz: the file is empty"),
-        ("a.json", '[{"a": 1},\n {"a": 2]', "a.json:2: invalid JSON in row 2: expected ',' delimiter at column 9"),
-        ("a.json", '[{"a": 1},\n]', "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1"),
+        ("a.json", "", f"a.json: {EMPTY}"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), f"a.jsonl.gz: {EMPTY}"),
+        (
+            "a.json",
+            '[{"a": 1},\n {"a": 2]',
+            "a.json:2: invalid JSON in row 2: expected ',' delimiter at column 9" + JSON_FIX,
+        ),
+        (
+            "a.json",
+            '[{"a": 1},\n]',
+            "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1" + JSON_FIX,
+        ),
         (
             "a.json",
             '[{"a": 1}\n{"a": 2}]',
-            "a.json:2: invalid JSON in row 1: expected a comma or the closing bracket at column 1",
+            "a.json:2: invalid JSON in row 1: expected a comma or the closing bracket at column 1" + JSON_FIX,
         ),
         (
             "a.json",
             '[{"a": 1}',
-            "a.json:1: invalid JSON in row 1: expected a comma or the closing bracket at column 10",
+            "a.json:1: invalid JSON in row 1: expected a comma or the closing bracket at column 10" + JSON_FIX,
         ),
-        ("a.json", '[{"a": 1, "a": 2', "a.json:1: invalid JSON in row 1: expected ',' delimiter at column 17"),
-        ("a.json", '[{"a": 1}] x', "a.json:1: invalid JSON in row 1: text after the closing bracket at column 12"),
-        ("a.json", '[1,\n"x', "a.json:2: invalid JSON in row 2: unterminated string at column 1"),
+        (
+            "a.json",
+            '[{"a": 1, "a": 2',
+            "a.json:1: invalid JSON in row 1: expected ',' delimiter at column 17" + JSON_FIX,
+        ),
+        (
+            "a.json",
+            '[{"a": 1}] x',
+            "a.json:1: invalid JSON in row 1: text after the closing bracket at column 12" + JSON_FIX,
+        ),
+        ("a.json", '[1,\n"x', "a.json:2: invalid JSON in row 2: unterminated string at column 1" + JSON_FIX),
         (
             "a.json",
             json.dumps({"version": 1, "rows": ROWS}, indent=1),

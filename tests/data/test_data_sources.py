@@ -305,15 +305,15 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     download = "    fix: download the rows, and write file_name in place of it"
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
-        "    fix: nearest: identity",
+        "    fix: did you mean identity?",
         "dataset_info.json: kto: its rows are desirable and undesirable answers, "
         "and stage sft would train on all of them",
         "    fix: write stage: kto, or remove kto_tag",
         "dataset_info.json: sounds: columns.audios: training on audio is not supported",
         "dataset_info.json: typo: formating: unknown key",
-        "    fix: nearest: formatting",
+        "    fix: did you mean formatting?",
         "dataset_info.json: typo.columns: promt: unknown key",
-        "    fix: nearest: prompt",
+        "    fix: did you mean prompt?",
         "dataset_info.json: typo: tags.role_tag: expected a string, got a number",
         "dataset_info.json: kinds: ranking: expected true or false, got a string",
         "dataset_info.json: kinds: num_samples: expected a positive whole number, got 0",
@@ -336,17 +336,21 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
 
 def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     folder = info(tmp_path, gone={"file_name": "gone.json"})
-    assert refused("gone", folder) == ("dataset_info.json: gone: no such file or folder: gone.json", ExitCode.INPUT)
+    assert refused("gone", folder) == (
+        "dataset_info.json: gone: no such file or folder: gone.json\n"
+        "    fix: correct its path, which begins at the folder of dataset_info.json",
+        ExitCode.INPUT,
+    )
     for name in ("x/y.json", "./x/y", "x/y/z"):
         fix = "correct the path, which begins at the current folder or at dataset_dir"
         assert refused(name, folder) == (f"dataset: no such file or folder: {name}\n    fix: {fix}", ExitCode.INPUT)
     write(tmp_path / "dataset_info.json", "{")
     message, code = refused("a", tmp_path)
-    assert message.startswith("dataset_info.json:1: cannot read: Expecting property name")
+    assert message.startswith("dataset_info.json:1: not valid JSON: expected property name")
     assert code == ExitCode.INPUT
     write(tmp_path / "dataset_info.json", "[" * 100_000)
     message, code = refused("a", tmp_path)
-    assert message.startswith("dataset_info.json: cannot read")
+    assert message.startswith("dataset_info.json: cannot be read")
     assert code == ExitCode.INPUT
 
 

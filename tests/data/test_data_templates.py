@@ -425,7 +425,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
 @pytest.mark.parametrize(
     ("name", "tokenizer", "exit_code", "message"),
     [
-        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: nearest: qwen3, qwen"),
+        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: did you mean qwen3 or qwen?"),
         (
             "default",
             plain_tokenizer(),

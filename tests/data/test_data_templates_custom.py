@@ -94,7 +94,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         load_template(path, qwen_tokenizer())
     assert caught.value.exit_code == 64
     assert str(caught.value).replace(path, "mine.yaml") == (
-        "mine.yaml:1: usr is not a key of a template\n    fix: nearest: user\n"
+        "mine.yaml:1: usr is not a key of a template\n    fix: did you mean user?\n"
         "mine.yaml:2: assistant: nothing ends the answer\n    why: the model would not learn to stop\n"
         "    fix: write {eos} or a special token after {content}\n"
         "mine.yaml:3: system: {{content}} is not a known placeholder\n    fix: write {content} or {bos} or {eos}\n"

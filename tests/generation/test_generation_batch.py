@@ -216,7 +216,7 @@ def test_data_sets_that_cannot_be_answered(
     )
     assert "--prompt: has no effect" in said
     assert "--max_batch_size: has no effect" in said
-    assert "--metric rouge: is not supported" in refused(ExitCode.SETTINGS, "--metric", "rouge", "--prompt", "x")
+    assert "--metric rouge: is not built" in refused(ExitCode.SETTINGS, "--metric", "rouge", "--prompt", "x")
 
 
 def _refused(capsys: pytest.CaptureFixture[str], model: Path, code: ExitCode, *flags: str) -> str:

@@ -154,6 +154,7 @@ def test_without_a_network_the_cache_is_read_and_must_be_whole(hub: Hub, tmp_pat
     for name, result in (("tiny", part), ("never", never)):
         assert result["code"] == 69
         assert f"cannot get team/{name} from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it" in result["error"]
+        assert "fix: unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or" in result["error"]
     # Fetched by a library that keeps no list of files.
     shutil.rmtree(tmp_path / "hf" / "hub" / "models--team--sharded" / "trees")
     assert ask(hub, tmp_path, "team/sharded", HF_HUB_OFFLINE="1")[0]["files"] == FETCHED

@@ -120,7 +120,7 @@ def test_a_template_of_another_model(model: Path, tmp_path: Path, name: str | No
 
 def test_a_template_that_is_none(model: Path, tmp_path: Path) -> None:
     found = look(model, tmp_path, template="qwen3_nothnk")
-    assert "nearest: qwen3_nothink" in told(found[TEMPLATE])
+    assert "did you mean qwen3_nothink" in told(found[TEMPLATE])
     assert exit_code(list(found.values())) == 64
 
 

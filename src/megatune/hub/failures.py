@@ -57,11 +57,7 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
     if any(status in (401, 403) for status in map(_status, _chain(error))):
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
     is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
-    offline = (
-        "HF_HUB_OFFLINE is set, and not all of it is in the cache; "
-        "a gated repository also needs HF_TOKEN when it is fetched"
-    )
-    return _unavailable(repository, offline if is_offline else why(error))
+    return _offline(repository) if is_offline else _unavailable(repository, why(error))
 
 
 def _of_connections() -> tuple[type[Exception], ...]:
@@ -140,6 +136,13 @@ def why(error: BaseException) -> str:
 
 def _missing(repository: Repository, what: str, fix: str, where: str = "") -> MegatuneError:
     return MegatuneError(Finding(what, where or repository.kind.key, fix=fix), ExitCode.INPUT)
+
+
+def _offline(repository: Repository) -> MegatuneError:
+    why = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
+    fix = f"unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or {repository.kind.by_hand}"
+    what = f"cannot get {repository.repo_id} from {repository.host}"
+    return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)
 
 
 def _unavailable(repository: Repository, why: str) -> MegatuneError:

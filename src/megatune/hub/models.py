@@ -24,9 +24,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def no_folder(name: str) -> MegatuneError:
-    """Return what is said of a name that is no folder here, and that no hub can know."""
+    """Return the error of a name that is not a folder here, and not an id on a hub."""
     fix = "give the folder of a Hugging Face checkpoint, or the id of a model on a hub, such as Qwen/Qwen3-0.6B"
-    return MegatuneError(Finding(f"model_name_or_path: no folder {name!r}", fix=fix), ExitCode.INPUT)
+    what = f"{name!r} is a file" if Path(name).is_file() else f"no folder {name!r}"
+    return MegatuneError(Finding(f"model_name_or_path: {what}", fix=fix), ExitCode.INPUT)
 
 
 class Model:

@@ -240,7 +240,7 @@ def lines_of(stream: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
 
 def too_long(where: str) -> MegatuneError:
     """Return the error of a row that is longer than any."""
-    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="is it data?")
+    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="check that the file has rows")
 
 
 def check_content(path: Path) -> None:
@@ -255,7 +255,7 @@ def check_content(path: Path) -> None:
     except OSError as error:
         raise _cannot_read(path, error) from error
     if not head:
-        raise unreadable(path, "the file is empty")
+        raise unreadable(path, "the file is empty", fix="write rows into it, or remove it from the data")
     expected = compression_suffix(path) or _content_suffix(path)
     found = next((suffix for suffix, (_, start) in _CONTENTS.items() if re.match(start, head)), None)
     # A truncated parquet or arrow file is for their reader to name.
@@ -265,7 +265,7 @@ def check_content(path: Path) -> None:
     if expected in COMPRESSIONS:
         with open_bytes(path) as stream:
             if not stream.read(1):
-                raise unreadable(path, "the file is empty")
+                raise unreadable(path, "the file is empty", fix="write rows into it, or remove it from the data")
 
 
 def _stream(path: Path, compression: str | None) -> BinaryIO:

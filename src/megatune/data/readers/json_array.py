@@ -122,7 +122,8 @@ class _Text:
     def broken(self, row: int, why: str, place: int | None = None) -> MegatuneError:
         """Return the error that ends the reading at `place`, else at `position`."""
         line, column = self._place(self.position if place is None else place)
-        return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}")
+        fix = "correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
+        return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}", fix=fix)
 
     def _decode(self) -> tuple[dict[str, object], RowError | None, int]:
         """Return fields, problem and end of the element at `position`."""

@@ -130,6 +130,12 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
 
 
 def _check_header(where: str, header: list[str]) -> None:
+    """Refuse a header whose names are missing, repeated, or separated by something else."""
+    other = next((sign for sign in (";", "\t", "|") if len(header) == 1 and sign in header[0]), None)
+    if other is not None:
+        what = f"the header has one column, {header[0]!r:.60}"
+        fix = "separate the columns by commas, or name the file .tsv if tabs separate them"
+        raise unreadable(where, what, f"columns seem to be separated by {other!r}", fix)
     for number, name in enumerate(header, start=1):
         if not name.strip():
             fix = "name it, or leave it out (pandas: to_csv(index=False))"

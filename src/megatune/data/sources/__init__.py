@@ -198,7 +198,7 @@ def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
         return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
     known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
     what = f"{name!r} is neither in {directory.where} nor a path"
-    return MegatuneError(Finding(what, "dataset", fix=f"nearest: {near}" if near else known), ExitCode.SETTINGS)
+    return MegatuneError(Finding(what, "dataset", fix=f"did you mean {near}?" if near else known), ExitCode.SETTINGS)
 
 
 def _default_hub() -> Hub:

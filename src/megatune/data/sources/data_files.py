@@ -56,7 +56,8 @@ def local_files(
             read_rows(path)  # refuses it, with the reason for its kind
         return (path,)
     if not path.exists():
-        raise MegatuneError(Finding(f"no such file or folder: {path}", where), ExitCode.INPUT)
+        fix = "correct its path, which begins at the folder of dataset_info.json"
+        raise MegatuneError(Finding(f"no such file or folder: {path}", where, fix=fix), ExitCode.INPUT)
     readme = path / README
     card = read_card(readme.read_text(encoding="utf-8", errors="replace"), str(path)) if readme.is_file() else None
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())

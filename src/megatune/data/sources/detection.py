@@ -11,6 +11,7 @@ import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats import USUAL_NAMES, Form, by_own_name, detect_named, own_names
+from megatune.data.formats.form import RESPONSE_NAMES
 from megatune.data.readers import read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference, nearest
 from megatune.data.sources.source import DatasetSource, source_of
@@ -102,6 +103,10 @@ def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
             return {name: "messages"}
     texts = [name for name, value in row.items() if isinstance(value, str) and name.lower() not in _NO_TEXTS]
     parts = ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage == "pt" else _ANSWERED
+    answer = next((name for name in texts if name.lower() in RESPONSE_NAMES), None) if parts is _ANSWERED else None
+    if answer is not None:  # next to the question, which is first
+        texts = [*[name for name in texts if name != answer][:1], answer]
+        parts = parts if len(texts) > 1 else ("response",)
     return dict(zip(texts or row or ("FIELD",), parts, strict=False))
 
 

@@ -69,7 +69,8 @@ def named_template(name: str) -> NamedTemplate:
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
     near = difflib.get_close_matches(name, template_names(), n=2)
-    fix = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(template_names())}, or a path ending in .yaml"
+    known = f"one of {', '.join(template_names())}, or a path ending in .yaml"
+    fix = f"did you mean {' or '.join(near)}?" if near else known
     raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
 
 

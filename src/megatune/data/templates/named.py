@@ -204,7 +204,7 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
     key, value, where = entry.key, entry.value, entry.where
     if key not in _KEYS:
         near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-        fix = f"nearest: {near[0]}" if near else f"one of {', '.join(_KEYS)}"
+        fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(_KEYS)}"
         findings.append(Finding(f"{key} is not a key of a template", where, fix=fix))
     elif key == "special_tokens":
         tokens = tuple(item.text for item in value.items)

@@ -208,7 +208,7 @@ def named_swift_template(name: str) -> SwiftTemplate:
     if name in SWIFT_TEMPLATES:
         return SWIFT_TEMPLATES[name]
     near = difflib.get_close_matches(name, SWIFT_TEMPLATES, n=3)
-    fix = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(SWIFT_TEMPLATES)}"
+    fix = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SWIFT_TEMPLATES)}"
     raise MegatuneError(Finding(f"template: ms-swift's {name!r} is not supported", fix=fix), ExitCode.SETTINGS)
 
 
