@@ -424,7 +424,7 @@ def test_copies_of_a_held_out_row_are_not_trained(folder: Path) -> None:
     (folder / "same.json").write_text(json.dumps([{"instruction": "q", "output": "a"}] * 8))
     result = prepared(folder, "same.json", val_size=3.0)
     assert (len(result.train), len(result.evaluation or ())) == (5, 3)
-    assert result.report.notes == ["all rows have the same texts: 5 are trained, the others held out"]
+    assert result.report.notes == ["all rows have the same texts: 5 are trained on, the others are held out"]
 
 
 def test_a_note_says_what_ends_an_answer(folder: Path) -> None:

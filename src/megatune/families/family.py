@@ -191,7 +191,7 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         return
     if vision.out_hidden_size != architecture.hidden_size:
         why = f"the decoder's hidden states are {architecture.hidden_size} wide"
-        yield f"vision_config: tokens of pictures are {vision.out_hidden_size} wide", why
+        yield f"vision_config: tokens of images and videos are {vision.out_hidden_size} wide", why
     for layer in vision.deepstack_visual_indexes:
         if layer not in range(vision.depth):
             why = f"depth = {vision.depth}, counted from 0"

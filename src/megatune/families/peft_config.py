@@ -35,7 +35,7 @@ _OFF: dict[str, str] = {
     "layer_replication": "the adapter belongs to a model with repeated layers",
     "trainable_token_indices": "single rows of embeddings are not trained here; modules_to_save has whole ones",
     "alora_invocation_tokens": "the adapter would be on for some tokens of a text only",
-    "megatron_config": "it was trained on Megatron-Core's own layers, whose names are others than Transformers'",
+    "megatron_config": "it was trained on Megatron-Core's own layers, whose names differ from those of Transformers",
     **dict.fromkeys(
         ("velora_config", "use_qalora", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"), _VARIANT
     ),

@@ -139,7 +139,7 @@ def _positions(vision: Vision, input_ids: np.ndarray, pictures: tuple[Picture, .
     try:
         return rotary_position_ids(input_ids, grids, vision)
     except ValueError as error:
-        fix = "write <image> or <video> where a picture is to be shown"
+        fix = "write <image> or <video> where each belongs in the text"
         finding = Finding("the prompt has more placeholders than images and videos", "--prompt", str(error), fix)
         raise MegatuneError(finding, ExitCode.DATA) from error
 

@@ -122,7 +122,7 @@ def resume(scene: Scene) -> Outcome:
         apart += [f"{name} in {place}" for name in different]
     if apart:
         what = f"the resumed run differs from the one that nobody killed: {apart[0]}"
-        why = f"{len(apart)} numbers differ, and in one layout all are to be equal bit for bit"
+        why = f"{len(apart)} numbers differ, but in the same layout all must be equal bit for bit"
         return failed(RESUME, [Finding(what, "", why, "report this with the folder of --keep")], ExitCode.INTERNAL)
     found = (
         f"rank {scene.world_size - 1} killed after step {scene.resumed}; resumed: losses, gradient norms and {number} "

@@ -74,7 +74,7 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
         yield "data.truncation_strategy", "budget", "rows that the file's own cutoff_len holds are to stay"
     if has_pictures:
         for name in ("image_max_pixels", "video_max_pixels"):
-            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small pictures"
+            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small images and videos"
         yield "data.video_maxlen", min(data.video_maxlen, 4), "few frames"
     yield "data.max_samples", min(data.max_samples or _ROWS, _ROWS), "stage 1 reads more of them"
     if data.val_size:

@@ -179,7 +179,7 @@ def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
     chain = list(trainable.adapter_name_or_path)
     last = None if trainable.create_new_adapter or not chain else chain.pop()
     merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
-    return "; ".join([*([f"{last} goes on"] if last is not None and resumed is None else []), *merged])
+    return "; ".join([*([f"training of {last} continues"] if last is not None and resumed is None else []), *merged])
 
 
 def _base(settings: Settings) -> str:

@@ -99,7 +99,9 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     if stage == "pt":
         for column in (columns.images, columns.videos):
             if column is not None and row.get(column):
-                raise UnsupportedRow(f"stage pt trains text, and field {column!r} has pictures", "write stage: sft")
+                raise UnsupportedRow(
+                    f"stage pt trains text, and field {column!r} has images or videos", "write stage: sft"
+                )
         return _text(row, form)
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"

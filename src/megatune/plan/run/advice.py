@@ -152,4 +152,4 @@ def _no_overlap(planned: Estimate) -> Iterator[str]:
     changes = OVERLAPS if parallel.use_distributed_optimizer else {"parallel.overlap_grad_reduce": True}
     better = fix(planned, changes)
     if better is not None and better.after.fits and better.gain >= _TIME:
-        yield f"exchanges of replicas wait until computing is done: {better}"
+        yield f"gradient reduction is not overlapped with compute: {better}"

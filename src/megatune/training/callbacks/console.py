@@ -138,7 +138,7 @@ def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
     if report.data_seconds > _NOTABLE_WAIT * report.seconds:
         parts.append(f"data {report.data_seconds / report.seconds:.0%}")
     if report.unreadable_pictures:
-        parts.append(f"unreadable pictures {report.unreadable_pictures}")
+        parts.append(f"unreadable media {report.unreadable_pictures}")
     if report.num_skipped:
         parts.append(f"skipped {report.num_skipped}")
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])
@@ -151,7 +151,7 @@ def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
         parts.append(f"perplexity {report.perplexity:.4g}")
     parts += _metrics(report.metrics)
     if report.unreadable_pictures:
-        parts.append(f"unreadable pictures {report.unreadable_pictures}")
+        parts.append(f"unreadable media {report.unreadable_pictures}")
     return "  ".join([*parts, f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
 
 
