@@ -438,7 +438,7 @@ def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
 
 def test_a_note_says_that_pretraining_leaves_answers_out(folder: Path) -> None:
     notes = prepared(folder, "good", stage="pt").report.notes
-    assert notes == ["good: stage pt trains the column 'instruction' alone; 'output' is not read"]
+    assert notes == ["good: stage pt trains on the column 'instruction' only; 'output' is not read"]
     (folder / "books.txt").write_text("A book.")
     assert prepared(folder, "books.txt", stage="pt").report.notes == []
 

@@ -258,7 +258,7 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10**18
     (result,) = ask(hub, tmp_path, "team/large")
     assert result["code"] == 73
-    assert "no room for team/large: 1000000000.0 GB are to be fetched, and " in result["error"]
+    assert "no room for team/large: 1000000000.0 GB are needed, and " in result["error"]
     assert "or write cache_dir" in result["error"]
     hub.sizes.clear()
     # The kernel refuses to let a file grow, as a quota does.

@@ -226,7 +226,7 @@ def _beside_steps(run: _Run) -> Iterator[str]:
     except (KeyError, TypeError):
         return
     if whole > 0 and 1 - inside / whole > 0.1:
-        yield f"other      {percent(1 - inside / whole)} of the time was not the steps': evaluation, saving"
+        yield f"other      {percent(1 - inside / whole)} of the time was not in steps: evaluation, saving"
     middle = statistics.median(each_step)
     if len(each_step) >= 5 and max(each_step) > 3 * middle:
         yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
