@@ -70,8 +70,8 @@ def test_tokens_beyond_the_vocabulary(model: Path, told: Tell) -> None:
 
 @pytest.mark.parametrize(("name", "why"), [
     ("LlamaTokenizer", "belongs to another model; it makes"),
-    ("BertTokenizer", "cannot be loaded; tokenizer_class: BertTokenizer of tokenizer_config.json is another"),
-    ("T5Tokenizer", "cannot be loaded; tokenizer_class: T5Tokenizer of tokenizer_config.json is another"),
+    ("BertTokenizer", "cannot be loaded; tokenizer_class: BertTokenizer of tokenizer_config.json belongs to another"),
+    ("T5Tokenizer", "cannot be loaded; tokenizer_class: T5Tokenizer of tokenizer_config.json belongs to another"),
 ])  # fmt: skip
 def test_the_class_of_another_models_tokenizer(model: Path, sound: Path, name: str, why: str, told: Tell) -> None:
     change(model / "tokenizer_config.json", tokenizer_class=name)
