@@ -126,7 +126,7 @@ def test_adapters_are_offered_where_a_model_is_too_large(tmp_path: Path) -> None
          ("computes in fp32", "bf16: true", "faster)")),
         ({"overlap_grad_reduce": False, "overlap_param_gather": False, "gradient_accumulation_steps": 1,
           "tensor_model_parallel_size": 1, "sequence_parallel": False, "cutoff_len": 1024}, 8,
-         ("exchanges of replicas wait", "overlap_grad_reduce: true, overlap_param_gather: true")),
+         ("gradient reduction is not overlapped", "overlap_grad_reduce: true, overlap_param_gather: true")),
     ],
 )  # fmt: skip
 def test_what_could_be_better_is_said_with_its_numbers_and_its_setting(

@@ -164,7 +164,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = look(model, tmp_path, output_dir=tmp_path / "file" / "out")
-    assert "make it writable, or choose another output_dir" in told(found[DISK])
+    assert "choose another output_dir" in told(found[DISK])
     assert found[DATA].verdict is Verdict.PASS
     assert exit_code(list(found.values())) == 73
 

@@ -159,7 +159,7 @@ def test_updates(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> N
     for name, tensor in weights.items():
         engine.update({name: tensor})
     engine.wake("cache")
-    with pytest.raises(MegatuneError, match="no whole update has come"):
+    with pytest.raises(MegatuneError, match="no complete update has arrived"):
         engine.submit(requests)
     engine.commit_update(1)
     assert engine.version == 1
