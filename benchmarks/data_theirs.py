@@ -95,5 +95,5 @@ def prepare(folder: Path, tokenizer: Any, processes: int) -> Any:
 
 
 def num_tokens(rows: Any, tokenizer: Any) -> int:
-    """Those that are no padding."""
+    """Those that are not padding."""
     return sum(len(ids) - ids.count(tokenizer.pad_token_id) for ids in rows["input_ids"])

@@ -27,7 +27,7 @@ PLANS = (
 
 
 def time_plan(model: str, gpus: int, rows: int) -> tuple[float, str]:
-    """Seconds from start to end, and how many layouts were judged."""
+    """Seconds from start to end, and how many layouts were evaluated."""
     command = [sys.executable, "-m", "megatune", "plan", model, "--gpus", str(gpus), "--gpu", "h100-80g", "--seq",
                "4096", "--global_batch", str(rows)]  # fmt: skip
     begun = time.perf_counter()
@@ -35,7 +35,7 @@ def time_plan(model: str, gpus: int, rows: int) -> tuple[float, str]:
     seconds = time.perf_counter() - begun
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
-    judged = re.search(r"of ([\d,]+) that were judged", done.stdout)
+    judged = re.search(r"of ([\d,]+) that were evaluated", done.stdout)
     return seconds, judged[1] if judged else "-"
 
 

@@ -37,21 +37,22 @@ _FACTORS = [f"{1 + each:.2f}" for each in (*(kind.time for kind in _KINDS), *(ki
 _HEAD = f"""# Published layouts, planned
 
 LLaMA-Factory's Megatron examples, and the run of Qwen3-VL-8B that its users publish, planned by `megatune plan` on
-{GPU} with 8 devices a machine, and held against the layout that its search recommends for the same model, devices,
-rows of a step and row length. Every row is taken to be of the full length. Nothing here was measured: of published runs
-two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within {_FACTORS[1]};
-nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one model are surer than that.
+{GPU} with 8 devices a machine, and compared with the layout that its search recommends for the same model, devices,
+rows of a step and row length. Every row is assumed to have the full length. Nothing here was measured: of published
+runs two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within
+{_FACTORS[1]}; nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one
+model are more certain than that.
 """
 
 _WHY = {
     "compute": "the slowest stage has less to compute, or computes it in larger pieces",
     "recompute": "less is computed again in the backward pass",
-    "tensor_parallel": "fewer or smaller exchanges inside layers",
+    "tensor_parallel": "less communication inside layers",
     "context_parallel": "fewer exchanges between parts of a row",
     "expert_parallel": "less waiting for tokens on their way to experts",
     "host": "the device waits less for the host to launch its kernels",
     "pipeline": "stages wait less for each other",
-    "data_parallel": "less of the gradients' exchange is left uncovered",
+    "data_parallel": "less of the gradient communication is not overlapped",
     "optimizer": "each process updates fewer parameters",
     "overhead": "less work of the host",
 }
@@ -94,7 +95,7 @@ EXAMPLES = (
         model="Qwen2-VL-7B",
         num_gpus=8,
         layouts={"published": EXAMPLES_FOLDER / "qwen2_vl_full.yaml"},
-        told="`examples/vision/qwen2_vl_full.yaml`. Every row is taken to hold one image of 262,144 pixels, 334\n"
+        told="`examples/vision/qwen2_vl_full.yaml`. Every row is assumed to have one image of 262,144 pixels, 334\n"
         "tokens; vision tower and projector are frozen, as by LLaMA-Factory's defaults.",
     ),
     Example(
@@ -106,8 +107,8 @@ EXAMPLES = (
             "alternative 1": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_tp8.yaml",
             "alternative 2": EXAMPLES_FOLDER / "qwen3_vl_8b_32gpu_pp2.yaml",
         },
-        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two beside it. Every row is taken to hold one image of\n"
-        "451,584 pixels, 441 tokens; everything is trained, the vision tower among it.",
+        told="`examples/vision/qwen3_vl_8b_32gpu.yaml` and the two next to it. Every row is assumed to have one\n"
+        "image of 451,584 pixels, 441 tokens; everything is trained, including the vision tower.",
     ),
 )  # fmt: skip
 
@@ -182,7 +183,7 @@ def reasons(published: Estimate, found: Estimate) -> Iterator[str]:
             yield f"- {TIME_WORDS[part]}: {gain:.2f} s less; {_WHY[part]}"
     for part, gain in sorted(gains.items(), key=lambda item: item[1]):
         if gain < -least:
-            yield f"- {TIME_WORDS[part]}: {-gain:.2f} s more, which is what the others cost"
+            yield f"- {TIME_WORDS[part]}: {-gain:.2f} s more, the price of the other changes"
 
 
 def section(example: Example) -> Iterator[str]:
@@ -194,7 +195,7 @@ def section(example: Example) -> Iterator[str]:
     gain = published.time.total / found.time.total
     room = published.case.machine.device.memory / _GIB
     fits = "fits" if published.fits else "does not fit"
-    tight = ", and not at the upper end of what is known" if published.fits and is_tight(published) else ""
+    tight = ", but not at the upper end of the uncertainty" if published.fits and is_tight(published) else ""
     yield (f"\nThe published layout {fits} the {room:.1f} GiB that a process can use{tight}. "
            + (f"{layout_words(found.case)} is {gain:.2f} times as fast:" if gain > 1.02 else "Nothing found is worth a "
               "change."))  # fmt: skip

@@ -25,15 +25,15 @@ _GIB = 2**30
 _BRIDGE = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/067f987df/src/megatron/bridge/recipes"
 _SWIFT = "https://github.com/modelscope/ms-swift/blob/3602360a5/examples/megatron"
 
-_HEAD = """# Recommended layouts beside published recipes
+_HEAD = """# Recommended layouts compared with published recipes
 
-What `megatune plan` recommends, beside what others publish for the same model, devices, rows of a step and row
-length. Both are planned with fused kernels and in the recipe's precision of gradients and Adam's averages, so that
-they differ in their layout alone; every row is of the full length. **Nothing on this page was measured**: how far plans
-lie from runs is in [planner-memory.md](planner-memory.md) and `benchmarks/planner_accuracy.py`. A recommended layout
-fits at the upper end of what is known of its class of models, where any does; of layouts that are as fast as far as is
-known, the one with the fewest kinds of parallelism is recommended. Recipes are made to run on many machines, not to be
-the fastest on one.
+This page compares what `megatune plan` recommends with what others publish for the same model, devices, rows of a step
+and row length. Both are planned with fused kernels and with the recipe's precision of gradients and Adam's averages, so
+that only their layouts differ; every row has the full length. **Nothing on this page was measured**: how far plans are
+from measured runs is in [planner-memory.md](planner-memory.md) and `benchmarks/planner_accuracy.py`. A recommended
+layout fits at the upper end of the uncertainty for its class of models, if any layout does; of layouts that are about
+equally fast, the one with the fewest kinds of parallelism is recommended. Recipes are made to run on many machines, not
+to be the fastest on one.
 
 Written by `python benchmarks/published_recipes.py --output`.
 """
@@ -101,7 +101,7 @@ RECIPES = (
         model="Qwen3-30B-A3B", gpu="a800-80g", num_gpus=16, rows=16, length=8192,
         layout=_sizes(1, 2, 8, **_FULL),
         source=f"{_SWIFT}/moe/qwen3_moe.sh",
-        told="It says 60 GiB and 9.6 s a step, and not on which devices.",
+        told="It reports 60 GiB and 9.6 s a step, but not on which devices.",
     ),
     Recipe(
         model="Qwen3-235B-A22B", gpu="h100-80g", num_gpus=64, rows=32, length=2048,
@@ -118,9 +118,9 @@ RECIPES = (
         model="DeepSeek-V3", gpu="h800-80g", num_gpus=2048, rows=15_360, length=4096,
         layout=_sizes(1, 16, 64, **_OVERLAPS, **_BF16_AVERAGES, **_FULL),
         source="https://arxiv.org/abs/2412.19437, section 3.2",
-        told="It computes in FP8, overlaps experts' exchanges with computing (DualPipe) and recomputes less than\n"
-        "whole layers, which is not built here: bf16 and full recomputation are planned instead. It sends a token to\n"
-        "four machines at most, of which the planner knows nothing: experts over eight machines cost less there.",
+        told="It computes in FP8, overlaps expert communication with computing (DualPipe) and recomputes less than\n"
+        "whole layers, which is not supported here: bf16 and full recomputation are planned instead. It sends a token\n"
+        "to four machines at most, which the planner does not model: experts over eight machines cost less there.",
     ),
 )  # fmt: skip
 
@@ -158,15 +158,15 @@ def verdict(published: Estimate, found: Estimate) -> str:
     elif gain > 1 + equal_within(found.case):
         said = f"{names[1]} is {gain:.2f} times as fast as {names[0]}."
     elif num_kinds(found.case) < num_kinds(published.case):
-        said = f"{names[1]} is as fast as {names[0]}, as far as is known, with fewer kinds of parallelism."
+        said = f"{names[1]} is as fast as {names[0]}, within the uncertainty, with fewer kinds of parallelism."
     else:
-        said = f"{names[1]} is as fast as {names[0]}, as far as is known."
+        said = f"{names[1]} is as fast as {names[0]}, within the uncertainty."
     ends = []
     for name, plan in (("the recipe", published), ("the recommended one", found)):
         end = f"{(1 + bound) * plan.fullest.total / _GIB:.1f} GiB"
         does = "does not fit as planned" if not plan.fits else "is tight" if is_tight(plan) else "fits"
         ends.append(f"{name} {does} ({end})")
-    return f"{said} At the upper end of what is known, {bound:.0%} above the plan: {', '.join(ends)}."
+    return f"{said} At the upper end of the uncertainty, {bound:.0%} above the plan: {', '.join(ends)}."
 
 
 def section(recipe: Recipe) -> Iterator[str]:

@@ -82,9 +82,11 @@ MORE_LAYOUTS: dict[str, Layout] = {
     "tp4 sp": Layout(4, {"tensor_model_parallel_size": 4} | _SP),
     "pp4": Layout(4, {"pipeline_model_parallel_size": 4}),
     "dp4": Layout(4),
-    "dp2, whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
+    "dp2, no distributed optimizer": Layout(2, {"use_distributed_optimizer": False}),
     "dp2, grad overlap": Layout(2, {"overlap_grad_reduce": True}),
-    "dp2, whole optimizer, grad overlap": Layout(2, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}),
+    "dp2, no distributed optimizer, grad overlap": Layout(
+        2, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}
+    ),
     "tp2 pp2 dp2 sp, overlaps, fusions": Layout(8, _TP2 | _PP2 | _SP | _OVERLAPS, performance=_FUSIONS),
     "tp2 pp2 vpp2 dp2 sp, overlaps, fusions": Layout(8, _TP2 | _PP2 | _VPP2 | _SP | _OVERLAPS, performance=_FUSIONS),
     "pp2 vpp2, no p2p overlap": Layout(2, _PP2 | _VPP2 | {"overlap_p2p_comm": False}),
@@ -148,8 +150,8 @@ MORE_EXPERT_LAYOUTS: dict[str, Layout] = {
     "ep2 etp1 tp2 sp allgather": Layout(
         2, _EP2 | _ETP1 | _TP2 | _SP, experts={"moe_token_dispatcher_type": "allgather"}
     ),
-    "ep2, experts one by one": Layout(2, _EP2, experts={"moe_grouped_gemm": False}),
-    "ep2 dp2, whole optimizer": Layout(2, _EP2 | {"use_distributed_optimizer": False}),
+    "ep2, no grouped GEMM": Layout(2, _EP2, experts={"moe_grouped_gemm": False}),
+    "ep2 dp2, no distributed optimizer": Layout(2, _EP2 | {"use_distributed_optimizer": False}),
     "ep2 pp2 dp4, overlaps, fusions": Layout(8, _EP2 | _PP2 | _OVERLAPS, performance=_FUSIONS),
     "ep2 pp2 vpp2 dp4, overlaps, fusions, recompute full": Layout(
         8, _EP2 | _PP2 | _VPP2 | _OVERLAPS, performance=_FUSIONS, recompute={"recompute_granularity": "full"}

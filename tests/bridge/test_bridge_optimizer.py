@@ -22,8 +22,8 @@ ALL = {**LAYOUTS, **MORE_LAYOUTS}
         ("tp2 pp2 dp2 sp", "1"),
         ("1", "tp2 pp2 dp2 sp"),
         ("dp2", "tp2 pp2 vpp2"),
-        ("dp2, whole optimizer", "dp4"),
-        ("tp4 sp", "dp2, whole optimizer"),
+        ("dp2, no distributed optimizer", "dp4"),
+        ("tp4 sp", "dp2, no distributed optimizer"),
     ],
 )
 def test_state_moves_between_layouts_bit_for_bit(pool, model_dir, tmp_path, one, other, precision):

@@ -170,7 +170,7 @@ def test_pickles_are_refused(copy):
 def test_truncated_file_is_refused(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "the file is damaged or cut short" in str(refusal(copy))
+    assert "the file is damaged or truncated" in str(refusal(copy))
 
 
 def test_truncated_shard_is_refused(model_dir, tmp_path):

@@ -175,7 +175,7 @@ def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixtu
         assert not is_whole(folder, "k")
         assert built(Settings(), "k", tokens("1234")) == folder
         assert (folder / "part/tokens.bin").read_text() == "1234"
-        assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged, and made again\n"
+        assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged and are recreated\n"
     assert [path.name for path in cache.iterdir()] == ["k"]
 
 
@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     folder = built(Settings(), "k", tokens("1234"))
     assert folder == temporary / "rows" / "k"
     assert capsys.readouterr().err == (
-        f"cannot write {NOWHERE}/rows/k: No such file or directory; prepared rows go to {folder}\n"
+        f"cannot write {NOWHERE}/rows/k: No such file or directory; prepared rows are written to {folder}\n"
     )
     assert temporary.stat().st_mode & 0o777 == 0o700
     assert built(Settings(), "k", no_build) == folder
@@ -240,7 +240,7 @@ def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value).splitlines()[:3] == [
         f"{NOWHERE}/rows/k: cannot write the prepared rows",
         "    why: No such file or directory",
-        "    fix: name a folder that can be written as $MEGATUNE_CACHE",
+        "    fix: name a writable folder as $MEGATUNE_CACHE",
     ]
     with pytest.raises(MegatuneError, match="as tokenized_path") as caught:
         built(with_data(tokenized_path=str(NOWHERE)), "k", no_build)
@@ -281,7 +281,7 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
         built(settings, "other", no_build)
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert str(caught.value) == (
-        f"tokenized_path: {folder} has rows made from other data or settings\n"
+        f"tokenized_path: {folder} has rows that were prepared from other data or settings\n"
         "    fix: name another folder, or delete this one"
     )
     assert (folder / "part/tokens.bin").read_text() == "1234"

@@ -115,7 +115,7 @@ def test_refusals(tmp_path: Path) -> None:
         "    fix: one of a, q, query, response",
         "columns: no data set has a field 's'",
         "    fix: one of a, q, query, response",
-        "columns: 'sistem' is not a name that rows may have",
+        "columns: 'sistem' is not a known part of a row",
         "    fix: one of system",
     ]
     assert caught.value.exit_code == ExitCode.SETTINGS

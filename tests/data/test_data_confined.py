@@ -54,7 +54,7 @@ def test_a_card_without_end_is_refused(folder: Path, card: str) -> None:
 
 def test_a_registry_without_end_is_refused(folder: Path) -> None:
     (folder / "dataset_info.json").write_text("[" * 100_000)
-    with pytest.raises(MegatuneError, match="cannot read") as caught:
+    with pytest.raises(MegatuneError, match="cannot be read") as caught:
         resolve_datasets(["x"], folder, "sft")
     assert caught.value.exit_code == ExitCode.INPUT
 

@@ -157,7 +157,7 @@ Q, A = ("human", "q"), ("gpt", "a")
             sharegpt(Q, ("function_call", "f(x)")),
             'bad-tool-call: a function call is not JSON (message 2: Expecting value at character 1 of "f(x)")',
         ),
-        (sharegpt(Q, ("function_call", "[]")), "bad-tool-call: a function call without a call (message 2)"),
+        (sharegpt(Q, ("function_call", "[]")), "bad-tool-call: a function call is empty (message 2)"),
         (
             sharegpt(Q, ("function_call", '{"name": "f", "arguments": [1]}')),
             "bad-tool-call: a tool call needs a name and an object of arguments "
@@ -300,7 +300,7 @@ def test_long_values_are_cut() -> None:
 
 
 NO_PICTURES = (
-    "its rows have images or videos, and the model takes text alone -> "
+    "its rows have images or videos, but the model reads text only -> "
     'train a vision-language model, or turn the columns off in dataset_info.json: "images": null'
 )
 
@@ -314,7 +314,7 @@ NO_PICTURES = (
             "sft",
             NO_PICTURES,
         ),
-        ({"instruction": "a", "audios": ["1.wav"]}, ALPACA, "pt", "field 'audios': training on audio is not built"),
+        ({"instruction": "a", "audios": ["1.wav"]}, ALPACA, "pt", "field 'audios': training on audio is not supported"),
         (
             openai(said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), said("assistant")),
             OPENAI,
@@ -325,7 +325,7 @@ NO_PICTURES = (
             openai(said("user", [{"type": "input_audio", "input_audio": "x"}]), said("assistant")),
             OPENAI,
             "sft",
-            "message 1 has a part of type 'input_audio': training on audio is not built",
+            "message 1 has a part of type 'input_audio': training on audio is not supported",
         ),
         (
             {"instruction": "a", "videos": "1.mp4"},

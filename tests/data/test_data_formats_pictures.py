@@ -87,11 +87,13 @@ def complaint(row: dict[str, Any], form: Form, stage: str = "sft") -> str:
     [
         (
             {"query": "<image> and <image>", "response": "x", "images": ["1.jpg"]},
-            "picture-count: the row has not as many <image> tags as images (2 <image> in the messages, 1 files)",
+            "picture-count: the row has different numbers of <image> tags and images "
+            "(2 <image> in the messages, 1 files)",
         ),
         (
             {"query": "What?", "response": "x", "videos": ["v.mp4"]},
-            "picture-count: the row has not as many <video> tags as videos (0 <video> in the messages, 1 files)",
+            "picture-count: the row has different numbers of <video> tags and videos "
+            "(0 <video> in the messages, 1 files)",
         ),
     ],
 )
@@ -101,9 +103,9 @@ def test_tags_and_files_differ_in_number(row: dict[str, Any], message: str) -> N
 
 def test_a_thought_beside_parts_has_no_tags() -> None:
     row = openai(said("user", [{"type": "image", "image": "1.jpg"}]), said("assistant", reasoning_content="<image>?"))
-    assert complaint(row, OPENAI).startswith("picture-count: the row has not as many <image> tags")
+    assert complaint(row, OPENAI).startswith("picture-count: the row has different numbers of <image> tags")
     row["messages"][1]["content"] = [{"type": "image", "image": "2.jpg"}]
-    assert complaint(row, OPENAI) == "picture-count: a message has tags beside its parts (message 2 of the row)"
+    assert complaint(row, OPENAI) == "picture-count: a message has tags in addition to its parts (message 2 of the row)"
 
 
 def test_a_part_of_a_system_message_is_text() -> None:

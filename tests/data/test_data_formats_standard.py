@@ -126,6 +126,6 @@ def test_what_is_no_text_or_not_built(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedRow, match="its rows are conversations"):
             read(tmp_path, "pt", {"messages": messages})
     boxes = {"ref": ["a cat"], "bbox": [[0, 0, 9, 9]]}
-    with pytest.raises(UnsupportedRow, match="boxes in pictures is not built"):
+    with pytest.raises(UnsupportedRow, match="bounding boxes is not supported"):
         read(tmp_path, "sft", {"query": "Where is <ref-object>?", "response": "<bbox>", "objects": boxes})
     assert read(tmp_path, "sft", {"query": "q", "response": "a", "objects": boxes}) == [Conversation((ASKED, ANSWERED))]

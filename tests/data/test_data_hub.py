@@ -151,7 +151,8 @@ REFUSED: list[tuple[Case, str, int]] = [
     (case("team/mixed"), f"team/mixed on HOST: data files of several kinds: .csv and .jsonl\n    fix: {DOWNLOAD}", 66),
     (
         case("team/separated"),
-        "team/separated on HOST: subset default is to be read with sep\n    why: such options are not read\n    "
+        "team/separated on HOST: subset default needs the reading options sep\n"
+        "    why: such options are not supported\n    "
         f"fix: {DOWNLOAD}",
         66,
     ),
@@ -171,13 +172,13 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("pickle", "REMOTE:team/info"),
-        "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one would run code that it may hold\n    "
+        "team/info/deep/rows.pkl: .pkl files are not read\n    why: loading one may run code that it contains\n    "
         "fix: save the rows as .jsonl or .parquet",
         66,
     ),
     (case("x", "REMOTE:team/plain"), "dataset_dir: team/plain on HOST has no dataset_info.json", 66),
-    (case("a b", "ONLINE"), "dataset: 'a b' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
-    (case("hf::a--b/c"), "dataset: 'a--b/c' is no id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("a b", "ONLINE"), "dataset: 'a b' is not the id of a data set on a hub\n    fix: write OWNER/NAME", 64),
+    (case("hf::a--b/c"), "dataset: 'a--b/c' is not the id of a data set on a hub\n    fix: write OWNER/NAME", 64),
     (case("team/outside"), f"team/outside on HOST: no data files\n    fix: {DOWNLOAD}", 66),
     (
         case("team/missing"),
@@ -187,7 +188,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("hf::team/gated"),
-        "dataset: access to team/gated on HOST has to be asked for\n    fix: ask for access on its page, then log in: "
+        "dataset: access to team/gated on HOST must be requested\n    fix: request access on its page, then log in: "
         "hf auth login, or set HF_TOKEN",
         66,
     ),
@@ -198,7 +199,7 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
     (
         case("hf::team/dropped"),
-        f"dataset: cannot get team/dropped from HOST\n    why: it breaks the connection off{MIRROR}",
+        f"dataset: cannot get team/dropped from HOST\n    why: it closes the connection{MIRROR}",
         69,
     ),
     (
@@ -209,12 +210,13 @@ REFUSED: list[tuple[Case, str, int]] = [
     ),
 ]
 WITHOUT_NETWORK = (
-    "from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it is in the cache; a gated repository also needs "
-    "HF_TOKEN when it is fetched"
+    "from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it is in the cache\n"
+    "    fix: unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or download the data set "
+    "where there is a network, and name its files by file_name or as a path"
 )
 OFFLINE: list[tuple[Case, str, int]] = [
-    (case("hf::team/never"), f"dataset: cannot get team/never {WITHOUT_NETWORK}{MIRROR}", 69),
-    (case("team/halves:zh"), f"dataset: cannot get team/halves {WITHOUT_NETWORK}{MIRROR}", 69),
+    (case("hf::team/never"), f"dataset: cannot get team/never {WITHOUT_NETWORK}", 69),
+    (case("team/halves:zh"), f"dataset: cannot get team/halves {WITHOUT_NETWORK}", 69),
 ]
 
 

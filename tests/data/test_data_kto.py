@@ -146,7 +146,7 @@ def test_tags_are_kept_beside_the_rows(tmp_path: Path) -> None:
 def test_answers_of_one_kind_are_noted(tmp_path: Path, tag: bool) -> None:
     prepared = prepare(settings_of(tmp_path, rows_of([tag] * 3)), TOKENIZER)
     kind = "desirable" if tag else "undesirable"
-    assert prepared.report.notes[-1] == f"all answers are {kind}: there is no other kind to tell them from"
+    assert prepared.report.notes[-1] == f"all answers are {kind}: training needs both kinds"
 
 
 @pytest.mark.usefixtures("_cache")
@@ -167,7 +167,7 @@ def test_the_preview_says_the_tag(tmp_path: Path, evaluation: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "stage", "says"),
     [
-        ([{"messages": [U, A]}], "kto", "its rows do not say whether an answer is wanted, which stage kto needs"),
+        ([{"messages": [U, A]}], "kto", "its rows do not say whether an answer is desirable, which stage kto needs"),
         (
             [{"prompt": "q", "chosen": "a", "rejected": "b", "label": True}],
             "kto",

@@ -265,11 +265,11 @@ def test_columns_that_do_not_fit(rows: TokenRows, tmp_path: Path) -> None:
         rows.with_column(REFERENCE, path)
     assert missing.value.exit_code == ExitCode.INPUT
     np.save(path, np.zeros(3))
-    wrong = rf"3 values of {REFERENCE} for {2 * NUM_PAIRS} documents\n    fix: delete the file; it is made again"
+    wrong = rf"3 values of {REFERENCE} for {2 * NUM_PAIRS} documents\n    fix: delete the file; it is recreated"
     with pytest.raises(MegatuneError, match=wrong):
         rows.with_column(REFERENCE, path)
     path.write_bytes(b"\x93NUMPY")
-    with pytest.raises(MegatuneError, match=r"values of token rows are not whole"):
+    with pytest.raises(MegatuneError, match=r"values of token rows are incomplete"):
         rows.with_column(REFERENCE, path)
 
 

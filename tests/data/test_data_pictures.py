@@ -294,7 +294,7 @@ def test_prepared_rows_follow_the_files_of_pictures(
     draw(data / "a.png", 64, 64, seed=5)
     again = model.prepared(data, "rows.jsonl")
     assert again.directory == first.directory
-    assert "files of pictures are gone or changed" in capsys.readouterr().err
+    assert "image or video files were removed or changed" in capsys.readouterr().err
     assert again.train[0][0].pictures[0].grid != first.train[0][0].pictures[0].grid
     (data / "b.jpg").unlink()
     (report,) = model.prepared(data, "rows.jsonl").report.datasets

@@ -189,16 +189,22 @@ def test_packed_rows_hold_the_same_documents(folder: Path) -> None:
             "broken",
             None,
             "broken: 0 usable of 2 rows\n"
-            "    why: 1 x field 'output' is missing; 1 x invalid JSON\n"
-            "    fix: the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')",
+            "    why: 1 x field 'output' is missing; 1 x invalid JSON; "
+            "the first: broken.jsonl:1: field 'output' is missing (the row has 'instruction')\n"
+            "    fix: correct the rows, or remove the data set",
         ),
-        ("empty.jsonl", "", "empty.jsonl: the file is empty"),
-        ("blank.jsonl", "\n  \n\n", "blank.jsonl: 0 usable of 0 rows\n    fix: the files have no rows"),
+        ("empty.jsonl", "", "empty.jsonl: the file is empty\n    fix: write rows into it, or remove it from the data"),
+        (
+            "blank.jsonl",
+            "\n  \n\n",
+            "blank.jsonl: there are no rows\n    fix: write rows into its files, or remove it from the data",
+        ),
         (
             "invalid.jsonl",
             '{"instruction": "a"\n' * 5,
-            "invalid.jsonl: 0 usable of 5 rows\n    why: 5 x invalid JSON\n"
-            "    fix: the first: invalid.jsonl:1: invalid JSON (expected ',' delimiter at column 20)",
+            "invalid.jsonl: 0 usable of 5 rows\n    why: 5 x invalid JSON; "
+            "the first: invalid.jsonl:1: invalid JSON (expected ',' delimiter at column 20)\n"
+            "    fix: correct the rows, or remove the data set",
         ),
     ],
 )
@@ -291,7 +297,7 @@ def test_placeholders_without_a_value_are_refused(folder: Path) -> None:
 
 def test_pictures_refuse_the_data_set_of_a_model_without_vision(folder: Path) -> None:
     (folder / "pictures.json").write_text('[{"instruction": "a", "output": "b", "images": ["1.jpg"]}]')
-    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* text alone") as caught:
+    with pytest.raises(MegatuneError, match=r"pictures\.json:row 1: .* text only") as caught:
         prepared(folder, "pictures.json")
     assert caught.value.exit_code == ExitCode.SETTINGS
 
@@ -418,7 +424,7 @@ def test_copies_of_a_held_out_row_are_not_trained(folder: Path) -> None:
     (folder / "same.json").write_text(json.dumps([{"instruction": "q", "output": "a"}] * 8))
     result = prepared(folder, "same.json", val_size=3.0)
     assert (len(result.train), len(result.evaluation or ())) == (5, 3)
-    assert result.report.notes == ["all rows have the same texts: 5 are trained, the others held out"]
+    assert result.report.notes == ["all rows have the same texts: 5 are trained on, the others are held out"]
 
 
 def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
@@ -432,7 +438,7 @@ def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
 
 def test_a_note_says_that_pretraining_leaves_answers_out(folder: Path) -> None:
     notes = prepared(folder, "good", stage="pt").report.notes
-    assert notes == ["good: stage pt trains the column 'instruction' alone; 'output' is not read"]
+    assert notes == ["good: stage pt trains on the column 'instruction' only; 'output' is not read"]
     (folder / "books.txt").write_text("A book.")
     assert prepared(folder, "books.txt", stage="pt").report.notes == []
 

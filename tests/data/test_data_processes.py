@@ -26,7 +26,7 @@ def test_cores_and_memory_bound_processes(monkeypatch: pytest.MonkeyPatch) -> No
     assert usable_processes(16, side_by_side=4) == (2, "there are cores for 2")
     assert usable_processes(3, side_by_side=16) == (1, "there are cores for 1")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    assert usable_processes(16) == (4, "the memory that is free has room for 4")
+    assert usable_processes(16) == (4, "the free memory has room for 4")
 
 
 @pytest.mark.parametrize(

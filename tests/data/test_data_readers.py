@@ -86,7 +86,7 @@ def test_columns_of_json_are_decoded(tmp_path: Path, kind: str) -> None:
         {"a": {"x": [1]}, "b": [{"role": "user", "content": "hi"}, None]},
         {"a": None, "b": None},
         "invalid JSON (expected property name enclosed in double quotes in 'a')",
-        "a key twice ('x')",
+        "a key appears twice ('x')",
     ]
     assert [row.raw for row in read_rows(path)][2:] == ["{", '{"x": 1, "x": 2}']
 

@@ -37,7 +37,7 @@ BAD_ROWS = [  # name, the third line of the file, code, message, raw
     ("jsonl", b'{"a": "\\x"}', "invalid-json", "invalid JSON (invalid \\escape at column 8)", '{"a": "\\x"}'),
     ("jsonl", b'{"a": 1} {}', "invalid-json", "invalid JSON (extra data at column 10)", '{"a": 1} {}'),
     ("jsonl", b"[" * 100_000, "invalid-json", "invalid JSON (nested too deep)", "[" * 100_000),
-    ("jsonl", b"1" * 5000, "invalid-json", "invalid JSON (a number of too many digits)", "1" * 5000),
+    ("jsonl", b"1" * 5000, "invalid-json", "invalid JSON (a number with too many digits)", "1" * 5000),
     (
         "jsonl",
         b"[1]",
@@ -52,8 +52,8 @@ BAD_ROWS = [  # name, the third line of the file, code, message, raw
         "not a JSON object (expected an object with the row's fields, got null)",
         "null",
     ),
-    ("jsonl", b'{"a": 1, "b": 2, "a": 3}', "duplicate-key", "a key twice ('a')", '{"a": 1, "b": 2, "a": 3}'),
-    ("jsonl", b'{"a": [{"b": 1, "b": 1}]}', "duplicate-key", "a key twice ('b')", '{"a": [{"b": 1, "b": 1}]}'),
+    ("jsonl", b'{"a": 1, "b": 2, "a": 3}', "duplicate-key", "a key appears twice ('a')", '{"a": 1, "b": 2, "a": 3}'),
+    ("jsonl", b'{"a": [{"b": 1, "b": 1}]}', "duplicate-key", "a key appears twice ('b')", '{"a": [{"b": 1, "b": 1}]}'),
     ("jsonl", b'{"a": "x\0"}', "nul-bytes", "the row has NUL bytes (the first at column 9)", '{"a": "x\0"}'),
     (
         "jsonl",
@@ -126,7 +126,7 @@ def test_bad_rows_of_a_json_array(tmp_path: Path) -> None:
     assert rows_of(path) == [
         ("a.json:row 1", {"a": 1}),
         ("a.json:row 2", "not a JSON object (expected an object with the row's fields, got a list)"),
-        ("a.json:row 3", "a key twice ('a')"),
+        ("a.json:row 3", "a key appears twice ('a')"),
         ("a.json:row 4", {"a": {"b": 1}}),
     ]
     assert [row.raw for row in read_rows(path)] == ["", "[2]", '{"a": 1, "a": 2}', ""]
@@ -134,31 +134,49 @@ def test_bad_rows_of_a_json_array(tmp_path: Path) -> None:
 
 # What is wrong with a file.
 
-OVER_LINES = "one JSON object over several lines is no row"
+OVER_LINES = "one JSON object over several lines is not a row"
 LINES_FIX = "one object a line, or an array of objects in .json"
+EMPTY = "the file is empty\n    fix: write rows into it, or remove it from the data"
+JSON_FIX = "\n    fix: correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
 LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF-8"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", "a.json: the file is empty"),
-        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "a.jsonl.gz: the file is empty"),
-        ("a.json", '[{"a": 1},\n {"a": 2]', "a.json:2: invalid JSON in row 2: expected ',' delimiter at column 9"),
-        ("a.json", '[{"a": 1},\n]', "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1"),
+        ("a.json", "", f"a.json: {EMPTY}"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), f"a.jsonl.gz: {EMPTY}"),
+        (
+            "a.json",
+            '[{"a": 1},\n {"a": 2]',
+            "a.json:2: invalid JSON in row 2: expected ',' delimiter at column 9" + JSON_FIX,
+        ),
+        (
+            "a.json",
+            '[{"a": 1},\n]',
+            "a.json:2: invalid JSON in row 1: a comma before the closing bracket at column 1" + JSON_FIX,
+        ),
         (
             "a.json",
             '[{"a": 1}\n{"a": 2}]',
-            "a.json:2: invalid JSON in row 1: expected a comma or the closing bracket at column 1",
+            "a.json:2: invalid JSON in row 1: expected a comma or the closing bracket at column 1" + JSON_FIX,
         ),
         (
             "a.json",
             '[{"a": 1}',
-            "a.json:1: invalid JSON in row 1: expected a comma or the closing bracket at column 10",
+            "a.json:1: invalid JSON in row 1: expected a comma or the closing bracket at column 10" + JSON_FIX,
         ),
-        ("a.json", '[{"a": 1, "a": 2', "a.json:1: invalid JSON in row 1: expected ',' delimiter at column 17"),
-        ("a.json", '[{"a": 1}] x', "a.json:1: invalid JSON in row 1: text after the closing bracket at column 12"),
-        ("a.json", '[1,\n"x', "a.json:2: invalid JSON in row 2: unterminated string at column 1"),
+        (
+            "a.json",
+            '[{"a": 1, "a": 2',
+            "a.json:1: invalid JSON in row 1: expected ',' delimiter at column 17" + JSON_FIX,
+        ),
+        (
+            "a.json",
+            '[{"a": 1}] x',
+            "a.json:1: invalid JSON in row 1: text after the closing bracket at column 12" + JSON_FIX,
+        ),
+        ("a.json", '[1,\n"x', "a.json:2: invalid JSON in row 2: unterminated string at column 1" + JSON_FIX),
         (
             "a.json",
             json.dumps({"version": 1, "rows": ROWS}, indent=1),
@@ -181,7 +199,7 @@ LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF
         ),
         ("a.csv", "x\nü\n".encode("latin-1"), f"a.csv:2: not UTF-8: byte 0xfc at column 1\n{LATIN_FIX}"),
         ("a.txt", "hello".encode("utf-16"), "a.txt: the file is UTF-16\n    fix: save it as UTF-8"),
-        ("a.csv", 'x\ny\n"open\n\n', "a.csv:3: invalid CSV: a quoted field has no end"),
+        ("a.csv", 'x\ny\n"open\n\n', "a.csv:3: invalid CSV: a quoted field is not closed"),
         ("a.csv", 'x,y\n1,"2"3\n', "a.csv:2: invalid CSV: ',' expected after '\"'"),
         ("a.csv", "x,y,x\n", "a.csv:1: the header has 'x' twice\n    fix: give each column its own name"),
         (
@@ -234,7 +252,7 @@ def test_files_that_cannot_be_read_as_a_whole(tmp_path: Path, name: str, content
 def test_a_compressed_file_that_breaks_off(tmp_path: Path, suffix: str) -> None:
     whole = COMPRESS[suffix](b"".join(b'{"a": %d}\n' % n for n in range(1000)))
     message, code = refusal(write(tmp_path / f"a.jsonl{suffix}", whole[: len(whole) // 2]))
-    assert message.splitlines()[0].endswith("file is damaged or breaks off")
+    assert message.splitlines()[0].endswith("file is damaged or truncated")
     assert message.splitlines()[-1] == "    fix: fetch or compress it again"
     assert code == ExitCode.DATA
 
@@ -242,7 +260,7 @@ def test_a_compressed_file_that_breaks_off(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_broken_columnar_file(tmp_path: Path, kind: str) -> None:
     message, code = refusal(write(tmp_path / f"a.{kind}", b"PAR1 and no more" if kind == "parquet" else b"ARROW1\0\0"))
-    assert message.startswith(f"a.{kind}: not a whole {kind} file: ")
+    assert message.startswith(f"a.{kind}: not a complete {kind} file: ")
     assert code == ExitCode.DATA
 
 
@@ -257,7 +275,7 @@ def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
     assert refusal(tmp_path / f"a.{kind}") == (message, ExitCode.DATA)
 
 
-CODE = "    why: loading one would run code that it may hold\n    fix: save the rows as .jsonl or .parquet"
+CODE = "    why: loading one may run code that it contains\n    fix: save the rows as .jsonl or .parquet"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +304,7 @@ CODE = "    why: loading one would run code that it may hold\n    fix: save the 
         ),
         (
             "a.xml",
-            "a.xml: not a kind of data file that is read\n"
+            "a.xml: not a supported kind of data file\n"
             "    fix: one of .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, .txt; "
             "but for .parquet and .arrow also with .gz, .bz2, .xz, .zst, .lz4",
         ),

@@ -156,11 +156,11 @@ def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | N
     folder = tmp_path / "made"
     built(folder, [[document([(1, True)] * 3)]], RowShape("sft", 3, False, 0), train=[0])
     (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
-    with pytest.raises(MegatuneError, match="the folder of token rows is not whole") as caught:
+    with pytest.raises(MegatuneError, match="the folder of token rows is incomplete") as caught:
         TokenRows(folder / "train")
     assert caught.value.exit_code == ExitCode.INPUT
     assert why in caught.value.findings[0].why
-    assert caught.value.findings[0].fix == f"delete {folder}; it is made again"
+    assert caught.value.findings[0].fix == f"delete {folder}; it is recreated"
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -175,7 +175,7 @@ def _npy(array: np.ndarray) -> bytes:
         ("train/documents.npy", _npy(np.array([[0, 3], [3, -1]])), "fewer than 0 tokens"),
         ("train/documents.npy", _npy(np.array([[-9, 3], [3, 5]])), "fewer than 0 tokens"),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 2**62]])), "documents beyond them"),
-        ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "not what was written"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "differ from what was written"),
         ("train/documents.npy", _npy(np.array([0.0, 5.0])), "holds float64 [2]"),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2)", b"(2, 2e99)"), ""),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2), }  ", b"(2, 2**62), }"), ""),
@@ -188,7 +188,7 @@ def test_an_index_with_absurd_numbers_is_refused(tmp_path: Path, name: str, cont
     samples = [[document([(1, True)] * 3)], [document([(2, True)] * 2)]]
     built(folder, samples, RowShape("sft", 3, False, 0), train=[0, 1])
     (folder / name).write_bytes(content)
-    with pytest.raises(MegatuneError, match="the folder of token rows is not whole") as caught:
+    with pytest.raises(MegatuneError, match="the folder of token rows is incomplete") as caught:
         TokenRows(folder / "train")
     assert caught.value.exit_code == ExitCode.INPUT
     assert why in caught.value.findings[0].why
@@ -204,10 +204,10 @@ def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> N
     (tmp_path / "made" / name).write_bytes(content)
     rows = TokenRows(rows.directory)
     assert rows[0][0].labels.tolist() == [7] * 1000
-    with pytest.raises(MegatuneError, match=f"{name} is not what was written, from byte") as caught:
+    with pytest.raises(MegatuneError, match=f"{name} differs from what was written from byte") as caught:
         rows[70]
     assert caught.value.exit_code == ExitCode.INPUT
-    assert "it is made again" in caught.value.findings[0].fix
+    assert "it is recreated" in caught.value.findings[0].fix
 
 
 def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:

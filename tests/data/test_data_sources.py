@@ -184,7 +184,7 @@ def test_pickles_are_refused_by_kind(tmp_path: Path, kind: str) -> None:
     info(tmp_path, named={"file_name": f"folder/a{kind}"})
     for name in ("named", f"folder/a{kind}"):
         message, code = refused(name, tmp_path)
-        why = "loading one would run code that it may hold"
+        why = "loading one may run code that it contains"
         assert message.startswith(f"folder/a{kind}: {kind} files are not read\n    why: {why}")
         assert code == ExitCode.INPUT
     assert refused("folder", tmp_path)[0].startswith(f"folder: no data files; {kind} files are not read")
@@ -214,7 +214,7 @@ def test_a_path_is_a_data_set_of_the_form_of_its_rows(
 def test_rows_of_no_known_form(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"odd": 1, "strange": 2}\n')
     expected = (
-        "dataset: a.jsonl: no known form has the fields odd, strange\n    fix: write columns: {odd: query, strange: "
+        "dataset: a.jsonl: no known format has the fields odd, strange\n    fix: write columns: {odd: query, strange: "
         "response}, or describe it in dataset_info.json"
     )
     assert refused("a.jsonl", tmp_path) == (expected, ExitCode.DATA)
@@ -228,7 +228,7 @@ def test_names_with_the_characters_of_the_syntax(tmp_path: Path) -> None:
     numbers |= {"e:en.json": None, "e:en.json#1": 1, "f:g": None, "f:g#3": 3}
     assert {name: resolved(name, tmp_path).num_samples for name in numbers} == numbers
     # "d#50" is a file without a kind, not 50 rows of a data set d.
-    assert refused("d#50", tmp_path)[0].startswith("d#50: not a kind of data file that is read")
+    assert refused("d#50", tmp_path)[0].startswith("d#50: not a supported kind of data file")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_pairs_are_for_their_stages_and_nothing_else_is(tmp_path: Path, stage: s
     assert code == ExitCode.SETTINGS
     if takes_pairs:
         assert message == (
-            f"dataset_info.json: plain: its rows are no preference pairs, and stage {stage} trains nothing else\n"
+            f"dataset_info.json: plain: its rows are not preference pairs, and stage {stage} trains on nothing else\n"
             '    fix: add "ranking": true, if its rows have two answers; else write stage: sft\n'
-            f"dataset: a.json: its rows are no preference pairs, and stage {stage} trains nothing else\n"
+            f"dataset: a.json: its rows are not preference pairs, and stage {stage} trains on nothing else\n"
             "    fix: name the two answers chosen and rejected, or describe them in dataset_info.json; else write "
             "stage: sft"
         )
@@ -305,14 +305,15 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     download = "    fix: download the rows, and write file_name in place of it"
     assert message.splitlines() == [
         "dataset: 'identiti' is neither in dataset_info.json nor a path",
-        "    fix: nearest: identity",
-        "dataset_info.json: kto: its rows are answers that are wanted or not, and stage sft would train them all",
+        "    fix: did you mean identity?",
+        "dataset_info.json: kto: its rows are desirable and undesirable answers, "
+        "and stage sft would train on all of them",
         "    fix: write stage: kto, or remove kto_tag",
-        "dataset_info.json: sounds: columns.audios: training on audio is not built",
+        "dataset_info.json: sounds: columns.audios: training on audio is not supported",
         "dataset_info.json: typo: formating: unknown key",
-        "    fix: nearest: formatting",
+        "    fix: did you mean formatting?",
         "dataset_info.json: typo.columns: promt: unknown key",
-        "    fix: nearest: prompt",
+        "    fix: did you mean prompt?",
         "dataset_info.json: typo: tags.role_tag: expected a string, got a number",
         "dataset_info.json: kinds: ranking: expected true or false, got a string",
         "dataset_info.json: kinds: num_samples: expected a positive whole number, got 0",
@@ -324,9 +325,9 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
         "dataset_info.json: number: expected an object, got a number",
         "dataset_info.json: script: script_url: a data set's script is code, which is never run",
         download,
-        "dataset_info.json: openmind: om_hub_url: reading from the hub of Openmind is not built",
+        "dataset_info.json: openmind: om_hub_url: reading from the Openmind hub is not supported",
         download,
-        "dataset_info.json: cloud: cloud_file_name: reading from cloud storage is not built",
+        "dataset_info.json: cloud: cloud_file_name: reading from cloud storage is not supported",
         download,
         "dataset_info.json: subset: hf_hub_url: expected a string, got a number",
         "dataset_info.json: subset: subset: expected a string, got a list",
@@ -335,17 +336,21 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
 
 def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     folder = info(tmp_path, gone={"file_name": "gone.json"})
-    assert refused("gone", folder) == ("dataset_info.json: gone: no such file or folder: gone.json", ExitCode.INPUT)
+    assert refused("gone", folder) == (
+        "dataset_info.json: gone: no such file or folder: gone.json\n"
+        "    fix: correct its path, which begins at the folder of dataset_info.json",
+        ExitCode.INPUT,
+    )
     for name in ("x/y.json", "./x/y", "x/y/z"):
         fix = "correct the path, which begins at the current folder or at dataset_dir"
         assert refused(name, folder) == (f"dataset: no such file or folder: {name}\n    fix: {fix}", ExitCode.INPUT)
     write(tmp_path / "dataset_info.json", "{")
     message, code = refused("a", tmp_path)
-    assert message.startswith("dataset_info.json:1: cannot read: Expecting property name")
+    assert message.startswith("dataset_info.json:1: not valid JSON: expected property name")
     assert code == ExitCode.INPUT
     write(tmp_path / "dataset_info.json", "[" * 100_000)
     message, code = refused("a", tmp_path)
-    assert message.startswith("dataset_info.json: cannot read")
+    assert message.startswith("dataset_info.json: cannot be read")
     assert code == ExitCode.INPUT
 
 

@@ -343,7 +343,7 @@ def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[s
     folder = request(tmp_path, datasets).folder
     lock = folder.lock()
     folder.say("it was filling block 3")
-    with pytest.raises(MegatuneError, match="the next block of rows has not come") as slowness:
+    with pytest.raises(MegatuneError, match="the next block of rows has not arrived") as slowness:
         StreamedSteps(folder, 4, is_packed=False, limit=0.1).lengths(0)
     os.close(lock)
     assert "it was filling block 3" in str(slowness.value)

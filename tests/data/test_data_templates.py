@@ -187,7 +187,7 @@ def test_an_answer_that_starts_with_a_newline_keeps_it_from_the_prompt() -> None
     ],
 )
 def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) -> None:
-    with pytest.raises(RowError, match="does not follow one message") as caught:
+    with pytest.raises(RowError, match="does not follow exactly one message") as caught:
         rendered("qwen", Conversation(messages), qwen_tokenizer())
     assert caught.value.code == "turns-do-not-alternate"
 
@@ -202,7 +202,7 @@ def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) 
             {"name": "get", "parameters": {"properties": {"a": {1}}}},
             {
                 "a tool or a call of one that JSON cannot hold",
-                "a tool whose parameters are no JSON schema",
+                "a tool whose parameters are not a JSON schema",
                 "the chat template refuses the conversation",
             },
         ),
@@ -407,7 +407,7 @@ def test_default_names_the_answer_it_cannot_find() -> None:
     tokenizer.chat_template = chat_template("qwen2").replace(
         "message.content +", "message.content + loop.revindex|string +"
     )
-    with pytest.raises(RowError, match="writes an answer otherwise than it asks for it") as caught:
+    with pytest.raises(RowError, match="writes an answer differently from its generation prompt") as caught:
         ChatTemplate(tokenizer).render(TWO_TURNS, Thinking())
     assert caught.value.detail == "answer 1"
 
@@ -425,7 +425,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
 @pytest.mark.parametrize(
     ("name", "tokenizer", "exit_code", "message"),
     [
-        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: nearest: qwen3, qwen"),
+        ("qwen33", qwen_tokenizer(), 64, "template: 'qwen33' is unknown\n    fix: did you mean qwen3 or qwen?"),
         (
             None,
             plain_tokenizer(),
@@ -456,8 +456,8 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
             None,
             deepseek_tokenizer("deepseekr1"),
             66,
-            "template: null does not fit this model's tokenizer\n    why: answers cannot be told from prompts: "
-            "the chat template writes an answer otherwise than it asks for it (answer 1)\n"
+            "template: null does not fit this model's tokenizer\n    why: answers cannot be separated from prompts: "
+            "the chat template writes an answer differently from its generation prompt (answer 1)\n"
             "    fix: templates that fit it: deepseek3, deepseekr1",
         ),
     ],

@@ -136,7 +136,7 @@ def test_a_prompt_that_an_answer_changes_is_refused() -> None:
     vocab = {token: number for number, token in enumerate(letters)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "H")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    with pytest.raises(MegatuneError, match="a prompt becomes other tokens when an answer follows") as refusal:
+    with pytest.raises(MegatuneError, match="the tokens of a prompt change when an answer follows") as refusal:
         load_template(None, wrapped(backend, source))
     assert refusal.value.exit_code == ExitCode.INPUT
 

@@ -94,16 +94,16 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         load_template(path, qwen_tokenizer())
     assert caught.value.exit_code == 64
     assert str(caught.value).replace(path, "mine.yaml") == (
-        "mine.yaml:1: usr is no key of a template\n    fix: nearest: user\n"
+        "mine.yaml:1: usr is not a key of a template\n    fix: did you mean user?\n"
         "mine.yaml:2: assistant: nothing ends the answer\n    why: the model would not learn to stop\n"
         "    fix: write {eos} or a special token after {content}\n"
-        "mine.yaml:3: system: {{content}} stands for nothing\n    fix: write {content} or {bos} or {eos}\n"
-        "mine.yaml:4: observation: {contnet} stands for nothing\n    fix: write {content} or {bos} or {eos}\n"
-        "mine.yaml:5: tools: 'qwen2' is no tool format\n    fix: one of qwen, llama3, mistral, plain\n"
+        "mine.yaml:3: system: {{content}} is not a known placeholder\n    fix: write {content} or {bos} or {eos}\n"
+        "mine.yaml:4: observation: {contnet} is not a known placeholder\n    fix: write {content} or {bos} or {eos}\n"
+        "mine.yaml:5: tools: 'qwen2' is not a known tool format\n    fix: one of qwen, llama3, mistral, plain\n"
         "mine.yaml:6: thinks must be true or false\n"
         'mine.yaml:7: special_tokens must be a list of texts\n    fix: write ["<token>"]\n'
         'mine.yaml:8: prefix must be text\n    fix: write it in quotes: "..."\n'
-        "mine.yaml:9: observation_separator: {content} stands for nothing\n    fix: write {bos} or {eos}\n"
+        "mine.yaml:9: observation_separator: {content} is not a known placeholder\n    fix: write {bos} or {eos}\n"
         "mine.yaml: user is missing\n"
         '    fix: for example user: "<|im_start|>user\\n{content}<|im_end|>\\n<|im_start|>assistant\\n"'
     )
@@ -116,7 +116,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         (SHORT + 'observation: "{content}{content}"\n', "mine.yaml:4: observation has {content} more than once"),
         (
             SHORT + "colour: red\n",
-            "mine.yaml:4: colour is no key of a template\n    fix: one of name, user, assistant,",
+            "mine.yaml:4: colour is not a key of a template\n    fix: one of name, user, assistant,",
         ),
         (SHORT + 'user: "{content}"\n', "mine.yaml:4: user is written twice, first at mine.yaml:1"),
         (SHORT + "\tprefix: x\n", "mine.yaml:4: a tab where YAML takes only spaces"),

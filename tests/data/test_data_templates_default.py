@@ -197,11 +197,11 @@ def test_tools_may_have_a_chat_template_of_their_own() -> None:
         ),
         (
             HEAD + "{{ raise_exception('never') }}" + TURN + PROMPT,
-            "answers cannot be told from prompts: the chat template refuses the conversation (never)",
+            "answers cannot be separated from prompts: the chat template refuses the conversation (never)",
         ),
         (
             "{% for m in messages %}{{ m.content",
-            "answers cannot be told from prompts: the chat template refuses the conversation (",
+            "answers cannot be separated from prompts: the chat template refuses the conversation (",
         ),
     ],
 )

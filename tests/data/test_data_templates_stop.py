@@ -1,4 +1,4 @@
-"""A model learns to stop: each answer ends with one special token, and no bos stands twice."""
+"""A model learns to stop: each answer ends with one special token, and no bos appears twice."""
 
 from __future__ import annotations
 

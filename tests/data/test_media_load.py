@@ -70,12 +70,12 @@ def test_what_is_not_built_is_said_at_once(tmp_path: Path) -> None:
     found = "\n".join(finding.what for finding in caught.value.findings)
     assert found == (
         "the processor of images has patch_size = 16, and the model 14\n"
-        "the processor of images has do_resize = False; only True is built\n"
-        f"the processor of images has rescale_factor = 1.0; only {1 / 255} is built\n"
-        "the processor of images: image_std make no sense\n"
-        "the processor of videos has cap_pixels_per_frame = True; only False is built\n"
-        "the processor of videos: its least and most pixels make no sense\n"
-        "the processor of videos: resample make no sense"
+        "the processor of images has do_resize = False; only True is supported\n"
+        f"the processor of images has rescale_factor = 1.0; only {1 / 255} is supported\n"
+        "the processor of images: image_std are not valid\n"
+        "the processor of videos has cap_pixels_per_frame = True; only False is supported\n"
+        "the processor of videos: its minimum and maximum pixels are not valid\n"
+        "the processor of videos: resample are not valid"
     )
 
 
@@ -86,8 +86,8 @@ def test_what_is_not_built_is_said_at_once(tmp_path: Path) -> None:
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ("[]", "is not a JSON object"),
-        ('{"image_mean": [NaN, 0, 0]}', "image_mean make no sense"),
-        ('{"min_pixels": true}', "its least and most pixels make no sense"),
+        ('{"image_mean": [NaN, 0, 0]}', "image_mean are not valid"),
+        ('{"min_pixels": true}', "its minimum and maximum pixels are not valid"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
@@ -99,5 +99,5 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, content: str | None, message
 
 
 def test_a_joint_file_holds_objects(tmp_path: Path) -> None:
-    with pytest.raises(MegatuneError, match=r"its processor is \[1\], and no object"):
+    with pytest.raises(MegatuneError, match=r"its processor is \[1\], not an object"):
         load(tmp_path, processor_config={"image_processor": [1]}, preprocessor_config={})

@@ -152,4 +152,4 @@ def test_a_report_survives_json_and_says_reason_and_fix():
     checks = list(variables({"NCCL_P2P_DISABLE": "1"}, tensor_parallel=False, gpus=False))
     assert from_json(as_json(checks)) == checks
     assert any("fix: unset it" in line for line in lines(checks))
-    assert lines(checks)[-1] == "1 warned of"
+    assert lines(checks)[-1] == "1 with a warning"

@@ -169,9 +169,9 @@ def test_cudnn_is_refused_without_a_gpu():
         require(choice("fused"), ARCHITECTURE)
     assert refusal.value.exit_code == ExitCode.SETTINGS
     assert str(refusal.value) == (
-        "attention_backend fused cannot be had here\n"
+        "attention_backend fused is not available here\n"
         "    why: fused attention is cuDNN's, and there is no GPU\n"
-        "    fix: write attention_backend: auto, which takes the fastest kernel that can be had"
+        "    fix: write attention_backend: auto, which takes the fastest available kernel"
     )
 
 

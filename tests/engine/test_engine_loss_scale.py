@@ -53,7 +53,7 @@ def overflow(model: Path, settings: Settings, part: str) -> tuple[dict[str, floa
 
 @pytest.mark.covering
 @pytest.mark.parametrize("part", ["experts", "others"])
-@pytest.mark.parametrize("layout", ["1", "ep2", "ep2 dp2, whole optimizer", "ep2 pp2"])
+@pytest.mark.parametrize("layout", ["1", "ep2", "ep2 dp2, no distributed optimizer", "ep2 pp2"])
 def test_an_overflow_in_one_part_scales_all(pool, model_dir, layout, part):
     chosen = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
     # No experts on the first stage of two.

@@ -216,7 +216,7 @@ DENSE = {
     **{name: LAYOUTS[name] for name in ("1", "tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp")},
     "pp4": MORE_LAYOUTS["pp4"],
     "dp2, overlaps": Layout(2, _OVERLAPS),
-    "dp2, whole optimizer, grad overlap": MORE_LAYOUTS["dp2, whole optimizer, grad overlap"],
+    "dp2, no distributed optimizer, grad overlap": MORE_LAYOUTS["dp2, no distributed optimizer, grad overlap"],
     "tp2 pp2 vpp2 dp2 sp, overlaps, fusions": MORE_LAYOUTS["tp2 pp2 vpp2 dp2 sp, overlaps, fusions"],
     "cp2 p2p": SEQUENCE_LAYOUTS["cp2 p2p"],
     **{f"recompute {name}": Layout(1, recompute=recompute) for name, recompute in RECOMPUTED.items()},

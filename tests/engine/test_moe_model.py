@@ -18,10 +18,10 @@ _EP, _PP = {"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 _ETP1, _WHOLE = {"expert_tensor_parallel_size": 1}, {"use_distributed_optimizer": False}
 LAYOUTS = {
     "ep2 dp4": Layout(4, _EP),
-    "ep2, whole optimizer": Layout(2, _EP | _WHOLE),
+    "ep2, no distributed optimizer": Layout(2, _EP | _WHOLE),
     "tp2 sp": Layout(2, _SP),
     "tp2 sp etp1": Layout(2, _SP | _ETP1),
-    "tp2 sp etp1, whole optimizer": Layout(2, _SP | _ETP1 | _WHOLE),
+    "tp2 sp etp1, no distributed optimizer": Layout(2, _SP | _ETP1 | _WHOLE),
     "tp2 sp etp1 ep2 pp2, overlaps": Layout(
         4, _SP | _ETP1 | _EP | _PP | {"overlap_grad_reduce": True, "overlap_param_gather": True}
     ),

@@ -114,7 +114,7 @@ def test_what_families_add(tmp_path):
             "layer_types has sliding_attention",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized (fp8)"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is no whole number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a whole number above 0"),
         ({"model_type": "qwen2", "rope_scaling": {"rope_type": "llama3", **SCALING}}, "rotary scaling 'llama3'"),
         ({"model_type": "qwen4"}, "nearest: qwen"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),

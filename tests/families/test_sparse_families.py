@@ -173,7 +173,7 @@ def test_deepseek_v3_without_groups_or_query_latent(tmp_path):
         ("Mixtral-8x7B", {"num_local_experts": "absent"}, "'num_local_experts' is missing"),
         ("Qwen3-30B-A3B", {"moe_intermediate_size": None}, "'moe_intermediate_size' is missing"),
         ("Qwen3-30B-A3B", {"attention_bias": True}, "attention_bias = True"),
-        ("Qwen3-30B-A3B", {"num_experts": 0}, "num_experts = 0 is no whole number above 0"),
+        ("Qwen3-30B-A3B", {"num_experts": 0}, "num_experts = 0 is not a whole number above 0"),
         ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("Qwen1.5-MoE-A2.7B", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         ("DeepSeek-V3", {"q_lora_rank": "absent"}, "'q_lora_rank' is missing"),

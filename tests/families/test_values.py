@@ -28,31 +28,31 @@ def _load(folder: Path, content: str) -> None:
     [
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf is impossible"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is impossible"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6' is no number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6' is not a number"),
         ({"rope_theta": 0}, "rope_theta = 0 is impossible"),
         ({"rope_theta": -10000.0}, "rope_theta = -10000.0 is impossible"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_parameters: rope_theta = 0"),
-        ({"rope_parameters": [1, 2]}, "rope_parameters = [1, 2] is no object"),
-        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn' is no object"),
-        ({"quantization_config": "gptq"}, "quantization_config = 'gptq' is no object"),
-        ({"dtype": "float99"}, "dtype = 'float99' is no dtype"),
-        ({"torch_dtype": 16}, "torch_dtype = 16 is no dtype"),
+        ({"rope_parameters": [1, 2]}, "rope_parameters = [1, 2] is not an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn' is not an object"),
+        ({"quantization_config": "gptq"}, "quantization_config = 'gptq' is not an object"),
+        ({"dtype": "float99"}, "dtype = 'float99' is not a supported dtype"),
+        ({"torch_dtype": 16}, "torch_dtype = 16 is not a supported dtype"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' is neither true nor false"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads = '2' is no whole number"),
-        ({"head_dim": -16}, "head_dim = -16 is no whole number"),
-        ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long' is no whole number"),
-        ({"hidden_size": "64"}, "hidden_size = '64' is no whole number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads = '2' is not a whole number"),
+        ({"head_dim": -16}, "head_dim = -16 is not a whole number"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long' is not a whole number"),
+        ({"hidden_size": "64"}, "hidden_size = '64' is not a whole number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is impossible"),
         ({"vocab_size": 10**400}, "vocab_size = a number of hundreds of digits is impossible"),
         ({"rope_theta": 10**400}, "rope_theta = a number of hundreds of digits is impossible"),
-        ({"hidden_size": True}, "hidden_size = True is no whole number"),
-        ({"layer_types": [None, None]}, "layer_types = [None, None] is no list of names"),
-        ({"mlp_only_layers": [[]]}, "mlp_only_layers = [[]] is no list of layers' numbers"),
-        ({"architectures": 7}, "architectures = 7 is no list of names"),
-        ({"q_lora_rank": float("nan")}, "q_lora_rank = nan is no whole number"),
-        ({"routed_scaling_factor": "2"}, "routed_scaling_factor = '2' is no number"),
+        ({"hidden_size": True}, "hidden_size = True is not a whole number"),
+        ({"layer_types": [None, None]}, "layer_types = [None, None] is not a list of names"),
+        ({"mlp_only_layers": [[]]}, "mlp_only_layers = [[]] is not a list of layers' numbers"),
+        ({"architectures": 7}, "architectures = 7 is not a list of names"),
+        ({"q_lora_rank": float("nan")}, "q_lora_rank = nan is not a whole number"),
+        ({"routed_scaling_factor": "2"}, "routed_scaling_factor = '2' is not a number"),
         ({"text_config": {"rope_scaling": {"factor": 0}}}, "text_config: rope_scaling: factor = 0 is impossible"),
-        ({"initializer_range": []}, "initializer_range = [] is no number"),
+        ({"initializer_range": []}, "initializer_range = [] is not a number"),
     ],
 )
 def test_an_impossible_value_is_named(tmp_path: Path, change: dict[str, Any], what: str) -> None:
@@ -76,6 +76,6 @@ def test_all_impossible_values_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_config_nested_without_end_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MegatuneError, match="objects in objects without end") as caught:
+    with pytest.raises(MegatuneError, match="objects are nested too deeply") as caught:
         _load(tmp_path, '{"a":' * 100_000 + "1" + "}" * 100_000)
     assert caught.value.exit_code == ExitCode.INPUT

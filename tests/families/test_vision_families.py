@@ -217,10 +217,10 @@ def test_where_it_is_said_that_embeddings_are_tied(family, root, text, tied):
         ),
         ("text_config", {"rope_parameters": ROPE | {"mrope_section": 12}}, "mrope_section = 12 is impossible"),
         ("text_config", {"attention_bias": True}, "attention_bias = True is not supported"),
-        ("vision_config", {"out_hidden_size": 48}, "tokens of pictures are 48 wide"),
+        ("vision_config", {"out_hidden_size": 48}, "tokens of images and videos are 48 wide"),
         ("vision_config", {"num_heads": 3}, "num_heads = 3 is impossible"),
         ("vision_config", {"deepstack_visual_indexes": [0, 4]}, "deepstack_visual_indexes names layer 4"),
-        ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings = 0 is no whole number"),
+        ("vision_config", {"num_position_embeddings": 0}, "num_position_embeddings = 0 is not a whole number"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(tmp_path, part, changes, said):

@@ -16,13 +16,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
 _HEAD = """# Faults
 
-What a user gets of each fault, and what is lost. Every row is written by a test that puts the fault into a run and
-passed: `MEGATUNE_WRITE_FAULTS=1 make test-faults` wrote this page on {date}, on {machine}. Nothing of it was run on a
-GPU: collective operations are gloo's.
+This page shows, for each fault, the message that a user gets and what is lost. Every row is written by a passing test
+that injects the fault into a run: `MEGATUNE_WRITE_FAULTS=1 make test-faults` wrote this page on {date}, on {machine}.
+Nothing was run on a GPU; collective operations use gloo.
 
-*Noticed* is in seconds, from the fault to the word of it, as measured; a dash stands where a fault is refused as it
-is read, or nothing is to be noticed. How long a hang may last is a setting ([train](train.md)), which tests set to
-seconds.
+*Noticed* is the measured time in seconds from the fault to its message; a dash means that the fault is refused at once,
+or that there is nothing to notice. How long a hang may last is a setting ([train](train.md)), which the tests set to a
+few seconds.
 
 | | fault | what the user got | noticed | lost | test |
 |---|---|---|---|---|---|

@@ -115,7 +115,7 @@ def test_a_spike_is_skipped_and_a_resume_goes_on_bit_for_bit(
     told(
         case="T46", fault="a loss and a gradient norm that spike, with on_bad_step: skip",
         got=f"step 12: {bad_steps(tmp_path / 'one')[1]['problem']}",
-        lost="the rows of these steps; a resume goes on bit for bit",
+        lost="the rows of these steps; a resume continues bit for bit",
     )  # fmt: skip
     for name in ("one", "other"):
         records = bad_steps(tmp_path / name)
@@ -131,7 +131,7 @@ def test_more_bad_steps_than_allowed_end_the_run(
     pool: RankPool, models: Callable[[str], Path], tmp_path: Path, told: Callable[..., None]
 ) -> None:
     settings = settings_of(models("qwen3"), tmp_path / "out", **SIX, **PP2, on_bad_step="skip", max_bad_steps=1)
-    why = "1 bad steps were let pass before it, as many as max_bad_steps allows; gradients that are not finite on rank"
+    why = "1 bad steps were skipped before it, the limit of max_bad_steps; gradients that are not finite on rank"
     with pytest.raises(AssertionError, match=rf"step 4: loss \d.*, gradient norm nan\n +why: {why}") as ended:
         run(pool, 2, settings, tmp_path, {3: NAN, 4: NAN})
     assert [(record["step"], record["action"]) for record in bad_steps(tmp_path / "out")] == [(3, "skip"), (4, "stop")]

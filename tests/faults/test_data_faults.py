@@ -93,8 +93,8 @@ def test_each_wrong_conversation_has_its_code(folder: Path, told: Tell) -> None:
 @pytest.mark.parametrize("content", ["", "\n\n \n", '{"a": 1}\n{"b"\n'], ids=["empty", "blank lines", "all bad"])
 def test_nothing_usable(content: str, folder: Path, told: Tell) -> None:
     said, seconds = refused(folder, content)
-    assert "the file is empty" in said[0] or "0 usable of" in said[0] or "no known form" in said[0]
-    if "usable" in said[0]:
+    assert any(words in said[0] for words in ("the file is empty", "there are no rows", "no known format"))
+    if "there are no rows" in said[0]:
         told(case="T37", fault="a data set without one usable row", got=said[0].replace("\n", " "), seconds=seconds)
 
 

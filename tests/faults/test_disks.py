@@ -142,5 +142,5 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
     assert isinstance(error, MegatuneError)
     assert error.exit_code == ExitCode.CANNOT_WRITE
     what = str(error.findings[0]).replace("\n", ":")
-    assert "does not let this user write" in what
+    assert "this user may not write to" in what
     told(case="T17", fault="output_dir in a folder that cannot be written", got=what)

@@ -108,7 +108,9 @@ def test_pickles_beside_safetensors_are_left_alone(model: Path, bomb: bytes, can
     load_reference_model(model, torch.float32)
     assert backend.context == 4096
     assert not canary.exists()
-    told(case="T49", fault=f"pickles that run code beside the weights: {', '.join(PICKLES)}", got="the model is loaded")
+    told(
+        case="T49", fault=f"pickles that run code next to the weights: {', '.join(PICKLES)}", got="the model is loaded"
+    )
 
 
 def test_an_adapter_that_is_a_pickle_is_refused(tmp_path: Path, bomb: bytes, canary: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_data_set_that_is_a_pickle_is_refused(tmp_path: Path, bomb: bytes, can
     for name in ("rows.pkl", "rows.pt", "rows.npy"):
         (tmp_path / name).write_bytes(bomb)
         got, seconds = refused(lambda name=name: resolve_datasets([str(tmp_path / name)], tmp_path, "sft"))
-        assert got.endswith("files are not read; loading one would run code that it may hold")
+        assert got.endswith("files are not read; loading one may run code that it contains")
     assert not canary.exists()
     told(case="T49", fault="a data set is a pickle that runs code", got=got, seconds=seconds)
 

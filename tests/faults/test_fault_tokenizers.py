@@ -69,9 +69,9 @@ def test_tokens_beyond_the_vocabulary(model: Path, told: Tell) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [
-    ("LlamaTokenizer", "is another model's; it makes"),
-    ("BertTokenizer", "cannot be loaded; tokenizer_class: BertTokenizer of tokenizer_config.json is another"),
-    ("T5Tokenizer", "cannot be loaded; tokenizer_class: T5Tokenizer of tokenizer_config.json is another"),
+    ("LlamaTokenizer", "belongs to another model; it makes"),
+    ("BertTokenizer", "cannot be loaded; tokenizer_class: BertTokenizer of tokenizer_config.json belongs to another"),
+    ("T5Tokenizer", "cannot be loaded; tokenizer_class: T5Tokenizer of tokenizer_config.json belongs to another"),
 ])  # fmt: skip
 def test_the_class_of_another_models_tokenizer(model: Path, sound: Path, name: str, why: str, told: Tell) -> None:
     change(model / "tokenizer_config.json", tokenizer_class=name)
@@ -103,7 +103,7 @@ def test_answers_that_nothing_ends(model: Path, told: Tell) -> None:
 @pytest.mark.parametrize(("values", "what"), [
     ({"num_hidden_layers": 6, "layer_types": None}, "config.json has 6 layers, and the weights 4"),
     ({"num_hidden_layers": 6}, "layer_types is of 4 layers, and num_hidden_layers is 6"),
-    ({"layer_types": "full_attention"}, "layer_types = 'full_attention' is no list of names"),
+    ({"layer_types": "full_attention"}, "layer_types = 'full_attention' is not a list of names"),
 ])  # fmt: skip
 def test_layers_that_the_weights_do_not_have(model: Path, values: dict[str, Any], what: str) -> None:
     check_weights(model)

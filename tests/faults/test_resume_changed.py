@@ -71,7 +71,7 @@ def test_what_would_lose_the_order_of_rows_is_refused_by_name(
     with pytest.raises(AssertionError) as refusal:
         pool.run(1, train, changed, folder)
     assert words in str(refusal.value)
-    assert "start anew with overwrite_output_dir: true" in str(refusal.value)
+    assert "start again from the model with overwrite_output_dir: true" in str(refusal.value)
     assert _contents(folder / "out") == before
     line = next(line for line in str(refusal.value).splitlines() if words in line)
     told(case="T20", fault=f"{name} changed between a run and its resume", got=line.strip().removeprefix("why: "))

@@ -92,7 +92,7 @@ def test_a_process_of_an_earlier_run_ends_the_meeting(
         assert error is not None
         assert error.exit_code == ExitCode.UNAVAILABLE
         assert words in str(error)
-        assert "left of an earlier run" in str(error)
+        assert "left over from an earlier run" in str(error)
     told(case="T11", fault="a process of an earlier run waits where the new one meets", got=words, seconds=seconds)
 
 

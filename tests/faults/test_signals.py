@@ -42,6 +42,6 @@ def test_stacks_are_written_on_request_and_the_run_goes_on(
     code, _, stderr = run.finish()
     assert code == ExitCode.STOPPED
     lines = stderr.splitlines()
-    assert lines[0] == f"megatune: the stacks of all ranks are in {run.run_dir}/logs/rank-*.log; the run goes on"
+    assert lines[0] == f"megatune: the stacks of all ranks are in {run.run_dir}/logs/rank-*.log; the run continues"
     assert set(lines) == {lines[0]}
     told(case="T31", fault="SIGUSR1 to the launcher", got=lines[0], seconds=seconds)

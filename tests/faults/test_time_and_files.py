@@ -98,4 +98,4 @@ def test_a_file_asks_for_a_checkpoint(pool: RankPool, model: Path, tmp_path: Pat
     assert pool.run(2, asked_to_save, settings, tmp_path) == [0, 0]
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-2", "checkpoint-3"]
     assert not list(tmp_path.glob("**/SAVE"))
-    told(case="T31", fault="a file SAVE in output_dir", got="saved checkpoint-2: the run goes on, the file is gone")
+    told(case="T31", fault="a file SAVE in output_dir", got="saved checkpoint-2: the run continues, the file is gone")

@@ -204,7 +204,7 @@ def test_data_sets_that_cannot_be_answered(
 ) -> None:
     refused: Callable[..., str] = lambda *flags: _refused(capsys, qwen3, *flags)  # noqa: E731
     texts = rows_file(tmp_path / "t.jsonl", {"text": "once"})
-    assert "its rows are texts" in refused(ExitCode.SETTINGS, "--val_dataset", str(texts))
+    assert "its rows are plain texts" in refused(ExitCode.SETTINGS, "--val_dataset", str(texts))
     empty = rows_file(tmp_path / "e.jsonl", asking(""))
     placeholders = rows_file(tmp_path / "p.jsonl", {"query": "Who?", "response": "I am {{name}}."})
     said = refused(ExitCode.SETTINGS, "--val_dataset", str(placeholders))

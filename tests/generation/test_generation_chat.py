@@ -195,7 +195,7 @@ def test_vllm_samples_as_transformers_would(qwen3: Path) -> None:
     sampled = defaults.arguments(Sampling(temperature=None, top_k=20, keep_stop_word=False, seed=7), prompt)
     expected = {"max_tokens": 4, "temperature": 0.6, "seed": 7, "include_stop_str_in_output": False}
     assert sampled == {**expected, "top_p": 0.95, "top_k": 20}
-    with pytest.raises(MegatuneError, match="adapters are not built") as raised:
+    with pytest.raises(MegatuneError, match="adapters are not supported") as raised:
         vllm_backend.check_vllm(GenerationOptions(), [qwen3])
     assert raised.value.exit_code == ExitCode.SETTINGS
 

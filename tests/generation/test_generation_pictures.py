@@ -289,7 +289,7 @@ def test_what_cannot_be_shown_is_refused(folders: Callable[[str], Path], files: 
 
     says = ("the prompt has 1 <image> for 0 images",)
     refused(folder, ExitCode.DATA, "--prompt", "<image> Hi", says=says)
-    says = ("placeholders beside those of its pictures",)
+    says = ("more placeholders than images and videos",)
     refused(folder, ExitCode.DATA, "--image", wide, "--prompt", "<|image_pad|> Hi", says=says)
     numbers = ("--image_max_pixels", "0", "--video_fps", "1")
     refused(folder, ExitCode.SETTINGS, *ask, "--image", wide, *numbers, says=("0 is out of range", "there is no video"))

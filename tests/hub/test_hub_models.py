@@ -154,6 +154,7 @@ def test_without_a_network_the_cache_is_read_and_must_be_whole(hub: Hub, tmp_pat
     for name, result in (("tiny", part), ("never", never)):
         assert result["code"] == 69
         assert f"cannot get team/{name} from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it" in result["error"]
+        assert "fix: unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or" in result["error"]
     # Fetched by a library that keeps no list of files.
     shutil.rmtree(tmp_path / "hf" / "hub" / "models--team--sharded" / "trees")
     assert ask(hub, tmp_path, "team/sharded", HF_HUB_OFFLINE="1")[0]["files"] == FETCHED
@@ -179,16 +180,16 @@ NO_FOLDER = "model_name_or_path: no folder '{0}' here, and "
 GIVE = "    fix: give the folder of a Hugging Face checkpoint, or the id of a model on a hub"
 REFUSED = {
     "team/missing": (66, "no model team/missing on HOST, or it is private\n    fix: check the name; for a private one"),
-    "team/gated": (66, "access to team/gated on HOST has to be asked for\n    fix: ask for access on its page, then"),
+    "team/gated": (66, "access to team/gated on HOST must be requested\n    fix: request access on its page, then"),
     "team/denied": (66, "HOST refuses the token for team/denied\n    fix: log in: hf auth login, or set HF_TOKEN"),
     "team/down": (69, "cannot get team/down from HOST\n    why: it answered HTTP 500\n    fix: set HF_ENDPOINT to a"),
-    "team/dropped": (69, "cannot get team/dropped from HOST\n    why: it breaks the connection off"),
+    "team/dropped": (69, "cannot get team/dropped from HOST\n    why: it closes the connection"),
     "team/pickles": (66, "team/pickles on HOST has no model.safetensors\n    why: pytorch_model.bin is a pickle"),
     "team/bare": (66, "team/bare on HOST has no config.json"),
     "team/short": (66, "team/short on HOST lacks 1 of 2 weight files: model-00003-of-00002.safetensors"),
-    "team/torn": (66, "team/torn on HOST has a model.safetensors.index.json that is no index of weights"),
-    "team/bins": (66, "team/bins on HOST has weights that are no safetensors: pytorch_model.bin"),
-    "a--b/c": (64, "'a--b/c' is no id of a model on a hub\n    fix: write OWNER/NAME"),
+    "team/torn": (66, "team/torn on HOST has a model.safetensors.index.json that is not an index of weights"),
+    "team/bins": (66, "team/bins on HOST has weights that are not safetensors: pytorch_model.bin"),
+    "a--b/c": (64, "'a--b/c' is not the id of a model on a hub\n    fix: write OWNER/NAME"),
     "./team/tiny": (66, f"no folder './team/tiny'\n{GIVE}"),
     "nowhere": (66, f"no folder 'nowhere'\n{GIVE}"),
 }  # fmt: skip
@@ -257,7 +258,7 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10**18
     (result,) = ask(hub, tmp_path, "team/large")
     assert result["code"] == 73
-    assert "no room for team/large: 1000000000.0 GB are to be fetched, and " in result["error"]
+    assert "no room for team/large: 1000000000.0 GB are needed, and " in result["error"]
     assert "or write cache_dir" in result["error"]
     hub.sizes.clear()
     # The kernel refuses to let a file grow, as a quota does.

@@ -53,7 +53,7 @@ def test_a_run_goes_on_in_its_log_when_its_output_is_lost(launch, hangs_up):
         run.process.send_signal(signal.SIGHUP)
         run.process.send_signal(signal.SIGHUP)
     else:
-        assert "stdout is lost (Broken pipe): the run goes on" in stderr.read()
+        assert "stdout is lost (Broken pipe): the run continues" in stderr.read()
     assert run.finish()[0] == (ExitCode.STOPPED if hangs_up else ExitCode.DONE)
     assert (run.run_dir / "logs" / "rank-0.log").read_text().endswith("line 4999 of 0\nthe last line\n")
 
@@ -75,7 +75,8 @@ def test_ranks_go_on_while_the_launcher_is_stopped_and_wake_it_when_it_is_needed
     wait_until(lambda: select.select([run.process.stderr], [], [], 0)[0])
     assert run.process.stderr.readline() == "\n"
     told = run.process.stderr.readline()
-    assert told.startswith(f"megatune: process {run.process.pid}, which watches the run, is stopped; the run goes on;")
+    watcher = f"process {run.process.pid}, which watches the run,"
+    assert told.startswith(f"megatune: {watcher} is stopped; the run continues;")
     before = [read_beat(heartbeat_path(run.run_dir, rank)).count for rank in (0, 1)]
     wait_until(lambda: all(read_beat(heartbeat_path(run.run_dir, rank)).count > before[rank] for rank in (0, 1)))
     assert psutil.Process(run.process.pid).status() == psutil.STATUS_STOPPED

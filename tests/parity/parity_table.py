@@ -18,12 +18,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 HEAD = f"""# Parity with Transformers
 
-Written by the tests: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`. Each line is a layout of Megatron-Core on CPU
-processes, compared with the same checkpoint in plain Transformers, on rows of uneven lengths.
+The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`. Each line compares a layout of Megatron-Core
+on CPU processes with the same checkpoint in plain Transformers, on rows of different lengths.
 
 ## fp32
 
-- logits: the largest difference, as a share of the largest logit; at most {LOGITS_TOLERANCE:.0e}
+- logits: the largest difference divided by the largest logit; at most {LOGITS_TOLERANCE:.0e}
 - loss: relative difference; at most {LOSS_TOLERANCE:.0e}
 - gradients: relative L2 difference of the worst parameter; at most {GRADIENT_TOLERANCE:.0e}
 
@@ -34,9 +34,9 @@ processes, compared with the same checkpoint in plain Transformers, on rows of u
 SIXTEEN_BIT_HEAD = """
 ## bf16
 
-Both sides are measured against fp32 with the same rounded weights. The ratio is our error divided by what Transformers
-errs in bf16: 1 is the same precision, less is better. At most 1.5 for the logits and for the whole gradient, 2 for a
-single parameter.
+Both sides are measured against fp32 with the same rounded weights. The ratio is our error divided by the error of
+Transformers in bf16: 1 means the same precision, and a smaller ratio is better. The limit is 1.5 for the logits and for
+the whole gradient, and 2 for a single parameter.
 
 | model | layout | logits | whole gradient | worst parameter's | worst parameter |
 |---|---|---|---|---|---|

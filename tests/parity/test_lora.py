@@ -254,7 +254,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
         ("qwen2", True, "LoRA", "tp2 sp", 1.0),
         ("qwen3", False, "LoRA", "tp2 pp2 dp2 sp, overlaps, fusions", 1.0),
         ("qwen3", False, "DoRA", "tp2 sp", 16.0),
-        ("qwen3", False, "DoRA", "dp2, whole optimizer, grad overlap", 16.0),
+        ("qwen3", False, "DoRA", "dp2, no distributed optimizer, grad overlap", 16.0),
         ("qwen3_moe", False, "LoRA", "ep2 etp2 tp2 sp", 1.0),
         ("qwen3_moe", False, "LoRA", "ep4 dp4", 16.0),
         ("deepseek_v3", False, "LoRA", "ep2 pp2", 1.0),

@@ -175,7 +175,7 @@ def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_pa
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize(
     "layout",
-    ["tp4 sp", "dp2, whole optimizer, grad overlap", "tp2 pp2 dp2 sp, overlaps, fusions",
+    ["tp4 sp", "dp2, no distributed optimizer, grad overlap", "tp2 pp2 dp2 sp, overlaps, fusions",
      "tp2 pp2 vpp2 dp2 sp, overlaps, fusions"],
 )  # fmt: skip
 def test_one_step_in_other_layouts(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
@@ -254,7 +254,7 @@ def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, 
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, whole optimizer, grad overlap", "tp2 pp2 dp2 sp"])
+@pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, no distributed optimizer, grad overlap", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):
     """Encoder, mergers and decoder, under the names and arrangement of the checkpoint."""

@@ -135,8 +135,8 @@ PIPELINES = {
     "last 1 of pp4": (7, Layout(4, _PP4 | {"decoder_last_pipeline_num_layers": 1})),
     "embedding and loss counted": (6, Layout(4, _PP4 | {"account_for_embedding_in_pipeline_split": True,
                                                         "account_for_loss_in_pipeline_split": True})),
-    "written out": (4, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"})),
-    "written out, virtual": (6, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "Et|tt|tt|tL"})),
+    "explicit layout": (4, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"})),
+    "explicit layout, virtual": (6, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "Et|tt|tt|tL"})),
     "embedding alone": (4, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "E|t*4L"})),
     "loss alone": (4, Layout(2, _PP2 | {"pipeline_model_parallel_layout": "Et*4|L"})),
 }  # fmt: skip

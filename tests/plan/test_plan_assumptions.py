@@ -59,11 +59,11 @@ def test_the_imbalance_of_experts_is_named(experts: dict[str, object], said: str
     ("model", "pixels", "tokens", "said"),
     [
         # A token of Qwen2-VL is a square of 28 pixels, one of Qwen3-VL of 32.
-        ("Qwen2-VL-7B", 451_584, None, "each row is taken to hold one image of 451,584 pixels: 576 tokens"),
-        ("Qwen3-VL-8B", 451_584, None, "each row is taken to hold one image of 451,584 pixels: 441 tokens"),
-        ("Qwen3-VL-8B", 768**2, 100, "each row is taken to hold one image of 589,824 pixels: 100 tokens"),
-        ("Qwen3-VL-8B", 768**2, 1000, "each row is taken to hold 1,000 tokens of images of 589,824 pixels, 576 each"),
-        ("Qwen3-VL-8B", 768**2, 0, "rows are taken to hold no pictures"),
+        ("Qwen2-VL-7B", 451_584, None, "each row is assumed to have one image of 451,584 pixels: 576 tokens"),
+        ("Qwen3-VL-8B", 451_584, None, "each row is assumed to have one image of 451,584 pixels: 441 tokens"),
+        ("Qwen3-VL-8B", 768**2, 100, "each row is assumed to have one image of 589,824 pixels: 100 tokens"),
+        ("Qwen3-VL-8B", 768**2, 1000, "each row is assumed to have 1,000 tokens of images of 589,824 pixels, 576 each"),
+        ("Qwen3-VL-8B", 768**2, 0, "rows are assumed to have no images or videos"),
         ("Qwen3-8B", 768**2, None, ""),
     ],
 )
@@ -73,4 +73,4 @@ def test_the_pictures_of_rows_are_named(model: str, pixels: int, tokens: int | N
                      global_batch_size=8, image_tokens=tokens)  # fmt: skip
     found = "\n".join(standing_notes(asked))
     assert said in found
-    assert ("taken to hold" in found) == bool(said)
+    assert ("assumed to have" in found) == bool(said)

@@ -41,8 +41,8 @@ def test_every_machine_has_its_line() -> None:
         " -m megatune train run.yaml"
         for rank in range(3)
     ]
-    assert not any("stands for" in block for block in blocks)
-    assert "node-0 stands for" in torchrun_lines(launch(24))[0]
+    assert not any("is the first machine" in block for block in blocks)
+    assert "node-0 is the first machine" in torchrun_lines(launch(24))[0]
     assert all("# export NCCL_IB_DISABLE=0" in block for block in blocks)
     assert "NCCL_IB" not in torchrun_lines(launch(16, "4090"))[0]
 

@@ -148,7 +148,7 @@ _DENSE = {
     "dp2": Layout(2),
     "pp2 dp2": Layout(4, _PP2),
     "tp4": Layout(4, {"tensor_model_parallel_size": 4}),
-    "whole optimizer": Layout(2, {"use_distributed_optimizer": False}),
+    "no distributed optimizer": Layout(2, {"use_distributed_optimizer": False}),
     "dp3": Layout(3),
     "overlap": Layout(4, _PP2 | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
 }

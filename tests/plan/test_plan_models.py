@@ -141,11 +141,11 @@ def test_everything_wrong_with_a_vision_model(tmp_path: Path) -> None:
     config["text_config"]["attention_bias"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     # Types come first: what else is wrong is read from values of the right ones.
-    assert _refused(tmp_path) == ["vision_config: patch_size = '16' is no whole number above 0"]
+    assert _refused(tmp_path) == ["vision_config: patch_size = '16' is not a whole number above 0"]
     config["vision_config"]["patch_size"] = 16
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert _refused(tmp_path) == [
-        "vision_config: depth = None is no whole number above 0",
+        "vision_config: depth = None is not a whole number above 0",
         "attention_bias = True is not supported",
     ]
     config.pop("vision_config")

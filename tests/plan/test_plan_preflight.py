@@ -103,7 +103,7 @@ def test_adapters_are_offered_where_a_model_is_too_large(tmp_path: Path) -> None
     fixes = refused.value.findings[0].fix.splitlines()
     (line,) = [line.strip() for line in fixes if "finetuning_type" in line]
     assert line.startswith("finetuning_type: lora: ")
-    assert line.endswith(": adapters learn instead of the model")
+    assert line.endswith(": trains adapters instead of the model")
     assert checked(
         tmp_path, 1, bf16=True, cutoff_len=1024, per_device_train_batch_size=1, finetuning_type="lora"
     ).planned
@@ -126,7 +126,7 @@ def test_adapters_are_offered_where_a_model_is_too_large(tmp_path: Path) -> None
          ("computes in fp32", "bf16: true", "faster)")),
         ({"overlap_grad_reduce": False, "overlap_param_gather": False, "gradient_accumulation_steps": 1,
           "tensor_model_parallel_size": 1, "sequence_parallel": False, "cutoff_len": 1024}, 8,
-         ("exchanges of replicas wait", "overlap_grad_reduce: true, overlap_param_gather: true")),
+         ("gradient reduction is not overlapped", "overlap_grad_reduce: true, overlap_param_gather: true")),
     ],
 )  # fmt: skip
 def test_what_could_be_better_is_said_with_its_numbers_and_its_setting(

@@ -118,12 +118,12 @@ def test_rows_that_may_be_too_long_wait_for_their_lengths(tmp_path):
     assert found.planned is not None
     assert not found.planned.fits
     assert found.lines[2].startswith("plan       rows of 4,096 tokens would not fit, those of ")
-    assert found.lines[2].endswith(" do: the data's own decide, once they are read")
+    assert found.lines[2].endswith(" do: the lengths of the data are used once they are read")
     short = with_rows(found.planned.case, RowLengths.of([100, 200, 300], "of all rows"))
     assert short.planned is not None
     assert short.planned.fits
     assert short.lines[0].startswith(
-        "plan       rows of 200 tokens in the mean, 300 the longest (of all rows); micro-batches are padded to "
+        "plan       rows of 200 tokens on average, 300 the longest (of all rows); micro-batches are padded to "
     )
     with pytest.raises(MegatuneError, match="this run cannot fit") as caught:
         with_rows(found.planned.case, RowLengths.of([100, 4096], "of all rows"))

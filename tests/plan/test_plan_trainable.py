@@ -112,7 +112,7 @@ WRONG = [
         "qwen3_moe",
         [LORA, "lora_target=mlp.gate"],
         "lora_target has mlp.gate\n"
-        "    why: the router is no linear layer in Transformers, and has no adapter\n"
+        "    why: the router is not a linear layer in Transformers, and has no adapter\n"
         "    fix: remove mlp.gate",
     ),
     (
@@ -126,7 +126,7 @@ WRONG = [
         "qwen3",
         [LORA, "lora_target=norm"],
         "lora_target has norm\n"
-        "    why: norm is no matrix, and has no adapter\n"
+        "    why: norm is not a matrix, and has no adapter\n"
         "    fix: write additional_target: norm, which trains it whole",
     ),
     (
@@ -177,7 +177,7 @@ WRONG = [
         [LORA, "additional_target=q_proj"],
         "additional_target has q_proj\n"
         "    why: modules of a qwen3 outside of layers: embed_tokens, norm, lm_head\n"
-        "    fix: write lora_target: q_proj, for adapters beside it",
+        "    fix: write lora_target: q_proj, for adapters next to it",
     ),
     (
         "qwen3_vl",

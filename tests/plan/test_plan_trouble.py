@@ -97,7 +97,7 @@ def test_a_run_that_went_well_says_so_with_planned_and_measured(tmp_path: Path) 
     assert "run: finished" in text
     assert "it went as planned" in text
     assert "a step, was" in text
-    assert "beside     33 % of the time was not the steps'" in text
+    assert "other      33 % of the time was not in steps" in text
     assert "helps" not in text
 
 

@@ -224,19 +224,19 @@ def checked(folder: Path, machine: str = "a100-80g", **changes: Any) -> Prefligh
 def test_train_says_which_pictures_it_plans(tmp_path):
     found = checked(tmp_path, image_max_pixels=451_584)
     assert found.planned is not None
-    assert found.lines[2] == "plan       each row is taken to hold one image of 451,584 pixels: 441 tokens"
+    assert found.lines[2] == "plan       each row is assumed to have one image of 451,584 pixels: 441 tokens"
     assert pictures(found.planned.case).tokens == 441
     # Of rows that are there no more is assumed.
     rows = with_rows(found.planned.case, FULL_ROWS, (2000, 300))
     assert rows.planned is not None
     images = pictures(rows.planned.case)
     assert (images.tokens, images.share, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
-    pictured = "rows hold at most 2,000 tokens of pictures, of which one has 300"
+    pictured = "rows hold at most 2,000 tokens of images or videos, of which one has 300"
     words = f"plan       rows of 4,096 tokens each; {pictured}: memory: "
     (line,) = rows.lines
     assert line.startswith(words)
     text = with_rows(found.planned.case, FULL_ROWS, (0, 0))
-    assert "rows hold no pictures" in text.lines[0]
+    assert "rows have no images or videos" in text.lines[0]
     without = replace(found.planned.case, image_tokens=0, largest_picture=0, lengths=FULL_ROWS)
     assert text.planned == estimate(without)
 

@@ -47,7 +47,7 @@ ANSWER = Answer(
 )
 def test_judgements_are_read_by_the_rule_of_their_prompt(said: str, is_number: bool, score: float | None) -> None:
     if score is None:
-        with pytest.raises(RewardError, match="of the judge, which says"):
+        with pytest.raises(RewardError, match="of the judge, which answered"):
             read_judgement(said, is_number)
     else:
         assert read_judgement(said, is_number) == score

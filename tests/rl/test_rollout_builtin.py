@@ -159,7 +159,7 @@ def test_updates(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> N
     for name, tensor in weights.items():
         engine.update({name: tensor})
     engine.wake("cache")
-    with pytest.raises(MegatuneError, match="no whole update has come"):
+    with pytest.raises(MegatuneError, match="no complete update has arrived"):
         engine.submit(requests)
     engine.commit_update(1)
     assert engine.version == 1
@@ -175,7 +175,7 @@ def test_broken_updates_are_named(dense: Path) -> None:
     cases = [
         (
             {key: value for key, value in weights.items() if key != name},
-            f"1 of {len(weights)} tensors did not come: {name}",
+            f"1 of {len(weights)} tensors did not arrive: {name}",
         ),
         (weights | {name: weights[name].T.contiguous()}, f"{name} is "),
         (weights | {"lm_head.bias": torch.zeros(1)}, "lm_head.bias is not of this model"),

@@ -38,6 +38,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"model_name_or_path": "model", "dataset": "rows", "output_dir": "out", "template": "qwen"}
 
 
+def said(run: dict[str, Any], **changes: Any) -> str:
+    """The one error, as a user reads it."""
+    overrides = [f"{key}={value}" for key, value in (run | changes).items()]
+    (error,) = check_before(load(overrides=overrides).settings).errors
+    return str(error)
+
+
 def found(run: dict[str, Any], **changes: Any) -> tuple[list[str], list[int], list[str]]:
     """What is wrong, the exit codes, and the lines for the user."""
     loaded = load(overrides=[f"{key}={value}" for key, value in (run | changes).items() if value is not None])
@@ -83,6 +90,73 @@ def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "[]", "a.json: there are no rows\n    fix: write rows into its files, or remove it from the data"),
+        ("a.csv", "instruction,output\n", "a.csv: there are no rows"),
+        (
+            "a.csv",
+            "instruction;input;output\na;;b\n",
+            "a.csv:1: the header has one column, 'instruction;input;output'\n"
+            "    why: columns seem to be separated by ';'\n    fix: separate the columns by commas",
+        ),
+        (
+            "a.json",
+            json.dumps([{"conversations": [{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}]}]),
+            "a.json:row 1: a.json: none of its first 1 rows can be trained on\n"
+            '    why: unknown role (message 2 has role "bot", '
+            "expected one of system, human, gpt, observation, function_call)\n"
+            "    fix: correct the roles, or name your own as tags in the data set's entry of dataset_info.json",
+        ),
+        (
+            "a.json",
+            json.dumps([{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}]),
+            "roles out of order (message 1 is 'assistant', expected 'user')\n"
+            "    fix: begin with the user's message and let the assistant answer it, or correct the entry's tags",
+        ),
+        ("a.json", "", "a.json: the file is empty\n    fix: write rows into it, or remove it from the data"),
+        ("a.json", '[{"a": 1},]', "a.json:1: invalid JSON in row 1"),
+    ],
+)
+def test_rows_that_are_all_wrong_are_refused_before_a_process_starts(
+    run: dict[str, Any], name: str, content: str, message: str
+) -> None:
+    Path(name).write_text(content)
+    assert message in said(run, dataset=name)
+
+
+def test_columns_that_a_user_may_have_meant(run: dict[str, Any]) -> None:
+    """The answer is suggested by its usual name, wherever it stands."""
+    rows = [{"instruction": "Say a.", "input": "", "output": "a"}]
+    Path("data/rows.json").write_text(json.dumps(rows))
+    entry = {"file_name": "rows.json", "columns": {"prompt": "question", "response": "answer"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
+    assert "columns: {prompt: instruction, response: output}" in said(run)
+
+
+def test_what_is_not_there_is_said_with_a_fix(run: dict[str, Any]) -> None:
+    fix = "correct the path, which begins at the current folder or at dataset_dir"
+    assert said(run, dataset="gone.jsonl") == f"dataset: no such file or folder: gone.jsonl\n    fix: {fix}"
+    Path("data/dataset_info.json").write_text(json.dumps({"rows": {"file_name": "gone.json"}}))
+    assert "fix: correct its path, which begins at the folder of dataset_info.json" in said(run)
+    Path("data/dataset_info.json").write_text('{"rows": {"file_name": "rows.json"},}')
+    broken = said(run)
+    assert broken.startswith("data/dataset_info.json:1: not valid JSON: expected property name")
+    assert broken.endswith("fix: correct it there; JSON has no comments and no comma before a closing bracket")
+
+
+def test_an_output_dir_that_is_a_file(run: dict[str, Any]) -> None:
+    Path("out").touch()
+    assert said(run).endswith("out is a file\n    fix: choose another output_dir")
+
+
+def test_a_model_that_is_a_file(run: dict[str, Any]) -> None:
+    Path("model.json").touch()
+    with pytest.raises(MegatuneError, match="'model\\.json' is a file"):
+        load_architecture("model.json")
+
+
+@pytest.mark.parametrize(
     ("template", "stage", "what"),
     [
         ("llama3", "sft", "template: llama3 does not fit this model's tokenizer"),
@@ -111,7 +185,11 @@ def test_files_of_weights_that_are_missing(run: dict[str, Any]) -> None:
 
 
 def test_checkpoints_that_cannot_be_resumed_from(run: dict[str, Any]) -> None:
-    assert found(run, resume_from_checkpoint="true")[0] == ["resume_from_checkpoint: there is no checkpoint in out"]
+    assert said(run, resume_from_checkpoint="true") == (
+        "resume_from_checkpoint: there is no checkpoint in out\n"
+        "    fix: remove resume_from_checkpoint to start a new run, or name the output_dir of the run to continue"
+    )
+    assert "name a checkpoint-N folder, or remove resume_from_checkpoint" in said(run, resume_from_checkpoint="gone")
     Path("old").mkdir()
     whats, codes, _ = found(run, resume_from_checkpoint="old")
     assert len(whats) == 1

@@ -254,7 +254,7 @@ def test_unreadable_pictures_are_named_once_and_counted(tmp_path: Path) -> None:
             lines = output.getvalue().splitlines()
     warning = "warning: left out of the loss: a[b].jpg: image: damaged (at byte 5)"
     assert [line for line in lines if "warning" in line] == [warning]
-    assert sum("unreadable pictures 1" in line for line in lines) == 3
+    assert sum("unreadable media 1" in line for line in lines) == 3
     kept = read_json_lines(tmp_path / "bad_rows.jsonl")
     assert [row["where"] for row in kept] == ["a[b].jpg", "c.jpg"]
     assert kept[0] == {

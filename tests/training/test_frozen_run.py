@@ -39,7 +39,7 @@ def names(folder: Path) -> set[str]:
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp32, one process": (1, {}),
     "bf16, pp2 dp2, overlaps": (4, {**PP2, **OVERLAPS, "gradient_accumulation_steps": 2, "bf16": True}),
-    "sgd, dp2, whole optimizer": (
+    "sgd, dp2, no distributed optimizer": (
         2,
         {
             "optimizer": "sgd",
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.extended("fp32, one process", "sgd, dp2, whole optimizer")
+@pytest.mark.extended("fp32, one process", "sgd, dp2, no distributed optimizer")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_resume_over_three_steps_is_exact(name: str, pool: RankPool, model: Path, tmp_path: Path) -> None:
     world_size, changes = LAYOUTS[name]

@@ -93,7 +93,7 @@ def test_an_adapter_goes_on_beside_its_base_only(pool: RankPool, models: dict[st
     content = bytearray(file.read_bytes())
     content[-1] ^= 1  # one bit of one weight
     file.write_bytes(content)
-    with pytest.raises(Exception, match="beside another base"):
+    with pytest.raises(Exception, match="with another base"):
         run(pool, 1, settings, tmp_path)
     content[-1] ^= 1
     file.rename(model / "model-00001-of-00001.safetensors")

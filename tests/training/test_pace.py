@@ -77,7 +77,7 @@ def test_stages_are_not_held_against_each_other() -> None:
     alone = Pace([Place("one", 0)], Clock())
     assert not told(alone, range(1, 50), 1.0, [1.0])
     (notice,) = alone.notices(50, 5.0, [5.0])
-    assert "it computed, or waited for its data or a disk" in notice.text
+    assert "it was computing, or waiting for its data or a disk" in notice.text
 
 
 def test_pauses_are_no_work() -> None:

@@ -130,4 +130,4 @@ def test_an_unreadable_picture_can_end_the_run(pool: RankPool, model: Path, data
     for code, message in pool.run(2, refused, settings, tmp_path):
         assert code == ExitCode.DATA
         assert f"{data}/3.png: image: " in message
-        assert "1 pictures of a step cannot be decoded" in message
+        assert "1 images or videos of a step cannot be decoded" in message

@@ -90,7 +90,7 @@ def test_the_same_end_from_the_same_checkpoint_is_given_up(tmp_path: Path, capsy
     runs = Runs(tmp_path, *ends)
     assert runs.start(max_restarts=9) == DIED
     assert len(runs.settings) == 3
-    assert "not started again: from checkpoint-3 it ended in this way before" in capsys.readouterr().err
+    assert "not started again: from checkpoint-3 it has already ended in this way" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [DONE, *map(int, (ExitCode.STOPPED, ExitCode.DATA, ExitCode.NOT_FINITE))])
@@ -154,7 +154,7 @@ def test_restarts_of_what_another_launcher_starts_are_refused(tmp_path: Path, mo
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(back, is_joined=True, nnodes=1)
     anew = settings_of(tmp_path / "model", tmp_path, on_bad_step="go_back", overwrite_output_dir=True)
-    with pytest.raises(MegatuneError, match="in a run that always starts anew"):
+    with pytest.raises(MegatuneError, match="in a run that never resumes"):
         check_restarts(anew, is_joined=True, nnodes=1)
     with pytest.raises(MegatuneError, match="on_bad_step: go_back with NNODES=2"):
         check_restarts(back, is_joined=False, nnodes=2)

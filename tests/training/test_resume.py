@@ -98,7 +98,7 @@ def test_a_file_that_was_added_is_named(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(1, choose, tmp_path, 0)[0][0] == "checkpoint-4"
     (folder / "model.safetensors.index.json").write_text("{}")
     text, code, _ = pool.run(1, choose, tmp_path, 0, str(folder))[0]
-    assert "model.safetensors.index.json is not of this checkpoint: remove it" in text
+    assert "model.safetensors.index.json does not belong to this checkpoint: remove it" in text
     assert code == ["66"]
 
 

@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_another_layout(
     ("change", "message"),
     [
         ({"on_bad_row": "error"}, "rows cannot be trained on"),
-        ({"buffer_size": 16, "on_bad_row": "skip"}, "the training rows are others than those the run began with"),
+        ({"buffer_size": 16, "on_bad_row": "skip"}, "the training rows differ from those that the run began with"),
     ],
 )
 def test_a_run_ends_with_what_the_producer_or_the_checkpoint_refuses(

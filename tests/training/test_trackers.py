@@ -158,7 +158,7 @@ def test_one_that_hangs_neither_slows_nor_stops_a_run(
     hung.on_train_end(summary())
     assert time.monotonic() - began < 10
     assert [record.message.partition(" (")[0] for record in caplog.records] == [
-        "wandb does not keep up: it gets no numbers until it goes on",
+        "wandb does not keep up: it gets no numbers until it catches up",
         "wandb did not finish in 1 s and was ended",
     ]
     assert not [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if is_alive(pid)]

@@ -116,7 +116,7 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
         for name in hf_shapes(weight, architecture, layer)
     }
     where, tensors = str(found.folder), found.adapter.tensors
-    why = "an adapter is trained further as it is: its modules, ranks and alpha"
+    why = "training continues with the modules, ranks and alpha of the adapter"
     for names, what, fix in (
         (expected.keys() - tensors.keys(), "it lacks {} that are to be trained", "write its own lora_target"),
         (

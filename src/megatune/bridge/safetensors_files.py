@@ -189,7 +189,7 @@ class SafetensorsFolder(ModelFolder):
 
 
 def _damaged(path: Path, error: Exception) -> MegatuneError:
-    what, why = f"cannot be read as safetensors: {error}", "the file is damaged or cut short"
+    what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
     return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)
 
 

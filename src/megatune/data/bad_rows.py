@@ -54,6 +54,11 @@ class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
         self.what, self.fix = what, fix
 
 
+def no_rows(name: str) -> Finding:
+    """Return what is wrong with a data set whose files have no rows."""
+    return Finding(f"{name}: there are no rows", fix="write rows into its files, or remove it from the data")
+
+
 class BadRows:
     """Keeps, or refuses, the rows that are dropped; use as a context manager.
 

@@ -188,7 +188,7 @@ class Collator:
         pictures: Pictures | None = None
         unreadable: tuple[Unreadable, ...] = ()
         if any(document.pictures for document in documents):
-            assert self.vision is not None, "rows with pictures for a model that takes none"
+            assert self.vision is not None, "rows with images or videos for a model that reads none"
             rows = input_ids.reshape(shape), position_ids.reshape(shape)
             pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, share)
         return Batch(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import RowError
+from megatune.data.bad_rows import RowError, no_rows
 from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
 from megatune.data.sources import DatasetSource, datasets_of
@@ -26,6 +26,11 @@ _OF_DATA = ("data.dataset", "data.dataset_dir", "data.eval_dataset", "data.colum
 # Forms whose columns have one name each.
 _NAMED = ("alpaca", "sharegpt", "openai")
 _MISSING = ("missing-field", "wrong-type", "messages-not-a-list")
+# What else may be wrong with all rows alike, and what helps.
+_FIXES = {
+    "unknown-role": "correct the roles, or name your own as tags in the data set's entry of dataset_info.json",
+    "roles-out-of-order": "begin with the user's message and let the assistant answer it, or correct the entry's tags",
+}
 
 
 @dataclass(slots=True)
@@ -73,7 +78,7 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     """Read the first rows of a data set, and return the names of their fields.
 
     Raises:
-        MegatuneError: none of them has a field that it should have (exit code 65), or as `read_samples`.
+        MegatuneError: there are none, or all of them are wrong in the same way (exit code 65), or as `read_samples`.
     """
     data = settings.data
     few = ROWS_FOR_DETECTION if data.max_samples is None else min(data.max_samples, ROWS_FOR_DETECTION)
@@ -81,11 +86,15 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     reader = RowReader(source, settings.run.stage, replacements(data), pictures=True)
     first = list(with_examples(samples, reader))
     errors = [sample.example for sample in first if isinstance(sample.example, RowError)]
-    if first and len(errors) == len(first) and all(error.code in _MISSING for error in errors):
+    if not first:
+        raise MegatuneError(no_rows(source.name), ExitCode.DATA)
+    codes = {error.code for error in errors}
+    if len(errors) == len(first) and codes <= {*_MISSING, *_FIXES}:
         what = f"{source.name}: none of its first {len(first)} rows can be trained on"
         found = suggested(first[0].row.fields, settings.run.stage)
         parts = {"prompt" if usual == "query" else usual: name for name, usual in found.items()}
         fix = f"name its columns, in its entry of dataset_info.json or as a setting: columns: {as_yaml(parts)}"
+        fix = _FIXES.get(errors[0].code, fix)
         raise MegatuneError(Finding(what, first[0].where, str(errors[0]), fix), ExitCode.DATA)
     return list(dict.fromkeys(name for sample in first for name in sample.row.fields))
 

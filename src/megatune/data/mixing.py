@@ -39,7 +39,9 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
     """
     if strategy == "concat":
         weights = weights or [1.0] * len(sizes)
-        _check_length(sum(map(mul, sizes, weights)), "dataset_weights", "a whole number repeats a data set so often")
+        _check_length(
+            sum(map(mul, sizes, weights)), "dataset_weights", "a whole number repeats a data set that many times"
+        )
         return _concatenated(sizes, weights, seed)
     if strategy not in ("interleave_under", "interleave_over", "interleave_once"):
         raise ValueError(f"mix_strategy {strategy}")

@@ -51,7 +51,7 @@ def packing_order(num_documents: int, seed: int) -> np.ndarray:
 
 
 def weight_order(num_rows: int, seed: int, dataset: int) -> np.ndarray:
-    """Return the order in which a weight that is no whole number draws the samples of a data set: int64 [num_rows]."""
+    """Return the order in which a fractional weight draws the samples of a data set: int64 [num_rows]."""
     return _permutation(num_rows, np.random.SeedSequence(seed, spawn_key=(3, dataset)))
 
 

@@ -144,7 +144,7 @@ class PictureTable:
         """Return the pictures of the document whose tokens begin and end there in tokens.bin.
 
         Raises:
-            ValueError: they are not what was written.
+            ValueError: they differ from what was written.
         """
         if not len(self._records):
             return ()
@@ -184,7 +184,7 @@ class PictureTable:
     def _picture(self, record: np.void, start: int) -> DocumentPicture:
         offset, size = int(record["offset"]), int(record["size"])
         if (place := self._checked.damaged(offset, offset + size)) is not None:
-            raise ValueError(f"{SOURCES_FILE} is not what was written, from byte {place} on")
+            raise ValueError(f"{SOURCES_FILE} differs from what was written from byte {place} on")
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
         return DocumentPicture(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import BadRows, RowError
+from megatune.data.bad_rows import BadRows, RowError, no_rows
 from megatune.data.build import RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
@@ -195,11 +195,11 @@ class DatasetReader:
         if not self._state.ended or self._state.usable or self._start.rows:
             return None
         report = self.report
-        return Finding(
-            f"{report.name}: 0 usable of {self._state.rows} rows",
-            why="; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common()),
-            fix=f"the first: {report.examples[0]}" if report.examples else "the files have no rows",
-        )
+        why = "; ".join(f"{count} x {reason}" for reason, count in report.dropped.most_common())
+        if not report.examples:
+            return no_rows(report.name)
+        what, fix = f"{report.name}: 0 usable of {self._state.rows} rows", "correct the rows, or remove the data set"
+        return Finding(what, "", f"{why}; the first: {report.examples[0]}", fix)
 
     def _find(self) -> tuple[Sample, Encoded] | None:
         if self._results is None:

@@ -235,12 +235,12 @@ def _notes(pipeline: Pipeline, split: Split, train: TokenReport) -> Iterator[str
     if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
         yield note
     if split.on_both_sides:
-        yield f"all rows have the same texts: {split.on_both_sides} are trained, the others held out"
+        yield f"all rows have the same texts: {split.on_both_sides} are trained on, the others are held out"
     if train.desirable in (0, train.samples):
-        yield f"all answers are {'' if train.desirable else 'un'}desirable: there is no other kind to tell them from"
+        yield f"all answers are {'' if train.desirable else 'un'}desirable: training needs both kinds"
     # Stage pt reads one column, and a user may expect the answers to be trained, too.
     for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})
         if source.formatting == "alpaca" and row.get(source.columns.response or ""):
             prompt, response = source.columns.prompt, source.columns.response
-            yield f"{source.name}: stage pt trains the column {prompt!r} alone; {response!r} is not read"
+            yield f"{source.name}: stage pt trains on the column {prompt!r} only; {response!r} is not read"

@@ -22,4 +22,4 @@ def usable_processes(asked: int, side_by_side: int = 1) -> tuple[int, str]:
     most = min(cores, fit)
     if asked <= most:
         return asked, ""
-    return most, f"the memory that is free has room for {fit}" if fit < cores else f"there are cores for {cores}"
+    return most, f"the free memory has room for {fit}" if fit < cores else f"there are cores for {cores}"

@@ -115,7 +115,7 @@ class TokenRows:
                 raise self._not_whole(why)
         index = self.directory / _INDEX_FILE
         if index.exists() and index.read_text(encoding="ascii", errors="replace") != self._content_digest(tokens=False):
-            raise self._not_whole("documents, rows or what lies beside them are not what was written")
+            raise self._not_whole("documents, rows or their other values differ from what was written")
         self._added = {file.name: self._added_column(file) for file in self._columns}
 
     def __len__(self) -> int:
@@ -228,7 +228,9 @@ class TokenRows:
     def _document(self, start: int, stop: int) -> Document:
         for name, size in ((TOKENS_FILE, self._tokens.itemsize), (TRAINED_FILE, 1)):
             if (place := self._files[name].damaged(int(start) * size, int(stop) * size)) is not None:
-                raise self._not_whole(f"{name} is not what was written, from byte {place} on: a disk or memory failed")
+                raise self._not_whole(
+                    f"{name} differs from what was written from byte {place} on: a disk or memory failed"
+                )
         input_ids = self._tokens[start:stop]
         labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
         try:
@@ -243,7 +245,7 @@ class TokenRows:
             if why := self._misfit(file.name, column):
                 raise ValueError(why)
         except (OSError, ValueError) as error:
-            what, fix = "values of token rows are not whole", "delete the file; it is made again"
+            what, fix = "values of token rows are incomplete", "delete the file; it is recreated"
             raise MegatuneError(Finding(what, str(file.path), str(error), fix), ExitCode.INPUT) from error
         return column
 
@@ -255,7 +257,7 @@ class TokenRows:
         return f"{len(column.values)} values of {name} for {size} {column.per}s"
 
     def _not_whole(self, why: str) -> MegatuneError:
-        what, fix = "the folder of token rows is not whole", f"delete {self.directory.parent}; it is made again"
+        what, fix = "the folder of token rows is incomplete", f"delete {self.directory.parent}; it is recreated"
         return MegatuneError(Finding(what, str(self.directory), why, fix), ExitCode.INPUT)
 
 

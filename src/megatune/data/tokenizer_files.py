@@ -30,16 +30,16 @@ def check_vocabulary(folder: Path) -> None:
     for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
         if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
             return
-    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from where the model is from"
+    why, fix = "there is no tokenizer.json, which has the tokens", "copy it from the published model"
     raise MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
 
 def cannot_load(folder: Path, error: Exception) -> MegatuneError:
     """Return the error of a tokenizer that Transformers cannot load; it names a class that is another model's."""
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    fix = f"put {_FILE} and {_CONFIG} beside the weights"
+    fix = f"put {_FILE} and {_CONFIG} next to the weights"
     if (name := _foreign_class(folder)) is not None:
-        why = f"tokenizer_class: {name} of {_CONFIG} is another model's: {why}"
+        why = f"tokenizer_class: {name} of {_CONFIG} belongs to another model: {why}"
         fix = f"use {_OWN_FILE}"
     return MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
@@ -66,7 +66,7 @@ def _check_class(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
         place = next((at for at, pair in enumerate(zip(of_file, of_class, strict=False)) if pair[0] != pair[1]), 0)
         first, other = (tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (of_class, of_file))
         why = f"it makes {first} of what {_FILE} makes {other}"
-        what = f"tokenizer_class: {name} is another model's"
+        what = f"tokenizer_class: {name} belongs to another model"
         fix = f"use {_OWN_FILE}, or write tokenizer_class: {_GENERAL[0]}, which reads {_FILE} as it is"
         raise MegatuneError(Finding(what, str(folder / _CONFIG), why, fix), ExitCode.INPUT)
 

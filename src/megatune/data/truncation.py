@@ -161,7 +161,9 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
     if not kept:
         length = sum(len(tokens) for turn in turns for tokens, _ in turn)
         detail = f"{length} tokens, cutoff_len is {budget}"
-        raise LengthError("picture-too-long", "no room in cutoff_len for the pictures of a turn", detail, length)
+        raise LengthError(
+            "picture-too-long", "cutoff_len has no room for the images or videos of a turn", detail, length
+        )
     return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
 
 

@@ -134,7 +134,7 @@ class VisionInput:
         left = []
         for number in np.unique(numbers[pads]).tolist():
             places, entry = np.flatnonzero(pads & (numbers == number)), pictures[number].entry
-            assert len(places) == entry.num_tokens, "a picture was cut"
+            assert len(places) == entry.num_tokens, "an image or video was cut"
             left.append(entry._replace(start=int(places[0])))
         return tuple(left)
 

@@ -195,7 +195,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise _cannot_write(output, "the folder is not empty", "name another folder, or add --overwrite")
     if not (output / "config.json").is_file():
-        raise _cannot_write(output, "it holds something that is no checkpoint; --overwrite removes checkpoints only",
+        raise _cannot_write(output, "it holds something that is not a checkpoint; --overwrite removes checkpoints only",
                             "name another folder")  # fmt: skip
 
 

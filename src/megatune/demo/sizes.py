@@ -102,7 +102,9 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
     findings = [finding for check in checks for finding in check(family, sizes)]
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         why = "a size is a whole number with KB, MB, GB or TB"
-        findings.append(Finding(f"'{max_shard_size}' is no size", "--max_shard_size", why, "--max_shard_size 5GB"))
+        findings.append(
+            Finding(f"'{max_shard_size}' is not a valid size", "--max_shard_size", why, "--max_shard_size 5GB")
+        )
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 

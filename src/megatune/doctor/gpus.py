@@ -104,7 +104,7 @@ def _state(gpu: _Gpu) -> Iterator[Check]:
             (
                 Verdict.WARN,
                 "MIG is on",
-                "a process sees a slice of it, and slices cannot exchange through NVLink",
+                "a process sees a slice of it, and slices cannot communicate over NVLink",
                 "nvidia-smi -mig 0",
             )
         )
@@ -131,7 +131,7 @@ def _links() -> Iterator[Check]:
         return
     found = ", ".join(f"{kind} ({kinds.count(kind) // 2})" for kind in sorted(set(kinds)))
     if "SYS" in kinds or "NODE" in kinds:
-        why = "pairs of GPUs exchange through the processors' own link, at a fraction of NVLink's rate"
+        why = "pairs of GPUs communicate over the link between the CPUs, at a fraction of NVLink's rate"
         fix = "tensor_model_parallel_size within GPUs that NVLink joins, or 1"
         yield Check("gpu", "links", Verdict.WARN, found, why, fix)
     else:

@@ -45,7 +45,7 @@ def _versions(measured: Sequence[Measured]) -> Check:
         ]
     if not differing:
         return Check("ranks", "versions", Verdict.PASS, f"the same on all {len(measured)} ranks")
-    why = "ranks that compute by other code give other numbers, or wait for each other without end"
+    why = "ranks with different versions compute different numbers, or wait for each other forever"
     return Check("ranks", "versions", Verdict.FAIL, "; ".join(differing), why, "one environment on all machines")
 
 
@@ -152,7 +152,7 @@ def _collectives(measured: Sequence[Measured]) -> Iterator[Check]:
     for name in measured[0].collectives:
         wrong = [one.rank for one in measured if not one.collectives[name][1]]
         if wrong:
-            why = "the numbers of a run would be wrong without a word"
+            why = "the numbers of a run would be wrong without any message"
             found = f"wrong values on ranks {', '.join(map(str, wrong))}"
             yield Check(
                 "ranks",
@@ -160,7 +160,7 @@ def _collectives(measured: Sequence[Measured]) -> Iterator[Check]:
                 Verdict.FAIL,
                 found,
                 why,
-                "another driver or network plugin; NCCL_P2P_DISABLE=1 tells which",
+                "another driver or network plugin; NCCL_P2P_DISABLE=1 shows which",
             )
         else:
             slowest = min(one.collectives[name][0] for one in measured)

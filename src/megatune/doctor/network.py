@@ -42,7 +42,7 @@ def _own_name(several: bool) -> Check:
         why, verdict = f"{error}: gloo listens at the address of this name", Verdict.FAIL if several else Verdict.WARN
         return Check("network", "own name", verdict, name, why, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
     if several and address.startswith("127."):
-        why = "other machines would be told an address at which they reach themselves"
+        why = "other machines would get an address that leads back to themselves"
         fix = f"the machine's address for {name} in /etc/hosts, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Check("network", "own name", Verdict.FAIL, f"{name} is {address}", why, fix)
     return Check("network", "own name", Verdict.PASS, f"{name} is {address}")
@@ -96,7 +96,7 @@ def _infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
                 name,
                 Verdict.WARN,
                 text,
-                "NCCL leaves it out: machines exchange at a lower rate",
+                "NCCL leaves it out: machines communicate at a lower rate",
                 "its cable, or the subnet manager",
             )
 

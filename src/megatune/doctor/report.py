@@ -40,7 +40,7 @@ def lines(checks: Sequence[Check]) -> list[str]:
     return [*shown, "", ", ".join(parts)]
 
 
-_WORDS = {Verdict.PASS: "passed", Verdict.WARN: "warned of", Verdict.FAIL: "failed", Verdict.SKIP: "left out"}
+_WORDS = {Verdict.PASS: "passed", Verdict.WARN: "with a warning", Verdict.FAIL: "failed", Verdict.SKIP: "left out"}
 
 
 def has_failed(checks: Sequence[Check]) -> bool:

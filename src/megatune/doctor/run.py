@@ -57,8 +57,8 @@ def look_started(needs: Needs, world: World) -> list[Check]:
         payload = {"checks": own, "output_dir": output_dir, "timeout": needs.timeout, "report": str(report)}
         code = run_ranks("megatune.doctor.ranks:run_rank", payload, world, Path(name, "launch"))
         if code != ExitCode.DONE:
-            found, why = f"ended with exit code {code}", "the lines above say which rank, and of what"
-            return [*own, Check("ranks", "ranks", Verdict.FAIL, found, why, "mend that first")]
+            found, why = f"ended with exit code {code}", "the lines above say which rank failed, and why"
+            return [*own, Check("ranks", "ranks", Verdict.FAIL, found, why, "fix that first")]
         return from_json(report.read_text()) if report.is_file() else own
 
 

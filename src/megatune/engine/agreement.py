@@ -24,7 +24,7 @@ _NUM_NAMED = 3  # tensors of a group that an error names
 
 _FIX = (
     "a machine, its memory or its network is at fault, or there is a bug: resume without these ranks' machines, and "
-    "hold the layout against Transformers with `megatune verify`"
+    "compare the layout with Transformers by `megatune verify`"
 )
 
 

@@ -38,7 +38,7 @@ _store: torch.distributed.Store | None = None
 _ANNOUNCE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
-_EARLIER = "one of them is left of an earlier run, or machines have the same NODE_RANK, or another NNODES"
+_EARLIER = "one of them is left over from an earlier run, or machines have the same NODE_RANK, or another NNODES"
 _ALL_ANEW = "end what is left on every machine, and start all of them again"
 
 

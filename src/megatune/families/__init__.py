@@ -49,7 +49,7 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
         why, fix = "it says what the model is", "give the checkpoint's own folder"
         raise MegatuneError(Finding("there is no config.json", str(folder), why, fix), ExitCode.INPUT) from None
     except (OSError, ValueError, RecursionError) as error:
-        why = "objects in objects without end" if isinstance(error, RecursionError) else str(error)
+        why = "objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise MegatuneError(Finding(f"cannot be read: {why}", str(path)), ExitCode.INPUT) from None
     if not isinstance(config, dict):
         raise MegatuneError(Finding("is not a JSON object", str(path)), ExitCode.INPUT)
@@ -82,7 +82,7 @@ def read_architecture(config: Config, where: str) -> Architecture:
     if family is None:
         near = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
-        why = f"families built so far: {', '.join(sorted(FAMILIES))}{hint}"
+        why = f"supported families: {', '.join(sorted(FAMILIES))}{hint}"
         if "auto_map" in config:
             why = f"it is made by code of its repository, which is never run; {why}"
         what, fix = f"model_type {model_type!r} is not supported", "train a checkpoint of one of these families"

@@ -95,7 +95,7 @@ class Family:
         findings += [
             Finding(f"{key!r} is missing", where, fix=published)
             if config.get(key) is None
-            else Finding(f"{key} = {config[key]!r} is no whole number above 0", where)
+            else Finding(f"{key} = {config[key]!r} is not a whole number above 0", where)
             for key in (*_DIMENSIONS, *self.dimensions)
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
@@ -191,7 +191,7 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         return
     if vision.out_hidden_size != architecture.hidden_size:
         why = f"the decoder's hidden states are {architecture.hidden_size} wide"
-        yield f"vision_config: tokens of pictures are {vision.out_hidden_size} wide", why
+        yield f"vision_config: tokens of images and videos are {vision.out_hidden_size} wide", why
     for layer in vision.deepstack_visual_indexes:
         if layer not in range(vision.depth):
             why = f"depth = {vision.depth}, counted from 0"

@@ -35,7 +35,7 @@ _OFF: dict[str, str] = {
     "layer_replication": "the adapter belongs to a model with repeated layers",
     "trainable_token_indices": "single rows of embeddings are not trained here; modules_to_save has whole ones",
     "alora_invocation_tokens": "the adapter would be on for some tokens of a text only",
-    "megatron_config": "it was trained on Megatron-Core's own layers, whose names are others than Transformers'",
+    "megatron_config": "it was trained on Megatron-Core's own layers, whose names differ from those of Transformers",
     **dict.fromkeys(
         ("velora_config", "use_qalora", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"), _VARIANT
     ),
@@ -137,7 +137,7 @@ def _read_json(folder: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        why = "it says rank, alpha and what the adapter belongs to"
+        why = "it holds the rank, alpha and base of the adapter"
         fix = "give the folder of an adapter, as peft saves it"
         if (folder / "config.json").is_file():
             why, fix = "the folder holds a whole model", "give it as model_name_or_path"
@@ -153,7 +153,7 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
     if (folder / WEIGHTS_FILE).is_file():
         return
     pickles = sorted(path.name for path in folder.glob("adapter_model*") if path.suffix in (".bin", ".pt", ".pth"))
-    why, fix = "the adapter's weights are there", "give the folder of an adapter, as peft saves it"
+    why, fix = "it holds the adapter's weights", "give the folder of an adapter, as peft saves it"
     if pickles:
         why = f"{pickles[0]} is a pickle, which can run code when it is loaded"
         fix = "save it as safetensors with peft: model.save_pretrained(OUT, safe_serialization=True)"
@@ -206,7 +206,7 @@ def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield Finding(f"{key} has {pattern!r}", path, f"it is no regular expression: {error}")
+            yield Finding(f"{key} has {pattern!r}", path, f"it is not a valid regular expression: {error}")
 
 
 def _is_number(value: object) -> bool:

@@ -103,7 +103,7 @@ def read_header(path: Path) -> dict[str, Shape]:
             header = json.loads(file.read(size))
         return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        what, why = f"cannot be read as safetensors: {error}", "the file is damaged or cut short"
+        what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
         raise MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT) from None
 
 

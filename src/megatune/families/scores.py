@@ -25,7 +25,7 @@ def score_problems(config: Mapping[str, Any], *, has_vision: bool) -> Iterator[t
     """Yield what keeps a classifier from being a reward model, and why."""
     count = num_labels(config)
     if count and has_vision:
-        yield f"it is a {config['architectures'][0]}", "reward models are made of language models, without pictures"
+        yield f"it is a {config['architectures'][0]}", "reward models are made from language models that read text only"
     elif count > 1:
         yield f"{config['architectures'][0]} has {count} labels", "a reward model has one, the score of an answer"
 

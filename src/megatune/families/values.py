@@ -60,7 +60,7 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
     said = {key: value for key, value in config.items() if value is not None}
     for key in (key for key in _OBJECTS if key in said):
         if not isinstance(said[key], Mapping):
-            yield f"{of}{key} = {_short(said[key])} is no object", "it holds settings by name"
+            yield f"{of}{key} = {_short(said[key])} is not an object", "it holds settings by name"
         elif depth:
             yield from _problems(said[key], f"{of}{key}: ", depth - 1)
     for key in (key for key in _BOOLEANS if key in said):
@@ -72,7 +72,7 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
             continue
         if not _is_whole(said[key]) or said[key] < least:
             wanted = f"above {least - 1}" if least else "from 0"
-            yield f"{of}{key} = {_short(said[key])} is no whole number {wanted}", ""
+            yield f"{of}{key} = {_short(said[key])} is not a whole number {wanted}", ""
         elif said[key] > most:
             yield f"{of}{key} = {_short(said[key])} is impossible", f"no model has more than {most:,}"
     for key, (low, high) in _NUMBERS.items():
@@ -80,7 +80,7 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
             continue
         value = said[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            yield f"{of}{key} = {_short(value)} is no number", ""
+            yield f"{of}{key} = {_short(value)} is not a number", ""
         elif not low < value < high:
             below = f" and below {high:g}" if high < _FINITE else ""
             yield f"{of}{key} = {_short(value)} is impossible", f"it is a finite number above {max(low, 0):g}{below}"
@@ -91,7 +91,7 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
         yield what, "it has one for each layer"
     for key in (key for key in ("dtype", "torch_dtype") if key in said):
         if str(said[key]).removeprefix("torch.") not in _DTYPES:
-            yield f"{of}{key} = {_short(said[key])} is no dtype of weights", f"one of {', '.join(_DTYPES)}"
+            yield f"{of}{key} = {_short(said[key])} is not a supported dtype of weights", f"one of {', '.join(_DTYPES)}"
 
 
 def _list_problems(said: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
@@ -100,7 +100,7 @@ def _list_problems(said: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]
         if key in _NAMES:
             fits, kind = _is_text, "names"
         if not isinstance(value, list | tuple) or not all(map(fits, value)):
-            yield f"{of}{key} = {_short(value)} is no list of {kind}", ""
+            yield f"{of}{key} = {_short(value)} is not a list of {kind}", ""
 
 
 def _is_whole(value: object) -> bool:

@@ -52,7 +52,7 @@ class VisionDeclaration:
             return
         for key in (*_SIZES, *self.dimensions):
             if not isinstance(vision.get(key), int) or vision[key] < 1:
-                yield f"vision_config: {key} = {vision.get(key)!r} is no whole number above 0", "it is a size"
+                yield f"vision_config: {key} = {vision.get(key)!r} is not a whole number above 0", "it is a size"
         section = self._rope(config).get("mrope_section", self.mrope.section)
         sizes = section if isinstance(section, Sequence) else ()
         if len(sizes) != 3 or not all(isinstance(size, int) and size >= 0 for size in sizes):

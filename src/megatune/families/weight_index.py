@@ -24,10 +24,10 @@ def read_weight_index(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _no_index(index, str(error)) from None
     if not isinstance(file_of, dict):
-        raise _no_index(index, "weight_map is no object")
+        raise _no_index(index, "weight_map is not an object")
     for tensor, file in file_of.items():
         if not isinstance(file, str) or not file or "\0" in file:
-            raise _no_index(index, f"weight_map: {tensor} is in {file!r}, which is no name of a file")
+            raise _no_index(index, f"weight_map: {tensor} is in {file!r}, which is not the name of a file")
         path = PurePosixPath(file.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
             what, why = f"weight_map: {tensor} is in {file}, outside of the checkpoint", "a checkpoint is one folder"
@@ -60,7 +60,7 @@ def check_layers(folder: Path, config: Mapping[str, object]) -> None:
     if isinstance(layers, int) and numbers and layers > max(numbers) + 1:
         what, why = (
             f"config.json has {layers} layers, and the weights {max(numbers) + 1}",
-            "one of them is another model's",
+            "one of them belongs to another model",
         )
         fix = "use the config.json and the weights of one checkpoint"
         raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)

@@ -41,7 +41,7 @@ def adapted_model(model: str, base: str | None = None, adapters: Sequence[str] =
     own = find_adapter(Path(model))
     if own is None:
         if base:
-            why = f"{model} is no adapter, whose base it could be"
+            why = f"{model} is not an adapter, so it has no base"
             finding = Finding("has no effect", "--model_name_or_path", why, f"leave it out, or MODEL, {model}")
             raise MegatuneError(finding, ExitCode.SETTINGS)
         return AdaptedModel(model, tuple(_folders(adapters)))
@@ -91,7 +91,7 @@ def _no_adapter(path: Path) -> Finding:
 
 
 def _base_of(folder: Path, name: str | None) -> str:
-    where, why = str(folder / ADAPTER_CONFIG), "an adapter is nothing without the model that it was trained on"
+    where, why = str(folder / ADAPTER_CONFIG), "an adapter needs the model that it was trained on"
     if name is None:
         fix = "name that model: --model_name_or_path BASE"
         raise MegatuneError(Finding("base_model_name_or_path is empty", where, why, fix), ExitCode.INPUT)

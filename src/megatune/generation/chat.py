@@ -14,7 +14,7 @@ from megatune.generation.prompter import Message
 from megatune.generation.results import ResultFile
 
 _COMMANDS = (
-    "exit, quit or Ctrl-D ends, clear forgets what was said, reset-system asks for another system message,\n"
+    "exit, quit or Ctrl-D ends, clear forgets the conversation, reset-system asks for another system message,\n"
     "multi-line takes lines up to one that ends with #, single-line goes back, Ctrl-C stops an answer"
 )
 

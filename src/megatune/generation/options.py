@@ -114,7 +114,7 @@ def out_of_range(sampling: Sampling) -> Iterator[Finding]:
 
 
 def _without_effect(options: GenerationOptions) -> Iterator[Finding]:
-    why = "temperature 0 always takes the likeliest token"
+    why = "temperature 0 means greedy decoding"
     for flag, value in (("--top_p", options.top_p), ("--top_k", options.top_k)):
         if options.temperature == 0 and value is not None:
             yield Finding("has no effect", flag, why, "add --temperature 0.7")

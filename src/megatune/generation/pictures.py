@@ -139,8 +139,8 @@ def _positions(vision: Vision, input_ids: np.ndarray, pictures: tuple[Picture, .
     try:
         return rotary_position_ids(input_ids, grids, vision)
     except ValueError as error:
-        fix = "write <image> or <video> where a picture is to be shown"
-        finding = Finding("the prompt has placeholders beside those of its pictures", "--prompt", str(error), fix)
+        fix = "write <image> or <video> where each belongs in the text"
+        finding = Finding("the prompt has more placeholders than images and videos", "--prompt", str(error), fix)
         raise MegatuneError(finding, ExitCode.DATA) from error
 
 

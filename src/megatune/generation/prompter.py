@@ -107,7 +107,7 @@ class Prompter:
             what, why = f"the prompt has {num_tokens:,} tokens", f"the model reads {context:,} tokens at most"
             fix = "shorten it; in a chat, 'clear' forgets what was said"
             if prompt.pictures:
-                fix = "shorten it, or make the pictures smaller with --image_max_pixels or --video_max_pixels"
+                fix = "shorten it, or make images and videos smaller with --image_max_pixels or --video_max_pixels"
             raise TooLongError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
         if self.pictures is not None:
             check_placeholders(self.pictures.vision, prompt)

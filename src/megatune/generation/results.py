@@ -31,7 +31,7 @@ class ResultFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "x", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except FileExistsError as error:
-            why, fix = "answers are never written over others", "give another --result_path, or move the file away"
+            why, fix = "existing answers are never overwritten", "give another --result_path, or move the file away"
             raise MegatuneError(Finding("is there already", str(path), why, fix), ExitCode.CANNOT_WRITE) from error
         except OSError as error:
             raise self._unwritten(error) from error

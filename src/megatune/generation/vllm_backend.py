@@ -30,10 +30,10 @@ def check_vllm(options: GenerationOptions, adapters: Sequence[Path]) -> None:
     findings = []
     if adapters:
         fix = "`megatune export --merge_lora` writes a merged model, which vLLM takes"
-        findings.append(Finding("adapters are not built with vLLM", "--adapters", fix=fix))
+        findings.append(Finding("adapters are not supported with vLLM", "--adapters", fix=fix))
     if options.pictures:
         fix = "leave out --infer_backend vllm"
-        findings.append(Finding("pictures are not built with vLLM", "--image, --video", fix=fix))
+        findings.append(Finding("images and videos are not supported with vLLM", "--image, --video", fix=fix))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     if importlib.util.find_spec("vllm") is None:
@@ -55,7 +55,9 @@ class _Defaults:
     def arguments(self, sampling: Sampling, prompt: Prompt) -> dict[str, Any]:
         """Return the arguments of vLLM's SamplingParams."""
         if prompt.pictures:
-            raise MegatuneError(Finding("pictures are not built with vLLM", fix="ask without"), ExitCode.INPUT)
+            raise MegatuneError(
+                Finding("images and videos are not supported with vLLM", fix="ask without"), ExitCode.INPUT
+            )
         room = sampling.max_new_tokens
         if self.context is not None:
             room = min(room, self.context - len(prompt.token_ids))

@@ -43,8 +43,8 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
     if isinstance(error, errors.HFValidationError):
         return no_id(repository.repo_id, kind, kind.key)
     if isinstance(error, errors.GatedRepoError):
-        fix = f"ask for access on its page, then {_LOG_IN}"
-        return _missing(repository, f"access to {name} has to be asked for", fix)
+        fix = f"request access on its page, then {_LOG_IN}"
+        return _missing(repository, f"access to {name} must be requested", fix)
     if isinstance(error, errors.RevisionNotFoundError) and kind.revision_key:
         fix = f"write {kind.revision_key}: main, or another branch, a tag or a commit of it"
         return _missing(repository, f"{name} has no revision {repository.revision}", fix, kind.revision_key)
@@ -57,11 +57,7 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
     if any(status in (401, 403) for status in map(_status, _chain(error))):
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
     is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
-    offline = (
-        "HF_HUB_OFFLINE is set, and not all of it is in the cache; "
-        "a gated repository also needs HF_TOKEN when it is fetched"
-    )
-    return _unavailable(repository, offline if is_offline else why(error))
+    return _offline(repository) if is_offline else _unavailable(repository, why(error))
 
 
 def _of_connections() -> tuple[type[Exception], ...]:
@@ -104,7 +100,7 @@ def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
 
 def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
     """Return the error of what no hub can have."""
-    what = f"{repo_id!r} is no id of a {kind.noun} on a hub"
+    what = f"{repo_id!r} is not the id of a {kind.noun} on a hub"
     return MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
 
 
@@ -132,14 +128,21 @@ def why(error: BaseException) -> str:
     if isinstance(root, ConnectionRefusedError):
         return "it refuses the connection"
     if type(root) is OSError:
-        return "what it sent is cut short"
+        return "its answer is truncated"
     if type(root).__name__ in ("RemoteProtocolError", "ReadError", "IncompleteRead", "ConnectionResetError"):
-        return "it breaks the connection off"
+        return "it closes the connection"
     return "it does not answer in time" if "Timeout" in type(root).__name__ else type(root).__name__
 
 
 def _missing(repository: Repository, what: str, fix: str, where: str = "") -> MegatuneError:
     return MegatuneError(Finding(what, where or repository.kind.key, fix=fix), ExitCode.INPUT)
+
+
+def _offline(repository: Repository) -> MegatuneError:
+    why = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
+    fix = f"unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or {repository.kind.by_hand}"
+    what = f"cannot get {repository.repo_id} from {repository.host}"
+    return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)
 
 
 def _unavailable(repository: Repository, why: str) -> MegatuneError:

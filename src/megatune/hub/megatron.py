@@ -47,7 +47,7 @@ def iteration_folder(folder: str | Path) -> Path:
         said = (path / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         fix = f"give the folder with {TRACKER}, or the iter_N folder in it"
-        raise _refused(path, "is no checkpoint of Megatron-Core in torch_dist format", "", fix) from None
+        raise _refused(path, "is not a Megatron-Core checkpoint in torch_dist format", "", fix) from None
     if not re.fullmatch(r"\d{1,18}|release", said):
         raise _refused(path / TRACKER, f"says {said[:40]!r}", "expected a number, or release", "name an iter_N folder")
     found = path / (said if said == "release" else iteration_name(int(said)))
@@ -87,10 +87,10 @@ def described_by(folder: str | Path) -> str | None:
 
 def no_config(folder: str | Path, described: str | None) -> MegatuneError:
     """Return what is said where nothing describes the model, or what does, `described`, is not here."""
-    why = f"neither a config.json nor an {ARGS} is beside the weights"
+    why = f"neither a config.json nor an {ARGS} is next to the weights"
     if described is not None:
         why = f"its {ARGS} names {described!r}, which is not here"
-    fix = "name the Hugging Face model that it was made from, beside it: model_name_or_path and mcore_model"
+    fix = "also name the Hugging Face model that it was made from: set both model_name_or_path and mcore_model"
     return _refused(Path(folder), "does not say what the model is", why, fix)
 
 

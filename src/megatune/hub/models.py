@@ -24,9 +24,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def no_folder(name: str) -> MegatuneError:
-    """Return what is said of a name that is no folder here, and that no hub can know."""
+    """Return the error of a name that is not a folder here, and not an id on a hub."""
     fix = "give the folder of a Hugging Face checkpoint, or the id of a model on a hub, such as Qwen/Qwen3-0.6B"
-    return MegatuneError(Finding(f"model_name_or_path: no folder {name!r}", fix=fix), ExitCode.INPUT)
+    what = f"{name!r} is a file" if Path(name).is_file() else f"no folder {name!r}"
+    return MegatuneError(Finding(f"model_name_or_path: {what}", fix=fix), ExitCode.INPUT)
 
 
 class Model:
@@ -111,10 +112,10 @@ class HubModel(Model):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._refused(f"has a {INDEX} that is no index of weights: {error}") from None
+            raise self._refused(f"has a {INDEX} that is not an index of weights: {error}") from None
         wrong = sorted(str(name) for name in shards if not str(name).endswith(".safetensors"))
         if wrong:
-            raise self._refused(f"has weights that are no safetensors: {', '.join(wrong[:3])}")
+            raise self._refused(f"has weights that are not safetensors: {', '.join(wrong[:3])}")
         if missing := sorted(shards.difference(self._repository.sizes)):
             what = f"lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
             fix = "where HF_HUB_OFFLINE is set, fetch it with a network first"
@@ -195,7 +196,7 @@ def _open(name: str, revision: str, cache_dir: str | None) -> Model:
     if not Path(name).is_dir():
         raise no_folder(name)
     if revision != MAIN:
-        what, why = f"model_revision: {revision} says nothing", f"{name} is a folder, which has no revisions"
+        what, why = f"model_revision: {revision} has no effect", f"{name} is a folder, which has no revisions"
         fix = "remove it, or give the id of a model on a hub"
         raise MegatuneError(Finding(what, MODEL.key, why, fix), ExitCode.SETTINGS)
     return Model(Path(name))

@@ -165,7 +165,7 @@ def _check_room(repository: Repository, size: int) -> None:
     folder = repository.folder
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if size > free:
-        what = f"no room for {repository.repo_id}: {readable(size)} are to be fetched, and {readable(free)} are free"
+        what = f"no room for {repository.repo_id}: {readable(size)} are needed, and {readable(free)} are free"
         raise not_kept(repository, what, str(folder))
 
 

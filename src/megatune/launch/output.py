@@ -68,7 +68,7 @@ class _Diversion:
             return
         name = "stdout" if self._number == _STDOUT else "stderr"
         why = os.strerror(error.errno or 0)
-        note = f"megatune: {name} is lost ({why}): the run goes on, and prints into {self._log}"
+        note = f"megatune: {name} is lost ({why}): the run continues and prints to {self._log}"
         with contextlib.suppress(OSError):
             os.write(self._number, f"{note}\n".encode())
         if self._number == _STDOUT:

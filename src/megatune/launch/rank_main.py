@@ -59,7 +59,9 @@ def run_joined(
     error_path(run_dir, context.rank).unlink(missing_ok=True)
 
     def tell_failure(failure: Failure) -> int:
-        lost = "another rank ended without a word: it was killed, or is on another machine; torchrun's report names it"
+        lost = (
+            "another rank ended without a message: it was killed, or is on another machine; torchrun's report names it"
+        )
         text = outcome_text(raised_outcome(context.run_dir, failure, context.rank, lost=lost))
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
             text = f"{text}\n{out_of_memory_advice}"

@@ -28,7 +28,7 @@ _WRAPPERS = re.compile(r"(engine/waiting|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 SIGNAL_REASONS: dict[int, str] = {
-    signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` tells which",
+    signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` shows which",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "a mapped file was cut short, or /dev/shm or a disk is full",
     signal.SIGABRT: "native code gave up; after a collective operation timed out, NCCL's watchdog does",
@@ -132,7 +132,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: s
     elif failure.kind is Kind.COLLECTIVE:
         verb, why = "lost its peers", lost
     elif failure.kind is Kind.RELAYED:
-        verb, why = "ended", "rank 0 failed so; see the report of its machine"
+        verb, why = "ended", "rank 0 failed in this way; see the report of its machine"
     else:
         verb = "failed"
     fix = fix or f"read the full traceback in {log}"
@@ -195,7 +195,7 @@ def ask_for_stacks(processes: RankProcesses) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGUSR1)
     where = log_path(run_dir, "rank-*")
-    print(f"megatune: the stacks of all ranks are in {where}; the run goes on", file=sys.stderr, flush=True)
+    print(f"megatune: the stacks of all ranks are in {where}; the run continues", file=sys.stderr, flush=True)
 
 
 def find_hung(living: list[RankState], activities: dict[int, RankActivity], desync: Desync | None = None) -> RankState:

@@ -120,7 +120,7 @@ def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str])
         findings.append(Finding(what, "environment", "the machines cannot find each other", fix))
     if nnodes > 1 and not env.get("NODE_RANK", "").strip():
         what = f"NNODES={nnodes} without NODE_RANK"
-        findings.append(Finding(what, "environment", "every machine would take itself for the first", numbers))
+        findings.append(Finding(what, "environment", "every machine would act as the first one", numbers))
     return findings
 
 

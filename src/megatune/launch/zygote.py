@@ -146,7 +146,7 @@ class _SupervisorWatch:
             os.kill(self._supervisor, signal.SIGCONT)
 
     def _tell(self) -> None:
-        what = f"megatune: process {self._supervisor}, which watches the run, is stopped; the run goes on"
+        what = f"megatune: process {self._supervisor}, which watches the run, is stopped; the run continues"
         with contextlib.suppress(OSError):
             os.write(self._terminal, f"\n{what}; `fg`, or `kill -CONT {self._supervisor}`, comes back to it\n".encode())
 

@@ -103,7 +103,7 @@ def _otherwise(
                 is_same = mine == its
         if not is_same:
             what = f"`{name}` is {_shown(mine)}, that of {folder} is {_shown(its)}"
-            why = f"the last of `{_KEY}` is trained further as it is"
+            why = f"training continues with the last adapter of `{_KEY}` as it is"
             fix = f"remove `{name}`, or write `create_new_adapter: true` to merge it and train a new one"
             yield Finding(what, loaded.written[f"finetuning.{name}"].where, why, fix)
 

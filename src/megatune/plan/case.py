@@ -149,7 +149,7 @@ class Case:
 
     @property
     def document(self) -> float:
-        """Tokens of a document, in the mean weighted by tokens; beyond `sequence_length` where lengths of micro-batches
+        """Tokens of a document, on average weighted by tokens; beyond `sequence_length` where lengths of micro-batches
         differ much."""
         length = self.sequence_length
         if self.lengths is None:

@@ -18,7 +18,7 @@ from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 from megatune.plan.search.free import FREE
 
 DEFAULT_PORT = 29500  # torchrun's
-FIRST_MACHINE = "node-0"  # stands for the first machine's name, where the user did not say it
+FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
 # Generations on which Megatron-Core's overlaps need no single queue of kernels.
 _MANY_QUEUES = ("blackwell", "blackwell-rtx", "cpu")
 
@@ -67,7 +67,7 @@ def torchrun_lines(launch: Launch) -> tuple[str, ...]:
         # It starts one for each GPU unless num_processes says otherwise.
         fits = launch.world_size in (launch.settings.run.num_processes, launch.machine.gpus_per_node)
         return (command if fits else f"{command} num_processes={launch.world_size}",)
-    stands = f"# {FIRST_MACHINE} stands for the first machine: its name or address, as the others reach it"
+    stands = f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it"
     named = launch.master_addr != FIRST_MACHINE
     environment = (*environment_lines(launch), *_suggested_lines(launch), *(() if named else (stands,)))
     addr, port = shlex.quote(launch.master_addr), str(launch.master_port)

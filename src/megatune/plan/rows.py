@@ -22,9 +22,9 @@ class RowLengths:
     Attributes:
         slices: mean length between each two shares of the rows, the shortest first.
         longest: of the longest row.
-        document: of a document, in the mean weighted by tokens.
+        document: of a document, on average weighted by tokens.
         origin: whose lengths these are, as a sentence has it: "of all rows".
-        pictures: tokens of pictures in the mean row; None where nobody looked.
+        pictures: tokens of pictures in the average row; None where nobody looked.
     """
 
     slices: tuple[float, ...]

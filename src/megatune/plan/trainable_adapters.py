@@ -65,7 +65,7 @@ def whole_modules(context: Context) -> Iterator[Problem]:
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
         fix = f"did you mean {near[0]}?" if near else f"write `{_WHOLE}: {known[-1]}`, or others of them"
-        fix = f"write `{_TARGET}: {unknown[0]}`, for adapters beside it" if of_layers else fix
+        fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
         yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
     if finetuning.freeze_language_model:
         what, why = f"`{_WHOLE}` with `freeze_language_model: true`", "its modules are the language model's"
@@ -169,12 +169,12 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         is_router = beside[0].engine.endswith("router.weight")
         why = f"{leaf} weighs what shared experts make with one number a token, and has no adapter here"
         if is_router:
-            why = "the router is no linear layer in Transformers, and has no adapter"
+            why = "the router is not a linear layer in Transformers, and has no adapter"
         return Problem((_TARGET,), what, why, f"remove {target}")
     if beside:
         whole = leaf in modules(architecture, per_layer=False)
         fix = f"write `{_WHOLE}: {leaf}`, which trains it whole" if whole else f"remove {target}"
-        return Problem((_TARGET,), what, f"{leaf} is no matrix, and has no adapter", fix)
+        return Problem((_TARGET,), what, f"{leaf} is not a matrix, and has no adapter", fix)
     near = difflib.get_close_matches(leaf, known, n=1)
     why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
     return Problem((_TARGET,), what, why, f"did you mean {near[0]}?" if near else f"write `{_TARGET}: all`")

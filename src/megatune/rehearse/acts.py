@@ -122,7 +122,7 @@ def resume(scene: Scene) -> Outcome:
         apart += [f"{name} in {place}" for name in different]
     if apart:
         what = f"the resumed run differs from the one that nobody killed: {apart[0]}"
-        why = f"{len(apart)} numbers differ, and in one layout all are to be equal bit for bit"
+        why = f"{len(apart)} numbers differ, but in the same layout all must be equal bit for bit"
         return failed(RESUME, [Finding(what, "", why, "report this with the folder of --keep")], ExitCode.INTERNAL)
     found = (
         f"rank {scene.world_size - 1} killed after step {scene.resumed}; resumed: losses, gradient norms and {number} "
@@ -160,7 +160,7 @@ def load_final(scene: Scene) -> Outcome:
     """Load what the run leaves behind as its users will."""
     output = scene.output(WHOLE)
     if not output.is_dir() or not any(output.glob("*.safetensors")):
-        return left(FINAL, "act 2 left no final model")
+        return left(FINAL, "stage 2 left no final model")
     from megatune.rehearse.final import load_in_transformers, merged_lines
 
     adapter = scene.settings.finetuning.finetuning_type == "lora"
@@ -192,7 +192,7 @@ def _cannot_resume(scene: Scene) -> str | None:
     if scene.settings.checkpoint.save_only_model:
         return "save_only_model: true writes no training state, so a run that dies begins again"
     if not scene.saved.is_dir():
-        return f"act 2 left no checkpoint of step {scene.resumed}"
+        return f"stage 2 left no checkpoint of step {scene.resumed}"
     return None
 
 

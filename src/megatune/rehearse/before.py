@@ -65,14 +65,14 @@ def look_at_template(settings: Settings, real: RealModel) -> Outcome:
         return refused(TEMPLATE, error)
     if real.folder is None:
         return left(
-            TEMPLATE, f"{real.note}: a demo tokenizer of the family takes its place, with the template's tokens"
+            TEMPLATE, f"{real.note}: a demo tokenizer of the family is used instead, with the template's tokens"
         )
     return passed(TEMPLATE, f"{name or 'its own chat template'} fits the tokenizer in {real.folder}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What act 1 knows of the data.
+    """What stage 1 knows of the data.
 
     Attributes:
         report: None where rows could not be prepared.

@@ -32,7 +32,7 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
 
     model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir
     if not (model_dir / "config.json").is_file():
-        return left(act, "a reward model's score is that of act 2, which left none")
+        return left(act, "a reward model's score is that of stage 2, which left none")
     samples = _samples(scene, model_dir)
     proven = _settings(scene)
     log = scene.folder / "launch" / "verify.log"

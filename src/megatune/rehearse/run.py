@@ -74,7 +74,7 @@ class Rehearsal:
         return self.folder / "model"
 
     def run(self, played: Mapping[str, acts.Act] = acts.ACTS) -> None:
-        """Play act 1, and the others; what cannot be played after a failure is named with it.
+        """Play stage 1, and the others; what cannot be played after a failure is named with it.
 
         Args:
             played: the acts after the first one, by name.
@@ -110,7 +110,7 @@ class Rehearsal:
         """Hold the template against the real tokenizer or a demo one, and make the small model, which has it."""
         settings, real = self._settings or self.loaded.settings, self._real
         if real is None or "data.template" in self.loaded.invalid:
-            return left(TEMPLATE, f"act {SETTINGS} has to pass first")
+            return left(TEMPLATE, f"stage {SETTINGS} has to pass first")
         outcome = look_at_template(settings, real)
         if self._settings is None or outcome.verdict is Verdict.FAIL:
             return outcome
@@ -172,7 +172,7 @@ class Rehearsal:
     def _reason(self) -> str:
         """Name the first act that failed."""
         wrong = next((one for one in self.outcomes if one.verdict is Verdict.FAIL), None)
-        return f"act {wrong.act} has to pass first" if wrong else "nothing was read"
+        return f"stage {wrong.act} has to pass first" if wrong else "nothing was read"
 
     def _fits_memory(self, small: SmallModel, settings: Settings) -> bool:
         """Tell whether the real vocabulary can be held: in the embedding and in the output layer of each copy."""

@@ -74,9 +74,9 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
         yield "data.truncation_strategy", "budget", "rows that the file's own cutoff_len holds are to stay"
     if has_pictures:
         for name in ("image_max_pixels", "video_max_pixels"):
-            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small pictures"
+            yield f"data.{name}", min(getattr(data, name), _PIXELS), "small images and videos"
         yield "data.video_maxlen", min(data.video_maxlen, 4), "few frames"
-    yield "data.max_samples", min(data.max_samples or _ROWS, _ROWS), "act 1 reads more of them"
+    yield "data.max_samples", min(data.max_samples or _ROWS, _ROWS), "stage 1 reads more of them"
     if data.val_size:
         yield "data.val_size", min(data.val_size, float(_EVALUATED)), "few rows to evaluate"
     if data.streaming:
@@ -84,7 +84,7 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     yield "data.preprocessing_num_workers", None, ""
     yield "data.dataloader_num_workers", 0, "processes of their own would share two cores with the ranks"
     yield "data.tokenized_path", None, "the file's folder stays as it is"
-    yield "data.on_bad_row", "skip", "act 1 names bad rows"
+    yield "data.on_bad_row", "skip", "stage 1 names bad rows"
 
 
 def _steps(settings: Settings) -> _Changes:
@@ -132,9 +132,9 @@ def _around(settings: Settings, model_dir: str, output_dir: str) -> _Changes:
     for name, value in (("overwrite_output_dir", False), ("resume_from_checkpoint", None), ("num_processes", None)):
         yield f"run.{name}", value, ""
     yield "run.ddp_timeout", min(settings.run.ddp_timeout, _LOOK_SECONDS), "nothing here waits longer"
-    yield "run.max_restarts", 0, "what dies is to be seen"
+    yield "run.max_restarts", 0, "a failure must be visible"
     yield "run.exit_duration_in_mins", None, "a rehearsal is short"
-    yield "run.memory_check", "off", "it is of the real model, in act 1"
+    yield "run.memory_check", "off", "it is of the real model, in stage 1"
     if preference.ref_model:
         yield "preference.ref_model", model_dir, "the small model itself"
         yield "preference.ref_model_adapters", [], "they do not fit a smaller model"

@@ -210,9 +210,9 @@ def read_messages(value: object) -> list[dict[str, str]]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise RowError("invalid-json", "messages are no JSON", str(error)) from error
+            raise RowError("invalid-json", "messages are not valid JSON", str(error)) from error
     if not isinstance(value, list) or not value:
-        raise RowError("not-messages", "messages are no list")
+        raise RowError("not-messages", "messages are not a list")
     for each in value:
         texts = isinstance(each, Mapping) and all(isinstance(each.get(key), str) for key in ("role", "content"))
         if not texts:

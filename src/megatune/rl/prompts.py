@@ -44,7 +44,7 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
         MegatuneError: (SETTINGS) there is no such template; (INPUT) the tokenizer has no chat template.
     """
     if name == "longCOT_qwen2.5":
-        what = "template: longCOT_qwen2.5 is not built"
+        what = "template: longCOT_qwen2.5 is not supported"
         why = "it is the tokenizer's chat template with a long system message"
         fix = "use native, with the system message in the rows"
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)

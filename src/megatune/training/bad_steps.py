@@ -98,7 +98,7 @@ class BadSteps:
         passed, action, ends = self.state.bad_steps + self.times_back, asked, ""
         left_out: list[int] = []
         if asked != "stop" and passed >= most:
-            action, ends = "stop", f"{passed} bad steps were let pass before it, as many as max_bad_steps allows; "
+            action, ends = "stop", f"{passed} bad steps were skipped before it, the limit of max_bad_steps; "
         if action == "go_back":
             newest = on_rank_0(lambda: _newest(self.store))
             # Its loss and gradients are those of weights that the step before has made.
@@ -141,7 +141,7 @@ class BadSteps:
             fix = spikes if finite else "train in bf16 instead of fp16, or look at those rows"
             fix = f"lower learning_rate, {fix}: {self._file.path}"
             if self.settings.run.on_bad_step == "stop":
-                fix += "; on_bad_step: skip goes on without such steps"
+                fix += "; on_bad_step: skip continues without such steps"
         return MegatuneError(Finding(what, "", why, fix), ExitCode.NOT_FINITE)
 
     def _keep(

@@ -169,7 +169,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         yield f"resume     {_resume(trainer, resumed)}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
-        behind = "; behind where this run resumes, so not again" if trainer.state.step >= last else ""
+        behind = "; before the step at which this run resumes, so not repeated" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
 
@@ -179,7 +179,7 @@ def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
     chain = list(trainable.adapter_name_or_path)
     last = None if trainable.create_new_adapter or not chain else chain.pop()
     merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
-    return "; ".join([*([f"{last} goes on"] if last is not None and resumed is None else []), *merged])
+    return "; ".join([*([f"training of {last} continues"] if last is not None and resumed is None else []), *merged])
 
 
 def _base(settings: Settings) -> str:

@@ -62,11 +62,11 @@ def check_output(settings: Settings) -> None:
         return
     path = Path(settings.run.output_dir).absolute()
     place = next(place for place in (path, *path.parents) if place.exists())
-    fix = "make it writable, or choose another output_dir"
     if not place.is_dir():
-        raise MegatuneError(Finding(f"cannot write {path}", "", f"{place} is a file", fix), ExitCode.CANNOT_WRITE)
+        finding = Finding(f"cannot write {path}", "", f"{place} is a file", "choose another output_dir")
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     if not os.access(place, os.W_OK | os.X_OK):
-        why = f"{place} does not let this user write"
+        why, fix = f"this user may not write to {place}", "make it writable, or choose another output_dir"
         raise MegatuneError(Finding(f"cannot write {path}", "", why, fix), ExitCode.CANNOT_WRITE)
 
 

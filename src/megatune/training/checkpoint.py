@@ -193,5 +193,5 @@ def _trained_otherwise(training: Path, architecture: Architecture, settings: Set
     what = "other weights were trained than this run trains"
     lists = ((more, "has no optimizer state of"), (less, "has some that this run would freeze, of"))
     why = "; ".join(f"it {said} {len(names)} tensors, such as {names[0]}" for names, said in lists if names)
-    fix = "train the same ones again (finetuning_type, freeze_*), or start anew from it: model_name_or_path"
+    fix = "train the same ones again (finetuning_type, freeze_*), or start a new run from it: model_name_or_path"
     yield Finding(what, str(training), why, fix)

@@ -35,4 +35,4 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
         workers, why = 0, f"{_SHARED_MEMORY} is small"
     processes = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps"
     where = processes if workers else "each rank itself, between its steps"
-    return workers, f"pictures are decoded by {where} ({why}; dataloader_num_workers)"
+    return workers, f"images and videos are decoded by {where} ({why}; dataloader_num_workers)"

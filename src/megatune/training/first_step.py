@@ -44,7 +44,7 @@ def check_first_step(objective: Preference | KTO, totals: StepTotals, precision:
     off += wrong
     if off:
         what = f"the reference is not the model that training starts from: in step 1 {'; '.join(off)}"
-        why = f"rounding in {precision.params_dtype} explains {max(apart):.2g}; the rest is of other weights"
+        why = f"rounding in {precision.params_dtype} explains {max(apart):.2g}; the rest comes from other weights"
         fix = "delete the reference-*.npy files of the prepared rows, which are computed again; then megatune verify"
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.NOT_FINITE)
     return f"reference agrees: {', '.join(found)}"

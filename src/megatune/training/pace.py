@@ -74,9 +74,9 @@ class Pace:
         longer = [seconds - statistics.median(known) for seconds, known in zip(busy, self._busy, strict=True)]
         rank = max(range(len(busy)), key=longer.__getitem__)
         is_explained = longer[rank] >= _SHARE * (wall - usual)
-        why = "no rank was busy for longer than usual: the exchanges between them, or their devices, were slow"
+        why = "no rank was busy for longer than usual: communication between them or their devices were slow"
         if is_explained and len(busy) == 1:
-            why = "it computed, or waited for its data or a disk"
+            why = "it was computing, or waiting for its data or a disk"
         elif is_explained:
             why = f"{self._name(rank)} was busy for {busy[rank]:.2f} s, and the others waited for it"
         more = f"; {self._left_out} more since the last such line" if self._left_out else ""

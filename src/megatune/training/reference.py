@@ -104,7 +104,7 @@ class Reference:
         if missing and self.is_loaded:
             with _same_random_numbers(), without_adapters(loaded.model):
                 kept |= self._computed(loaded.model, missing, loaders)
-        how = f"computed in {time.monotonic() - began:.1f} s" if missing else "as an earlier run computed them"
+        how = f"computed in {time.monotonic() - began:.1f} s" if missing else "computed by an earlier run"
         line = f"log-probabilities of the reference: {how}, in {kept[steps.rows.digest].parent.parent}"
 
         def added(rows: TokenRows) -> TokenRows:
@@ -187,7 +187,9 @@ class Reference:
                 _write(path, values)
             except OSError as error:  # rows that others keep may be closed to us
                 beside = self.context.run_dir / f"rows-{self.context.node_rank}" / rows.directory.name
-                print(f"cannot write {path}: {error.strerror}; it goes to {beside}, for this run only", flush=True)
+                print(
+                    f"cannot write {path}: {error.strerror}; it is written to {beside}, for this run only", flush=True
+                )
                 path = beside.absolute() / path.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, values)
@@ -240,7 +242,7 @@ def _check_fits(context: RankContext, settings: Settings, architecture: Architec
     findings = [replace(each, where=f"ref_model: {model_dir}") for each in check(settings, own, context.world_size)]
     if own.model_type != architecture.model_type and (own.vision is not None or architecture.vision is not None):
         what = f"ref_model is a {own.model_type}, and the model that is trained a {architecture.model_type}"
-        why = "rows hold pictures as the model that is trained reads them"
+        why = "rows hold images and videos in the form that the trained model reads"
         findings.append(Finding(what, str(model_dir), why, f"name a {architecture.model_type}"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)

@@ -70,7 +70,7 @@ def later_checkpoints(settings: Settings, resumed: Path | None, step: int) -> li
         return []  # an automatic resume skipped these as damaged; the run replaces them when it comes to their steps
     if not settings.run.overwrite_output_dir:
         what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
-        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
+        why = f"this run begins at step {step}, and the next resume could not distinguish them from its own"
         fix = "overwrite_output_dir: true deletes them; another output_dir keeps them"
         raise MegatuneError(Finding(what, "", why, fix), ExitCode.CANNOT_WRITE)
     return beyond

@@ -46,18 +46,21 @@ def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
         why = "torchrun starts the processes, and would not start them again"
         fix = "write torchrun --max-restarts 3, or on_bad_step: skip"
     elif method == "go_back" and is_joined and (run.overwrite_output_dir or run.resume_from_checkpoint is False):
-        what = "on_bad_step: go_back under torchrun, in a run that always starts anew"
-        why = "what torchrun starts again would not resume from a checkpoint"
+        what = "on_bad_step: go_back under torchrun, in a run that never resumes"
+        why = "processes that torchrun starts again would not resume from a checkpoint"
         fix = "remove overwrite_output_dir: true and resume_from_checkpoint: false, or write on_bad_step: skip"
     elif method == "go_back" and not is_joined and nnodes > 1:
         what = f"on_bad_step: go_back with NNODES={nnodes}"
-        why = "restarts of several machines together are not built"
+        why = "restarting several machines together is not supported"
         fix = f"start with torchrun --nnodes {nnodes} --max-restarts 3, or write on_bad_step: skip"
     elif asked and is_joined:
         what, why = f"max_restarts: {asked} under torchrun", "torchrun starts the processes, so it restarts them"
         fix = f"remove it, and write torchrun --max-restarts {asked}"
     elif asked and nnodes > 1:
-        what, why = f"max_restarts: {asked} with NNODES={nnodes}", "restarts of several machines together are not built"
+        what, why = (
+            f"max_restarts: {asked} with NNODES={nnodes}",
+            "restarting several machines together is not supported",
+        )
         fix = f"remove it, or start with torchrun --nnodes {nnodes} --max-restarts {asked}"
     else:
         return
@@ -95,7 +98,8 @@ def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: 
         restart = {"from": start, "exit_code": code, "cause": _cause(ended), "ended": ended["ended"]}
         if any((one["from"], one["cause"]) == (start, restart["cause"]) for one in crashes):
             print(
-                f"megatune: not started again: from {start or 'its start'} it ended in this way before", file=sys.stderr
+                f"megatune: not started again: from {start or 'its start'} it has already ended in this way",
+                file=sys.stderr,
             )
             return code
         wait = 0.0 if goes_back else min(_FIRST_WAIT * 2 ** len(crashes), _LONGEST_WAIT)

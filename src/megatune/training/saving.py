@@ -122,7 +122,7 @@ class CheckpointSaver:
     def _ensure_place(self, num_bytes: int) -> None:
         output_dir = self._store.output_dir
         if self._had_place and not output_dir.is_dir():
-            gone = "it is made anew, and checkpoints and logs that were in it are gone"
+            gone = "it is recreated, without the checkpoints and logs that were in it"
             print(f"warning: {output_dir} was removed while the run writes to it: {gone}", flush=True)
         ensure_room(output_dir, num_bytes)
 

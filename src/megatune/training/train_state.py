@@ -66,8 +66,8 @@ def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, s
     for what, before, after in ((size, state.global_batch_size, global_batch_size), ("seed", state.seed, seed)):
         if before != after:
             changed = f"{what} was {before}, and is {after} in this run"
-            why = "rows already trained could not be told from those to come"
-            fix = f"set it to {before} again, or start anew with overwrite_output_dir: true"
+            why = "it would be unknown which rows are already trained"
+            fix = f"set it to {before} again, or start again from the model with overwrite_output_dir: true"
             yield Finding(changed, str(checkpoint), why, fix)
 
 
@@ -79,19 +79,21 @@ def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> 
     """
     yield from changed_batch(checkpoint, state, expected.global_batch_size, expected.seed)
     if state.rows_digest != expected.rows_digest:
-        what = "the training rows are others than those the run began with"
+        what = "the training rows differ from those that the run began with"
         why = _changed_parts(state.rows_parts, expected.rows_parts)
-        fix = "put it back, or start anew with overwrite_output_dir: true"
+        fix = "put it back, or start again from the model with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
     if state.base != expected.base:
-        what = "the adapters were trained beside another base"
-        why = "the model's weights, or those of an adapter merged into them, are others than then, or in other bits"
-        fix = "name the base that the run began with, or start anew from the adapters: adapter_name_or_path"
+        what = "the adapters were trained with another base"
+        why = "the model's weights, or those of an adapter merged into them, have changed, or are quantized differently"
+        fix = "name the base that the run began with, or start a new run from the adapters: adapter_name_or_path"
         yield Finding(what, str(checkpoint), why, fix)
     elif state.reference != expected.reference:
         what = "answers were compared with another reference"
-        why = "the weights of ref_model, or of the model that the run started from, are others than then"
-        fix = "name the reference that the run began with, or start anew with overwrite_output_dir: true"
+        why = "the weights of ref_model, or of the model that the run started from, have changed since then"
+        fix = (
+            "name the reference that the run began with, or start again from the model with overwrite_output_dir: true"
+        )
         yield Finding(what, str(checkpoint), why, fix)
 
 

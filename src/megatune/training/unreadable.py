@@ -39,7 +39,7 @@ def without_unreadable(
     if refuse:
         findings = [Finding(each.reason, each.where, each.detail) for _, _, each in found[:MOST_NAMED]]
         fix = "repair the files, or write on_bad_row: skip, which leaves their rows out of the loss"
-        findings.append(Finding(f"{len(found)} pictures of a step cannot be decoded", fix=fix))
+        findings.append(Finding(f"{len(found)} images or videos of a step cannot be decoded", fix=fix))
         raise MegatuneError(findings, ExitCode.DATA)
     documents = [
         [each.document for dp_rank, batch, each in found if (dp_rank, batch) == (place.dp_rank, number)]

@@ -73,7 +73,7 @@ class ChunkReader:
             while filled < len(buffer) and (count := file.readinto(view[filled:])):
                 filled += count
         if filled < len(buffer):
-            raise _refused(chunk, tensor, "the file is cut short")
+            raise _refused(chunk, tensor, "the file is truncated")
         return torch.frombuffer(buffer, dtype=tensor.dtype).as_strided(list(shape), list(place.stride))
 
     def _place(self, tensor: StoredTensor, chunk: Chunk) -> _Place:
@@ -92,7 +92,7 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
             infos = {info.filename.partition("/")[2]: info for info in archive.infolist()[:64]}
             read = (infos[name] for name in ("data.pkl", "byteorder") if name in infos)
             if any(info.file_size > _MOST_HEADER_BYTES for info in read):
-                raise _refused(chunk, tensor, "it is no tensor")
+                raise _refused(chunk, tensor, "it is not a tensor")
             if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
                 raise _refused(chunk, tensor, "its bytes are in another order than this machine's")
             header = load_tensor_header(archive.read(infos["data.pkl"]), where)
@@ -106,7 +106,9 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
             EOFError,
             OSError,
         ) as error:
-            raise _refused(chunk, tensor, f"it is no tensor as torch.save writes it ({type(error).__name__})") from None
+            raise _refused(
+                chunk, tensor, f"it is not a tensor as torch.save writes it ({type(error).__name__})"
+            ) from None
         dtype, _, first, sizes, stride = header
         if (dtype, sizes) != (tensor.dtype, chunk.sizes) or len(stride) != len(sizes):
             raise _refused(chunk, tensor, f"the file has {list(sizes)} of {dtype} there")
@@ -165,5 +167,5 @@ def _reading(path: Path) -> Iterator[Any]:
 
 def _refused(chunk: Chunk, tensor: StoredTensor, why: str) -> MegatuneError:
     what = f"byte {chunk.start} is not {list(chunk.sizes)} of {tensor.dtype}, a part of {tensor.name!r:.200}"
-    fix = "copy the checkpoint again: files may be exchanged or cut short"
+    fix = "copy the checkpoint again: files may be swapped or truncated"
     return MegatuneError(Finding(what, str(chunk.path), why, fix), ExitCode.INPUT)

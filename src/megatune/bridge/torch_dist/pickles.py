@@ -101,7 +101,7 @@ def load_metadata(data: bytes, where: str) -> Record:
 
     found = _load(data, find, where)
     if not isinstance(found, Record) or found.kind != "Metadata":
-        raise _no_pickle(where, "it holds something else than a checkpoint's metadata")
+        raise _no_pickle(where, "it holds something other than a checkpoint's metadata")
     return found
 
 
@@ -129,10 +129,10 @@ def load_tensor_header(data: bytes, where: str) -> tuple[torch.dtype, str, int, 
     try:
         (_, dtype, key, _, _), first, size, stride, *_ = _load(data, find, where)
     except (TypeError, ValueError):
-        raise _no_pickle(where, "it is no tensor") from None
+        raise _no_pickle(where, "it is not a tensor") from None
     numbers = (first, *size, *stride) if isinstance(size, tuple) and isinstance(stride, tuple) else (-1,)
     if not isinstance(dtype, torch.dtype) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise _no_pickle(where, "it is no tensor")
+        raise _no_pickle(where, "it is not a tensor")
     return dtype, str(key), first, size, stride
 
 

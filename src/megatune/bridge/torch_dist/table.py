@@ -72,7 +72,7 @@ def read_table(folder: Path) -> dict[str, StoredTensor]:
         return _Table(folder, metadata).tensors()
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         why = f"{type(error).__name__}: {str(error)[:120]}"
-        finding = Finding("is no table of a checkpoint's tensors", str(path), why, "copy it again")
+        finding = Finding("is not a table of a checkpoint's tensors", str(path), why, "copy it again")
         raise MegatuneError(finding, ExitCode.INPUT) from None
 
 
@@ -125,7 +125,7 @@ class _Table:
         size = self._size(name, file)
         if start + length > size:
             what = f"{name!r} ends at byte {start + length} of {file}, which has {size}"
-            raise self._refused(what, "the file is cut short, or is another one")
+            raise self._refused(what, "the file is truncated, or is another one")
         return Chunk(offsets, sizes, self._folder / file, start, length)
 
     def _size(self, name: str, file: Any) -> int:
@@ -149,9 +149,9 @@ class _Table:
 def _box(values: Any) -> Box:
     """Check sizes or offsets."""
     if not isinstance(values, tuple) or len(values) > _MOST_DIMENSIONS:
-        raise ValueError(f"{values!r:.60} is no shape")
+        raise ValueError(f"{values!r:.60} is not a valid shape")
     if not all(type(value) is int and 0 <= value < 2**48 for value in values):
-        raise ValueError(f"{values!r:.60} is no shape")
+        raise ValueError(f"{values!r:.60} is not a valid shape")
     return values
 
 

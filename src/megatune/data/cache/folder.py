@@ -68,12 +68,12 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
     failures: list[_CannotWriteError] = []
     for place in places:
         if failures:
-            _say(f"{failures[0]}; prepared rows go to {place.folder}")
+            _say(f"{failures[0]}; prepared rows are written to {place.folder}")
         try:
             return place.made(build)
         except _CannotWriteError as failure:
             failures.append(failure)
-    fix = "name a folder that can be written as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
+    fix = "name a writable folder as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
     findings = [Finding("cannot write the prepared rows", str(f.folder), f.reason, fix) for f in failures]
     raise MegatuneError(findings, ExitCode.CANNOT_WRITE) from failures[-1]
 
@@ -133,7 +133,7 @@ class _Place:
         if is_whole(self.folder, self.key) and not self.outdated and self._is_trusted():
             if are_current(self.folder):
                 return self.folder
-            _say(f"files of pictures are gone or changed: the prepared rows in {self.folder} are made again")
+            _say(f"image or video files were removed or changed: the prepared rows in {self.folder} are recreated")
             return replace(self, outdated=True).made(build)
         with ExitStack() as stack:
             with _writing(self.folder):
@@ -153,7 +153,7 @@ class _Place:
     def _make(self, build: Callable[[Path], None]) -> None:
         before = _identity(self.folder)
         if _stored_key(self.folder) == self.key and not self.outdated:
-            _say(f"the prepared rows in {self.folder} are damaged, and made again")
+            _say(f"the prepared rows in {self.folder} are damaged and are recreated")
         with ExitStack() as stack:
             with _writing(self.folder):
                 remove_abandoned(self.folder.parent)
@@ -174,10 +174,10 @@ class _Place:
             return
         stored = _stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
-            what, why = "is not a folder of prepared rows", "what megatune did not make is never replaced"
+            what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
             fix = "name a new folder"
         elif stored not in (None, self.key):
-            what, why = "has rows made from other data or settings", ""
+            what, why = "has rows that were prepared from other data or settings", ""
             fix = "name another folder, or delete this one"
         else:
             return

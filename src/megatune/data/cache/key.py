@@ -122,7 +122,7 @@ def prepared_key(
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
         "the settings of the data": _name([chosen, [source.name for source in sources]]),
-        **({"the processor of pictures": _name(pictures)} if pictures else {}),
+        **({"the processor of images and videos": _name(pictures)} if pictures else {}),
         **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
     }
     return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)

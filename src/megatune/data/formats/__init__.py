@@ -86,7 +86,7 @@ def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
     """
     example = _example(row, form, stage, pictures)
     if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
-        raise UnsupportedRow("its texts have <bbox> or <ref-object>, and training on boxes in pictures is not built")
+        raise UnsupportedRow("its texts have <bbox> or <ref-object>, and training on bounding boxes is not supported")
     return example
 
 
@@ -95,11 +95,13 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     if form.formatting == "ms_swift":
         return to_swift_example(row, form, stage, pictures=pictures)
     if columns.audios is not None and row.get(columns.audios):
-        raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not built")
+        raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not supported")
     if stage == "pt":
         for column in (columns.images, columns.videos):
             if column is not None and row.get(column):
-                raise UnsupportedRow(f"stage pt trains text, and field {column!r} has pictures", "write stage: sft")
+                raise UnsupportedRow(
+                    f"stage pt trains text, and field {column!r} has images or videos", "write stage: sft"
+                )
         return _text(row, form)
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
@@ -141,10 +143,10 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
         RowError, UnsupportedRow: as `to_example`, for stage sft.
     """
     if form.formatting == "text":
-        raise UnsupportedRow("its rows are texts, which ask nothing", "name a data set of conversations")
+        raise UnsupportedRow("its rows are plain texts without questions", "name a data set of conversations")
     columns = form.columns
     if columns.audios is not None and row.get(columns.audios):
-        raise UnsupportedRow(f"field {columns.audios!r}: audio is not built")
+        raise UnsupportedRow(f"field {columns.audios!r}: audio is not supported")
     if form.formatting in ("sharegpt", "openai"):
         # What has no answer of its own is read with one that stands for it.
         chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)

@@ -69,7 +69,7 @@ def encodable_json(value: object, owner: str, place: str = "") -> None:
     except UnicodeEncodeError as error:
         raise RowError("lone-surrogate", f"field {owner!r}: half of a surrogate pair", place) from error
     except RecursionError as error:
-        raise RowError("wrong-type", f"field {owner!r}: objects in objects without end", place) from error
+        raise RowError("wrong-type", f"field {owner!r}: objects are nested too deeply", place) from error
 
 
 def first_present(row: Mapping[str, Any], names: Sequence[str | None]) -> str | None:
@@ -138,7 +138,7 @@ def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCa
         detail = f"{place}{place and ': '}{_json_fault(error)}{of}"
         raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
     if calls == []:
-        raise RowError("bad-tool-call", "a function call without a call", place)
+        raise RowError("bad-tool-call", "a function call is empty", place)
     return thought, tool_calls(calls if isinstance(calls, list) else [calls], owner, place)
 
 

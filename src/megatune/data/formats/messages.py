@@ -235,7 +235,7 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
         kind = kind if isinstance(kind, str) else None
         has = f"{place} has a part of type {kind!r}"
         if kind in _AUDIO_PARTS:
-            raise UnsupportedRow(f"{has}: training on audio is not built")
+            raise UnsupportedRow(f"{has}: training on audio is not supported")
         if kind in _ANTHROPIC_PARTS:
             detail = f"{has}; OpenAI's tool_calls, role tool and reasoning_content are read"
             raise RowError("anthropic-blocks", "Anthropic's content blocks are not read", detail)

@@ -54,7 +54,7 @@ def pictures_of(
         return ()
     if not wanted:
         raise UnsupportedRow(
-            "its rows have images or videos, and the model takes text alone",
+            "its rows have images or videos, but the model reads text only",
             'train a vision-language model, or turn the columns off in dataset_info.json: "images": null',
         )
     tagged: list[tuple[str, object]] = []
@@ -62,7 +62,9 @@ def pictures_of(
         tags = tags_of(message.content)
         values = inline.get(index, [None] * len(tags))
         if len(values) != len(tags):  # a thought beside the parts, or what they make together, reads as a tag
-            raise RowError("picture-count", "a message has tags beside its parts", f"message {index + 1} of the row")
+            raise RowError(
+                "picture-count", "a message has tags in addition to its parts", f"message {index + 1} of the row"
+            )
         tagged += zip(tags, values, strict=True)
     for tag, listed in files.items():
         check_count(tag, sum(each == (tag, None) for each in tagged), len(listed))
@@ -73,7 +75,7 @@ def pictures_of(
 def check_count(tag: str, tags: int, files: int) -> None:
     """Refuse a row that has not as many tags as files."""
     if tags != files:
-        reason = f"the row has not as many {tag} tags as {_KINDS[tag]}s"
+        reason = f"the row has different numbers of {tag} tags and {_KINDS[tag]}s"
         raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
 
 

@@ -77,9 +77,9 @@ def to_swift_example(
     if version >= 4:
         shared["chat_template_kwargs"] = fields.get("chat_template_kwargs")
     if fields.get("audios"):
-        raise UnsupportedRow("it has audio, and training on audio is not built")
+        raise UnsupportedRow("it has audio, and training on audio is not supported")
     if fields.get("objects"):
-        raise UnsupportedRow("field 'objects': training on boxes in pictures is not built")
+        raise UnsupportedRow("field 'objects': training on bounding boxes is not supported")
     if stage not in PAIR_STAGES:
         desirable = _label(fields, messages) if stage == "kto" else None
         return _conversation(messages, shared, version, pictures, desirable)
@@ -174,7 +174,7 @@ def _messages(value: Any, system: Any, version: int) -> Raw:
     if "role" not in raw[0] and "content" not in raw[0]:
         turns = [_with_keys(item, {"human": "user", "gpt": "assistant", "bot": "assistant"}) for item in raw]
         if not all("user" in turn and "assistant" in turn for turn in turns):
-            raise RowError("messages-not-a-list", "a turn has not a user's text and an assistant's", listed(raw[0]))
+            raise RowError("messages-not-a-list", "a turn lacks the user's or the assistant's text", listed(raw[0]))
         roles = ("user", "assistant")
         return start + [{"role": role, "content": turn[role]} for turn in turns for role in roles]
     for item in raw:
@@ -252,12 +252,12 @@ def _conversation(
     if raw[0]["role"] == "system":
         system, raw = _text(raw[0]["content"], "system"), raw[1:]
     if not raw or any(message["role"] == "system" for message in raw):
-        raise RowError("system-not-first", "a system message is not the first, or is alone")
+        raise RowError("system-not-first", "a system message is not the first message, or is the only one")
     inline: list[tuple[Kind, Any]] = []
     messages = [_message(message, inline, version) for message in raw]
     found = _pictures(messages, shared, inline, system)
     if found and not pictures:
-        what = "its rows have images or videos, and the model takes text alone"
+        what = "its rows have images or videos, but the model reads text only"
         raise UnsupportedRow(what, "train a vision-language model, or leave the column out with --columns")
     switches = shared.get("chat_template_kwargs") or {}
     own = tuple((name, switches[name]) for name in _SWITCHES if isinstance(switches.get(name), bool))

@@ -118,7 +118,7 @@ def check_pixels(width: int, height: int, source: PictureSource) -> None:
 def check_end(file: BinaryIO, source: PictureSource) -> None:
     """Raise a RowError if the file stops before the end that its format prescribes."""
     if not is_whole(file):
-        raise RowError("picture-truncated", f"{source.kind}: the file stops before its end", source.name)
+        raise RowError("picture-truncated", f"{source.kind}: the file is truncated", source.name)
 
 
 def damaged(source: PictureSource, error: Exception) -> RowError:
@@ -134,7 +134,7 @@ def _opened(file: BinaryIO, source: PictureSource) -> ImageFile.ImageFile:
         raise RowError("picture-too-large", "image: too many pixels", f"{source.name}: {error}") from None
     except Image.UnidentifiedImageError:
         detail = f"{source.name}; formats: {', '.join(FORMATS)}"
-        raise RowError("not-a-picture", "image: not in a format that is read", detail) from None
+        raise RowError("not-a-picture", "image: not in a supported format", detail) from None
     except Exception as error:  # PIL's readers of damaged headers raise anything
         raise damaged(source, error) from None
     check_pixels(*image.size, source)

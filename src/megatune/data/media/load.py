@@ -52,10 +52,10 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     image = joint.get("image_processor") or images
     video = joint.get("video_processor") or _read(folder / VIDEO_FILE) or images or {}
     if wrong := [each for each in (image, video) if not isinstance(each, Mapping | NoneType)]:
-        what = f"its processor is {wrong[0]!r:.60}, and no object"
+        what = f"its processor is {wrong[0]!r:.60}, not an object"
         raise MegatuneError(Finding(what, str(folder / JOINT_FILE)), ExitCode.INPUT)
     if image is None:
-        why, fix = "it says how images are made into patches", f"copy {IMAGE_FILE} from the published model"
+        why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
     image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
     findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
@@ -126,19 +126,19 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
     ]
     built = {**{key: True for key in _COMMON if key.startswith("do_")}, "rescale_factor": 1 / 255}
     findings += [
-        Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is built", where)
+        Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is supported", where)
         for key, value in {**built, "cap_pixels_per_frame": False}.items()
         if config.get(key, value) != value
     ]
     least, most = _areas(config)
     sane = {
-        "its least and most pixels": type(least) is int and type(most) is int and 0 < least <= most,
+        "its minimum and maximum pixels": type(least) is int and type(most) is int and 0 < least <= most,
         "image_mean": _is_by_channel(config["image_mean"]),
         "image_std": _is_by_channel(config["image_std"]) and all(config["image_std"]),
         "resample": config["resample"] in list(Image.Resampling),
     }
     return findings + [
-        Finding(f"the processor of {what}: {key} make no sense", where) for key, is_ok in sane.items() if not is_ok
+        Finding(f"the processor of {what}: {key} are not valid", where) for key, is_ok in sane.items() if not is_ok
     ]
 
 

@@ -193,7 +193,7 @@ class PictureProcessor:
         if image.size != measured.size:
             (a, b), (c, d) = image.size, measured.size
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
-            raise RowError("changed-picture", f"{source.kind}: not of the size that it was measured with", detail)
+            raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         _, h, w = measured.grid
         if bounds.first is None:
             image = image if image.mode == "RGB" else image.convert("RGB")

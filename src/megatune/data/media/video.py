@@ -135,7 +135,7 @@ def _opened(source: PictureSource) -> Iterator[tuple[InputContainer, VideoStream
         with container:
             stream = next(iter(container.streams.video), None)
             if stream is None or stream.codec_context is None:
-                raise _no_video(source, "no stream of video" if stream is None else "an unknown codec")
+                raise _no_video(source, "no video stream" if stream is None else "an unknown codec")
             stream.codec_context.thread_count = 1  # the data workers share the cores
             yield container, stream
 
@@ -171,4 +171,4 @@ def _counted(source: PictureSource) -> tuple[int, float]:
 
 
 def _no_video(source: PictureSource, why: str) -> RowError:
-    return RowError("not-a-video", "video: not in a format that is read", f"{source.name}: {why}")
+    return RowError("not-a-video", "video: not in a supported format", f"{source.name}: {why}")

@@ -182,7 +182,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     what = counted(len(samples), "pair" if run.stage in PAIR_STAGES else "sample")
     preview.notes.append(f"packed from {first}{what} into {counted(len(rows), 'row')}")
     if is_cut_off:
-        preview.notes.append("a run packs all samples together, and so fills other rows")
+        preview.notes.append("a run packs all samples together, so its rows differ")
     return preview
 
 
@@ -230,7 +230,7 @@ def _held_out(
     rows = prepare(settings, tokenizer, vision=vision).evaluation
     assert rows is not None
     preview = Preview(rows.arrangement, total=len(rows))
-    preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not know their lines")
+    preview.notes.append(f"held out: {len(rows):,} of the rows; prepared rows do not record their lines")
     for number in range(wanted.start, min(wanted.stop, len(rows) + 1)):
         extras = rows.extras([number - 1])
         desirable = bool(extras[DESIRABLE].values[0]) if DESIRABLE in extras else None

@@ -78,7 +78,7 @@ class _Page:
             yield Text(note)
         for placeholder in sorted(preview.unfilled):
             setting = PLACEHOLDERS[placeholder]
-            yield Text(f"{placeholder} is in the data and {setting} is not set: a run is refused", self._wrong)
+            yield Text(f"{placeholder} is in the data and {setting} is not set: training would be refused", self._wrong)
         if self._ids:
             yield Text(f"label {IGNORE_INDEX}: not trained")
         elif self._coloured:

@@ -15,6 +15,7 @@ from megatune.data.readers.files import (
     check_content,
     compression_suffix,
     data_suffix,
+    json_error,
     json_type,
     open_bytes,
     refused,
@@ -24,7 +25,7 @@ from megatune.data.readers.json_array import is_json_array, read_json_array
 from megatune.data.readers.lines import json_fields, read_lines, read_separated, text_fields
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-__all__ = ["DATA_SUFFIXES", "Position", "RawRow", "data_suffix", "json_type", "read_rows"]
+__all__ = ["DATA_SUFFIXES", "Position", "RawRow", "data_suffix", "json_error", "json_type", "read_rows"]
 
 
 def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:

@@ -34,7 +34,7 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
         raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a value that Python has no type for
         place = f"{path}:row {number + 1}" if number else str(path)
-        raise unreadable(place, f"not a whole {kind[1:]} file: {error}") from error
+        raise unreadable(place, f"not a complete {kind[1:]} file: {error}") from error
 
 
 def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after: Position) -> RawRow:

@@ -116,13 +116,13 @@ def json_error(error: Exception) -> str:
         cause = error.msg.removesuffix(" at").removesuffix(" starting").rstrip(": ")
         cause = cause.replace("Expecting", "expected")
         return cause[:1].lower() + cause[1:]
-    return "nested too deep" if isinstance(error, RecursionError) else "a number of too many digits"
+    return "nested too deep" if isinstance(error, RecursionError) else "a number with too many digits"
 
 
 def json_problem(error: Exception, place: str = "") -> RowError:
     """Return the problem of a row whose JSON raised an error of json's or a DuplicateKeyError."""
     if isinstance(error, DuplicateKeyError):
-        return RowError("duplicate-key", "a key twice", repr(str(error)))
+        return RowError("duplicate-key", "a key appears twice", repr(str(error)))
     return RowError("invalid-json", "invalid JSON", json_error(error) + place)
 
 
@@ -186,7 +186,7 @@ def refused(path: Path) -> MegatuneError:
     """Return the reason why a file that is no data file by its name is not read (exit code 66)."""
     suffix = _content_suffix(path)
     if suffix in _RUNS_CODE:
-        what, why = f"{suffix} files are not read", "loading one would run code that it may hold"
+        what, why = f"{suffix} files are not read", "loading one may run code that it contains"
         fix = "save the rows as .jsonl or .parquet"
     elif suffix == ".py":
         what, why = "scripts are not run", "reading data must not run code"
@@ -197,7 +197,7 @@ def refused(path: Path) -> MegatuneError:
         what, why = "the name does not say what is compressed", ""
         fix = f"name it by its content, as {path.stem}.jsonl{path.suffix}"
     else:
-        what, why = "not a kind of data file that is read", ""
+        what, why = "not a supported kind of data file", ""
         fix = f"one of {', '.join(DATA_SUFFIXES)}; but for .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
     return MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)
 
@@ -207,7 +207,7 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
     """Open the decompressed bytes of a file from `offset` on; in a compressed file those before are read and dropped.
 
     Raises:
-        MegatuneError: while reading too: the file cannot be read (exit code 66), is damaged or breaks off (65).
+        MegatuneError: while reading too: the file cannot be read (exit code 66), is damaged or truncated (65).
     """
     compression = compression_suffix(path)
     try:
@@ -221,7 +221,7 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and (error.errno is not None or compression is None):
             raise _cannot_read(path, error) from error
-        what = f"the {COMPRESSIONS.get(compression or '', '')} file is damaged or breaks off"
+        what = f"the {COMPRESSIONS.get(compression or '', '')} file is damaged or truncated"
         raise unreadable(path, what, str(error), "fetch or compress it again") from error
 
 
@@ -240,7 +240,7 @@ def lines_of(stream: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
 
 def too_long(where: str) -> MegatuneError:
     """Return the error of a row that is longer than any."""
-    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="is it data?")
+    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="check that the file has rows")
 
 
 def check_content(path: Path) -> None:
@@ -255,7 +255,7 @@ def check_content(path: Path) -> None:
     except OSError as error:
         raise _cannot_read(path, error) from error
     if not head:
-        raise unreadable(path, "the file is empty")
+        raise unreadable(path, "the file is empty", fix="write rows into it, or remove it from the data")
     expected = compression_suffix(path) or _content_suffix(path)
     found = next((suffix for suffix, (_, start) in _CONTENTS.items() if re.match(start, head)), None)
     # A truncated parquet or arrow file is for their reader to name.
@@ -265,7 +265,7 @@ def check_content(path: Path) -> None:
     if expected in COMPRESSIONS:
         with open_bytes(path) as stream:
             if not stream.read(1):
-                raise unreadable(path, "the file is empty")
+                raise unreadable(path, "the file is empty", fix="write rows into it, or remove it from the data")
 
 
 def _stream(path: Path, compression: str | None) -> BinaryIO:

@@ -122,7 +122,8 @@ class _Text:
     def broken(self, row: int, why: str, place: int | None = None) -> MegatuneError:
         """Return the error that ends the reading at `place`, else at `position`."""
         line, column = self._place(self.position if place is None else place)
-        return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}")
+        fix = "correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
+        return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}", fix=fix)
 
     def _decode(self) -> tuple[dict[str, object], RowError | None, int]:
         """Return fields, problem and end of the element at `position`."""
@@ -184,7 +185,7 @@ def _refuse_object_over_lines(path: Path) -> None:
         inside = [key for key, rows in value.items() if isinstance(rows, list) and len(value) == 1]
         fix = f"keep the list of {inside[0]!r} only" if inside else "one object a line, or an array of objects in .json"
         line = text.count("\n", 0, start) + 1
-        raise unreadable(f"{path}:{line}", "one JSON object over several lines is no row", fix=fix)
+        raise unreadable(f"{path}:{line}", "one JSON object over several lines is not a row", fix=fix)
 
 
 def _not_utf8(path: Path) -> MegatuneError:

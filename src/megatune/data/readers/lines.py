@@ -95,7 +95,7 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
     """Read the records after the header, in the quoting of spreadsheets; blank lines are none.
 
     Raises:
-        MegatuneError: the header is faulty, the file is not UTF-8, or a quoted field has no end (exit code 65).
+        MegatuneError: the header is faulty, the file is not UTF-8, or a quoted field is not closed (exit code 65).
     """
     csv.field_size_limit(MOST_ROW_BYTES)  # a quote that nothing closes takes in the rest of the file
     taken: list[str] = []  # the lines of the record that is being read
@@ -125,11 +125,17 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
                 continue
             yield RawRow(where, {}, problem, raw, Position(number))
     except csv.Error as error:
-        why = "a quoted field has no end" if str(error) == "unexpected end of data" else str(error)
+        why = "a quoted field is not closed" if str(error) == "unexpected end of data" else str(error)
         raise unreadable(f"{path}:{line}", f"invalid CSV: {why}") from error
 
 
 def _check_header(where: str, header: list[str]) -> None:
+    """Refuse a header whose names are missing, repeated, or separated by something else."""
+    other = next((sign for sign in (";", "\t", "|") if len(header) == 1 and sign in header[0]), None)
+    if other is not None:
+        what = f"the header has one column, {header[0]!r:.60}"
+        fix = "separate the columns by commas, or name the file .tsv if tabs separate them"
+        raise unreadable(where, what, f"columns seem to be separated by {other!r}", fix)
     for number, name in enumerate(header, start=1):
         if not name.strip():
             fix = "name it, or leave it out (pandas: to_csv(index=False))"

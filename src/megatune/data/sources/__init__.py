@@ -161,7 +161,7 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
             entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
             missing = 'add "ranking": true, if its rows have two answers'
             if told.stage == "kto":
-                missing = 'add "kto_tag" to its columns, if a column says whether an answer is wanted'
+                missing = 'add "kto_tag" to its columns, if a column says whether an answer is desirable'
             check_stage(entry.form, told.stage, entry.where, missing)
             if entry.hub is not None and not hubs:
                 return None
@@ -198,7 +198,7 @@ def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
         return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
     known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
     what = f"{name!r} is neither in {directory.where} nor a path"
-    return MegatuneError(Finding(what, "dataset", fix=f"nearest: {near}" if near else known), ExitCode.SETTINGS)
+    return MegatuneError(Finding(what, "dataset", fix=f"did you mean {near}?" if near else known), ExitCode.SETTINGS)
 
 
 def _default_hub() -> Hub:

@@ -56,7 +56,8 @@ def local_files(
             read_rows(path)  # refuses it, with the reason for its kind
         return (path,)
     if not path.exists():
-        raise MegatuneError(Finding(f"no such file or folder: {path}", where), ExitCode.INPUT)
+        fix = "correct its path, which begins at the folder of dataset_info.json"
+        raise MegatuneError(Finding(f"no such file or folder: {path}", where, fix=fix), ExitCode.INPUT)
     readme = path / README
     card = read_card(readme.read_text(encoding="utf-8", errors="replace"), str(path)) if readme.is_file() else None
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
@@ -122,7 +123,7 @@ class DataFiles:
         where, fix: the repository, as messages name it, and what to do where its files cannot be chosen by these rules.
 
     Raises:
-        MegatuneError: the card's `configs` are not in their form, or the rows are made by a script (exit code 66).
+        MegatuneError: the card's `configs` have another form, or the rows are made by a script (exit code 66).
     """
 
     def __init__(
@@ -200,9 +201,9 @@ class DataFiles:
             split, path = one.get("split"), one.get("path")
             paths: list[Any] = path if isinstance(path, list) else [path]
             if not isinstance(split, str) or not all(isinstance(each, str) for each in paths):
-                raise self._refused(f"{README}: data_files of subset {subset} are not in their form")
+                raise self._refused(f"{README}: data_files of subset {subset} do not have the expected form")
             if elsewhere := [each for each in paths if "://" in each]:
-                raise self._refused(f"subset {subset} takes files from elsewhere: {elsewhere[0]}")
+                raise self._refused(f"subset {subset} reads files from elsewhere: {elsewhere[0]}")
             splits.setdefault(split, []).extend(each.removeprefix("./") for each in paths)
         return splits
 
@@ -215,7 +216,7 @@ class DataFiles:
         try:
             expression = re.compile(glob_translate(pattern))
         except ValueError as error:
-            raise self._refused(f"subset {subset}: {pattern} is no pattern of files") from error
+            raise self._refused(f"subset {subset}: {pattern} is not a valid file pattern") from error
         matched = [path for path in self._paths if expression.match(path) and _is_visible(path)]
         if not matched:
             raise self._refused(f"subset {subset} names {named}, and there is no such data file")
@@ -225,11 +226,11 @@ class DataFiles:
         if configs is None:
             return {}
         if not isinstance(configs, list) or not all(isinstance(c, Mapping) and c.get("config_name") for c in configs):
-            raise self._refused(f"{README}: configs are not in their form: got {json_type(configs)}")
+            raise self._refused(f"{README}: configs do not have the expected form: got {json_type(configs)}")
         for config in configs:
             if other := [key for key in config if key not in _OPTIONS]:
-                what = f"subset {config['config_name']} is to be read with {', '.join(other)}"
-                raise self._refused(what, "such options are not read")
+                what = f"subset {config['config_name']} needs the reading options {', '.join(other)}"
+                raise self._refused(what, "such options are not supported")
         return {str(config["config_name"]): config for config in configs}
 
     def _no_split(self, split: str, splits: Sequence[str], subset: str) -> MegatuneError:

@@ -11,6 +11,7 @@ import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats import USUAL_NAMES, Form, by_own_name, detect_named, own_names
+from megatune.data.formats.form import RESPONSE_NAMES
 from megatune.data.readers import read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference, nearest
 from megatune.data.sources.source import DatasetSource, source_of
@@ -60,7 +61,7 @@ class Detection:
         for known in (own, own_names(capital, names) | own):
             if form := next((form for row in rows if (form := detect_named(row, known))), None):
                 return source_of(text, files, self._of_stage(form, text), reference.num_samples, fetched=fetched)
-        what = f"{text}: no known form has the fields {', '.join(rows[0]) or 'of a row without fields'}"
+        what = f"{text}: no known format has the fields {', '.join(rows[0]) or 'of a row without fields'}"
         fix = f"write columns: {as_yaml(suggested(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
 
@@ -87,7 +88,7 @@ class Detection:
             *(Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing),
             *(
                 Finding(
-                    f"columns: {name!r} is not a name that rows may have",
+                    f"columns: {name!r} is not a known part of a row",
                     fix=f"one of {nearest(name, USUAL_NAMES) or usual}",
                 )
                 for name in unknown
@@ -102,6 +103,10 @@ def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
             return {name: "messages"}
     texts = [name for name, value in row.items() if isinstance(value, str) and name.lower() not in _NO_TEXTS]
     parts = ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage == "pt" else _ANSWERED
+    answer = next((name for name in texts if name.lower() in RESPONSE_NAMES), None) if parts is _ANSWERED else None
+    if answer is not None:  # next to the question, which is first
+        texts = [*[name for name in texts if name != answer][:1], answer]
+        parts = parts if len(texts) > 1 else ("response",)
     return dict(zip(texts or row or ("FIELD",), parts, strict=False))
 
 
@@ -117,11 +122,11 @@ def check_stage(form: Form, stage: str, where: str, fix: str) -> None:
         what = f"its rows are preference pairs, which stage {stage} does not train"
         raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)
     if not form.ranking and stage in PAIR_STAGES:
-        what = f"its rows are no preference pairs, and stage {stage} trains nothing else"
+        what = f"its rows are not preference pairs, and stage {stage} trains on nothing else"
         raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
     if form.columns.kto_tag is not None and stage == "sft":
-        what = "its rows are answers that are wanted or not, and stage sft would train them all"
+        what = "its rows are desirable and undesirable answers, and stage sft would train on all of them"
         raise MegatuneError(Finding(what, where, fix="write stage: kto, or remove kto_tag"), ExitCode.SETTINGS)
     if form.columns.kto_tag is None and stage == "kto":
-        what = "its rows do not say whether an answer is wanted, which stage kto needs"
+        what = "its rows do not say whether an answer is desirable, which stage kto needs"
         raise MegatuneError(Finding(what, where, fix=fix), ExitCode.SETTINGS)

@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
-from megatune.data.readers import data_suffix, json_type
+from megatune.data.readers import data_suffix, json_error, json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.repository import Hub, use_modelscope
 
 DATASET_INFO = "dataset_info.json"
+_JSON_FIX = "correct it there; JSON has no comments and no comma before a closing bracket"
 
 # Where an entry may say its rows are, in the order LLaMA-Factory looks; the last three it reads, and we do not.
 _HUB_KEYS: Mapping[str, Hub] = {"hf_hub_url": "hf", "ms_hub_url": "ms"}
 _REFUSED_PLACES = {
-    "om_hub_url": "reading from the hub of Openmind is not built",
+    "om_hub_url": "reading from the Openmind hub is not supported",
     "script_url": "a data set's script is code, which is never run",
-    "cloud_file_name": "reading from cloud storage is not built",
+    "cloud_file_name": "reading from cloud storage is not supported",
 }
 _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
 # Off unless `columns` lists them, in the formattings that are LLaMA-Factory's; `query` only where there are `columns`.
 _OFF = ("history", "system", "tools", "images", "videos", "audios")
-_REFUSED_COLUMNS = {"audios": "training on audio is not built"}
+_REFUSED_COLUMNS = {"audios": "training on audio is not supported"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
@@ -129,8 +130,10 @@ def read_registry(path: Path, where: str) -> dict[str, Any]:
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError, RecursionError) as error:
-        place = f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
-        raise MegatuneError(Finding(f"cannot read: {error}", place), ExitCode.INPUT) from error
+        if not isinstance(error, json.JSONDecodeError):
+            raise MegatuneError(Finding(f"cannot be read: {error}", where), ExitCode.INPUT) from error
+        what = f"not valid JSON: {json_error(error)} at column {error.colno}"
+        raise MegatuneError(Finding(what, f"{where}:{error.lineno}", fix=_JSON_FIX), ExitCode.INPUT) from error
     if not isinstance(info, dict):
         raise MegatuneError(Finding(f"expected an object of data sets, got {json_type(info)}", where), ExitCode.INPUT)
     return info
@@ -171,7 +174,7 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return the known names that could have been meant, at most `count`."""
-    return ", ".join(difflib.get_close_matches(name, list(known), n=count))
+    return " or ".join(difflib.get_close_matches(name, list(known), n=count))
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
@@ -225,7 +228,8 @@ def _overridden(default: Any, block: Any, name: str, where: str, findings: list[
 
 def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) -> list[Finding]:
     return [
-        Finding(f"{key}: unknown key", where, fix=f"nearest: {nearest(key, known, 1) or ', '.join(known)}")
+        Finding(f"{key}: unknown key", where, fix=f"did you mean {near}?" if near else f"one of {', '.join(known)}")
         for key in block
         if key not in known
+        for near in (nearest(key, known, 1),)
     ]

@@ -32,7 +32,7 @@ def lines(statistics: Statistics) -> Iterator[str]:
     yield from _datasets(report.datasets, statistics.dataset_tokens)
     if report.lengths is not None:
         yield ""
-        fate = ", cut to pieces without loss" if statistics.stage == "pt" and report.lengths.over else ""
+        fate = ", split without loss" if statistics.stage == "pt" and report.lengths.over else ""
         yield from _lengths(report.lengths, fate)
     yield ""
     yield from (f"{name:<11}  {value}" for name, value in _epoch(statistics))
@@ -190,5 +190,5 @@ def _draw_fill(axes: Axes, statistics: Statistics) -> None:
         x, y = f"tokens in the row (% of {statistics.report.train.capacity:,})", "rows"
     else:
         title = f"batches: {statistics.padding_share:.1%} padding"
-        x, y = "tokens that are no padding (% of a step's batches)", "steps of an epoch"
+        x, y = "tokens that are not padding (% of a step's batches)", "steps of an epoch"
     axes.set(title=title, xlabel=x, ylabel=y)

@@ -78,7 +78,9 @@ class StreamFolder:
             try:
                 return cls(Path(tempfile.mkdtemp(prefix=f"megatune-stream-{name}-")))
             except OSError:
-                finding = Finding("cannot write what is read ahead", str(parent), error.strerror or str(error))
+                finding = Finding(
+                    "cannot write the rows that are read ahead", str(parent), error.strerror or str(error)
+                )
                 raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
 
     def remove(self) -> None:
@@ -171,7 +173,7 @@ class StreamFolder:
             if now > deadline:
                 why = f"{self.doing()}; ddp_timeout is {limit:g} seconds"
                 fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
-                what = f"{wanted} has not come from the process that reads the data"
+                what = f"{wanted} has not arrived from the process that reads the data"
                 raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
             found = look()
@@ -194,8 +196,8 @@ class StreamFolder:
         raw = self.noted(_FAILURE_NOTE)
         if raw is not None:
             return MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
-        what = f"the process that reads the data {how}, and {wanted} is still to come"
-        why, resume = f"the last it said: {self.doing()}", "the same command continues from the last checkpoint"
+        what = f"the process that reads the data {how}, and {wanted} is missing"
+        why, resume = f"its last report: {self.doing()}", "the same command continues from the last checkpoint"
         fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
         return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
 

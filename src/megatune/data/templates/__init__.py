@@ -79,7 +79,7 @@ def named_template(name: str) -> NamedTemplate:
         return NAMED_TEMPLATES[name]
     near = difflib.get_close_matches(name, template_names(), n=2)
     names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's own"
-    fix = f"nearest: {', '.join(near)}" if near else names
+    fix = f"did you mean {' or '.join(near)}?" if near else names
     raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
 
 
@@ -90,7 +90,7 @@ def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | No
     try:
         template.render(PROBE, Thinking())
     except RowError as error:
-        raise _refused("null", tokenizer, f"answers cannot be told from prompts: {error}") from error
+        raise _refused("null", tokenizer, f"answers cannot be separated from prompts: {error}") from error
     try:
         unasked = template.unasked()
     except template_errors() as error:

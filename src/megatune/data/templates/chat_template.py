@@ -185,7 +185,7 @@ class _Rendering:
         text, spans = render_marked(self.source, chat, self.tools, **self._given(self.enable))
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
-            raise RowError("not-marked", "the chat template marks not every answer", f"{len(spans)} of {answers}")
+            raise RowError("not-marked", "the chat template does not mark every answer", f"{len(spans)} of {answers}")
         return text, spans
 
     def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
@@ -206,7 +206,7 @@ class _Rendering:
             if start is not None and not is_last:
                 stop = self._stop(whole, start, chat[: index + 1])
             if start is None or stop is None or (spans and start < spans[-1][1]):
-                reason = "the chat template writes an answer otherwise than it asks for it"
+                reason = "the chat template writes an answer differently from its generation prompt"
                 raise RowError("answer-not-found", reason, f"answer {len(spans) + 1}")
             spans.append((start, stop))
         return whole, spans

@@ -145,7 +145,9 @@ class NamedTemplate:
         if roles == {"user"} and len(messages) == 1:
             return (offer, _fill(self.user, f"{system}{self._text(messages[0])}"))
         if roles != {"tool"}:
-            raise RowError("turns-do-not-alternate", "an answer does not follow one message of the user or tools'")
+            raise RowError(
+                "turns-do-not-alternate", "an answer does not follow exactly one message of the user or of tools"
+            )
         if not self.observation or self.tool_format is None:
             raise RowError("no-tools-in-template", "the template has no text for tools")
         answers = [self.tool_format.answer(self._text(message), i) for i, message in enumerate(messages, start=number)]
@@ -224,8 +226,8 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
     key, value, where = entry.key, entry.value, entry.where
     if key not in _KEYS:
         near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-        fix = f"nearest: {near[0]}" if near else f"one of {', '.join(_KEYS)}"
-        findings.append(Finding(f"{key} is no key of a template", where, fix=fix))
+        fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(_KEYS)}"
+        findings.append(Finding(f"{key} is not a key of a template", where, fix=fix))
     elif key == "special_tokens":
         tokens = tuple(item.text for item in value.items)
         if not isinstance(value.data, list) or not all(tokens):
@@ -240,7 +242,7 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
     elif key == "tools":
         if value.text not in TOOL_FORMATS:
             fix = f"one of {', '.join(TOOL_FORMATS)}"
-            findings.append(Finding(f"tools: {value.text!r} is no tool format", where, fix=fix))
+            findings.append(Finding(f"tools: {value.text!r} is not a known tool format", where, fix=fix))
         return TOOL_FORMATS.get(value.text)
     else:
         findings += _faults(key, value.text, where)
@@ -255,7 +257,7 @@ def _faults(key: str, text: str, where: str) -> list[Finding]:
     unknown = [match for match in _PLACEHOLDER.findall(text) if match not in allowed]
     if unknown:
         fix = f"write {' or '.join(allowed)}"
-        return [Finding(f"{key}: {placeholder} stands for nothing", where, fix=fix) for placeholder in unknown]
+        return [Finding(f"{key}: {placeholder} is not a known placeholder", where, fix=fix) for placeholder in unknown]
     number = text.count("{content}")
     if key in _WITH_CONTENT and number != 1:
         times = "has no {content}" if number == 0 else "has {content} more than once"

@@ -197,7 +197,7 @@ class SwiftTemplate:
             if previous is not None and self.rules.version >= 4:
                 written = self._agent().standalone([content], self._chat_text)
             if previous is None or written is None:
-                raise RowError("roles-out-of-order", "roles out of order", "a tool returns what nobody called for")
+                raise RowError("roles-out-of-order", "roles out of order", "a tool result does not follow a tool call")
             previous.texts[-1] += written
 
     def _with_calls_written(self, messages: Sequence[Message]) -> list[Message]:

@@ -208,7 +208,7 @@ def named_swift_template(name: str) -> SwiftTemplate:
     if name in SWIFT_TEMPLATES:
         return SWIFT_TEMPLATES[name]
     near = difflib.get_close_matches(name, SWIFT_TEMPLATES, n=3)
-    fix = f"nearest: {', '.join(near)}" if near else f"one of {', '.join(SWIFT_TEMPLATES)}"
+    fix = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SWIFT_TEMPLATES)}"
     raise MegatuneError(Finding(f"template: ms-swift's {name!r} is not supported", fix=fix), ExitCode.SETTINGS)
 
 
@@ -222,7 +222,7 @@ def _of_model(model: str, tokenizer: PreTrainedTokenizerBase) -> SwiftTemplate:
     for template in _ALL:
         if template.marks and all(mark in source for mark in template.marks):
             return template
-    why = "its tokenizer has no chat template" if not source else "its chat template is of no family that is known"
+    why = "its tokenizer has no chat template" if not source else "its chat template is not of a known family"
     fix = f"name the template of the model: one of {', '.join(SWIFT_TEMPLATES)}"
     what = "template: ms-swift's template for this model is not known"
     raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)

@@ -108,7 +108,7 @@ def _offer_plain(tools: Sequence[Tool]) -> str:
         names = ", ".join(function["name"] for function in functions)
     except (KeyError, TypeError, AttributeError) as error:
         detail = f"{type(error).__name__}: {error}"
-        raise RowError("bad-tools", "a tool whose parameters are no JSON schema", detail) from error
+        raise RowError("bad-tools", "a tool whose parameters are not a JSON schema", detail) from error
     return (
         f"You have access to the following tools:\n{described}Use the following format if using a tool:\n```\n"
         f"Action: tool name (one of [{names}])\n"

@@ -202,7 +202,7 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: st
     if getattr(tokenizer, "backend_tokenizer", None) is None or prompt != whole[: len(prompt)]:
         what = f"template: {template.name} cannot be used with this model's tokenizer"
         alone, followed = (_shown(tokens[-4:], tokenizer) for tokens in (prompt, whole[: len(prompt)]))
-        why = f"a prompt becomes other tokens when an answer follows: {alone}, not {followed}"
+        why = f"the tokens of a prompt change when an answer follows: {alone}, not {followed}"
         fix = "use a template whose prompts end with a special token, such as a YAML file of your own"
         raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
 

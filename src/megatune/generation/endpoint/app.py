@@ -127,7 +127,7 @@ class App:
             self._admit(request)
             if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 # Web pages send other types without asking first whether they may.
-                raise ApiError(415, "the body is to be application/json")
+                raise ApiError(415, "the body must be application/json")
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     body = await self._body(request)

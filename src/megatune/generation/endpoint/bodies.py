@@ -128,7 +128,7 @@ def validated(kind: type[_Kind], body: bytes) -> _Kind:
         for name, neutral in _NEUTRAL.items():
             value = fields.pop(name, None)
             if value is not None and repr(value) not in map(repr, neutral):  # of 0 and False, each is meant
-                only = f"only {json.dumps(neutral[0])} is built" if neutral else "is not built"
+                only = f"only {json.dumps(neutral[0])} is supported" if neutral else "is not supported"
                 raise ApiError(400, f"{name}: {only}; leave it out", name, "unsupported_parameter")
         for name in _PASSED_OVER:
             fields.pop(name, None)

@@ -116,7 +116,7 @@ def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Promp
 def _image(url: str, role: str, param: str, prompter: Prompter) -> Any:
     """Read an image of a message: its data, never a file or an address that a client names."""
     if role != "user":
-        raise ApiError(400, f"{param}: images are the user's", param)
+        raise ApiError(400, f"{param}: only user messages may have images", param)
     if prompter.pictures is None:
         raise ApiError(400, f"{param}: the model reads text only", param)
     if not url.startswith("data:image/"):

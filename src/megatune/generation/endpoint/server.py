@@ -29,10 +29,10 @@ def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError) as error:
-        finding = Finding(f"{host} is no address of this machine", "--host", str(error), "--host 127.0.0.1")
+        finding = Finding(f"{host} is not an address of this machine", "--host", str(error), "--host 127.0.0.1")
         raise MegatuneError(finding, ExitCode.SETTINGS) from error
     if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        why = f"{host} is reached from other machines, and whoever reaches it could use the model"
+        why = f"{host} is reachable from other machines, and anyone who can reach it could use the model"
         fix = "set MEGATUNE_API_KEY, or --host 127.0.0.1"
         raise MegatuneError(Finding("there is no API key", "--host", why, fix), ExitCode.SETTINGS)
     taken = socket.socket(family, socket.SOCK_STREAM)

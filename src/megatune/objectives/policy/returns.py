@@ -28,7 +28,7 @@ def kl_estimates(log_probs: np.ndarray, base: np.ndarray, kind: KL) -> np.ndarra
             return 0.5 * difference**2
         case "k3":
             return np.minimum(np.expm1(-difference) + difference, 10.0)
-    raise ValueError(f"kl_penalty: {kind} is no estimate of sampled tokens")
+    raise ValueError(f"kl_penalty: {kind} is not a known estimator")
 
 
 def token_rewards(rewards: np.ndarray, tokens: Tokens) -> np.ndarray:

@@ -62,9 +62,9 @@ class CalibrationReport:
         beside = f"{size(abs(found.framework))} {'more' if found.framework >= 0 else 'less'}"
         values = {
             "compute": f"computing takes {found.compute:.2f} times as long as planned",
-            "communication": f"exchanges take {found.communication:.2f} times as long",
+            "communication": f"communication takes {found.communication:.2f} times as long",
             "activations": f"activations and loss take {found.activations:.2f} times as much",
-            "framework": f"{beside} a rank beside tensors",
+            "framework": f"{beside} a rank in addition to tensors",
         }
         yield f"{self.device}, fitted to {len(self.runs)} run{'s' * several}"
         for name, text in values.items():

@@ -76,7 +76,7 @@ def _content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        fix = "megatune plan --calibrate RUN writes it anew"
+        fix = "megatune plan --calibrate RUN writes it again"
         raise MegatuneError(Finding("cannot be read", where, why, fix), ExitCode.INPUT) from None
     if not isinstance(content, dict):
         raise MegatuneError(Finding("is not a mapping of factors", str(path)), ExitCode.INPUT)

@@ -72,7 +72,9 @@ def find_machine(
     links = {**CATALOGUE_LINKS, **own.links}
     entry = _collect(findings, lambda: _entry(gpu, own.devices))
     if gpus_per_node is not None and gpus_per_node < 1:
-        findings.append(Finding(f"gpus_per_node: {gpus_per_node} is no number of GPUs", fix="gpus_per_node: 8"))
+        findings.append(
+            Finding(f"gpus_per_node: {gpus_per_node} is not a valid number of GPUs", fix="gpus_per_node: 8")
+        )
     size = gpus_per_node or (entry.gpus_per_node if entry else 1)
     # A device that is not known leaves nothing to assume: only what was given is looked up.
     inside = link or (entry.device.link if entry else "pcie4")

@@ -124,7 +124,7 @@ class _Reader:
             if key is None:
                 self._refuse(key_node, "a key must be text", fix="write `key: value`")
             elif key in found:
-                self._refuse(key_node, f"{key} stands twice", fix="keep one of the two")
+                self._refuse(key_node, f"{key} appears twice", fix="keep one of the two")
             elif known is not None and key not in known:
                 near = difflib.get_close_matches(key, known, n=1) or [f"one of {', '.join(known)}"]
                 self._refuse(key_node, f"unknown key {key!r} in {what}", fix=near[0])
@@ -148,14 +148,14 @@ class _Reader:
             return None
         data = self._data(node)
         if isinstance(data, bool) or not isinstance(data, int | float) or not (0 < data < math.inf):
-            self._refuse(node, f"{what}: {data!r} is no number above 0")
+            self._refuse(node, f"{what}: {data!r} is not a number above 0")
             return None
         return float(data)
 
     def _count(self, fields: _Fields, key: str) -> int | None:
         value = self._number(fields, key)
         if value is not None and not value.is_integer():
-            self._refuse(fields.nodes[key], f"{fields.name}: {key}: {value} is no whole number")
+            self._refuse(fields.nodes[key], f"{fields.name}: {key}: {value} is not a whole number")
             return None
         return None if value is None else int(value)
 
@@ -237,7 +237,7 @@ class _Reader:
             return ()
         if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
             return tuple(item.value for item in node.value)
-        self._refuse(node, f"{fields.name}: {key} is no list of names", fix=f"{key}: [name, another]")
+        self._refuse(node, f"{fields.name}: {key} is not a list of names", fix=f"{key}: [name, another]")
         return ()
 
     def _require(self, fields: _Fields, keys: tuple[str, ...]) -> None:

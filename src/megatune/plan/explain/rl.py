@@ -204,7 +204,7 @@ _REFUSED_HEAD: dict[Language, str] = {
     "en": """
 ## What is refused
 
-Keys of ROLL, and values of them, that are not built.
+Keys of ROLL, and values of them, that are not supported.
 
 | key | values | why |
 |---|---|---|

@@ -62,7 +62,7 @@ class Shapes:
         gradient_size: bytes of an element of the buffers that gradients are accumulated in.
         rows: of a micro-batch inside the model; one where documents share it.
         length: tokens of a row on this rank, s / cp.
-        document: tokens of a document, in the mean weighted by tokens.
+        document: tokens of a document, on average weighted by tokens.
         packing: a row holds several documents.
         in_runs: attention kernels are those with variable lengths.
         kernel: the attention kernel, as far as memory differs: "one" for torch's choice for whole documents;
@@ -260,7 +260,7 @@ def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
 
     Each of ep ranks sums E / ep experts, and the largest of ep normal variables lies about √(2 · ln ep) deviations up:
     1 + c · √(ep / E) · √(2 · ln ep), c the variation of one expert. A capacity bounds it, and is it where rows are
-    padded to it. It is meant of a layer in the mean step, which is what time takes; memory takes it, too, although it
+    padded to it. It describes a layer in the average step, which is what time takes; memory takes it, too, although it
     adds up layers, which are less uneven together, of the worst micro-batch, which is more uneven than the mean.
     """
     experts, ep = settings.experts, settings.parallel.expert_model_parallel_size

@@ -98,7 +98,7 @@ def _trained_stacks(architecture: Architecture, trainable: FinetuningSettings) -
 
 
 def attended_patches(images: Images) -> float:
-    """Return patches that a patch attends to, itself among them, in the mean over layers."""
+    """Return patches that a patch attends to, itself among them, on average over layers."""
     tower, whole = images.tower, images.patches_of_image
     if tower.window_size is None:
         return whole

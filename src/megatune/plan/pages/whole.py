@@ -122,16 +122,16 @@ def _head(found: Answer, width: int) -> Iterator[str]:
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     result, held = found.result, size(found.question.machine.device.memory)
     if result.best is None:
-        yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were judged."
+        yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were evaluated."
         yield from _enough(found, width)
         return
     equal = frozenset(map(id, result.ranked[: result.num_equal] if result.num_equal > 1 else ()))
-    yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were judged"
+    yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were evaluated"
     yield from ranked_lines(distinct(result.ranked, top), width, equal=equal)
     said = "batch: rows of a micro-batch × micro-batches of a step; "
     if equal:
         within = equal_within(result.ranked[0].case)
-        said += f"= as fast as the fastest, as far as is known (within {within:.0%}), the simplest first; "
+        said += f"= as fast as the fastest, within the uncertainty ({within:.0%}), the simplest first; "
     if any(map(is_tight, result.ranked)):
         bound = memory_bound(result.ranked[0].case)
         said += f"! is tight: a run may hold {bound:.0%} more than planned; "
@@ -146,7 +146,7 @@ def _recommended(found: Answer, best: Estimate) -> str:
         why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
         return f"Recommended: {layout}. {why} of those that are not far slower."
     if result.num_equal > 1:
-        return f"Recommended: {layout}, the simplest of {result.num_equal} that are as fast, as far as is known."
+        return f"Recommended: {layout}, the simplest of {result.num_equal} that are about equally fast."
     return f"Recommended: {layout}, the fastest."
 
 
@@ -155,7 +155,7 @@ def _priced(found: Answer, width: int) -> Iterator[str]:
     if not found.priced:
         return
     best, reference = [each.found for each in found.priced], found.best
-    yield "For a price in numbers: what is rounded more, and the layout that it allows"
+    yield "With lower precision: what is rounded more, and the layout that this allows"
     table = list(ranked_lines(best, width, first=0))
     yield table[0]
     for each, row in zip(found.priced, table[1:], strict=True):
@@ -183,7 +183,7 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
 
 
 def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
-    best, judged = found.recommended, f"{found.result.num_considered:,} layouts were judged"
+    best, judged = found.recommended, f"{found.result.num_considered:,} layouts were evaluated"
     if best is None:
         yield f"No layout fits; {judged}."
         yield from _enough(found, width)

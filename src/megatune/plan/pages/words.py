@@ -238,7 +238,7 @@ def length_words(case: Case) -> str:
     if (lengths := case.lengths) is None:
         return f"rows of {row_words(case)}"
     kind = "packed rows" if case.settings.packing else "answers" if case.sequences_per_row > 1 else "rows"
-    text = f"{kind} of {lengths.mean:,.0f} tokens in the mean, {lengths.longest:,} the longest"
+    text = f"{kind} of {lengths.mean:,.0f} tokens on average, {lengths.longest:,} the longest"
     if round(lengths.mean) == lengths.longest:
         text = f"{kind} of {lengths.longest:,} tokens each"
     text += f" ({lengths.origin})" if lengths.origin else ""
@@ -274,13 +274,17 @@ def picture_words(case: Case) -> str:
     if case.model.architecture.vision is None:
         return ""
     if not tokens:
-        return "rows are taken to hold no pictures" if case.largest_picture is None else "rows hold no pictures"
+        return (
+            "rows are assumed to have no images or videos"
+            if case.largest_picture is None
+            else "rows have no images or videos"
+        )
     if case.largest_picture is not None:
-        return f"rows hold at most {count(tokens, 'token')} of pictures, of which one has {image:,}"
+        return f"rows hold at most {count(tokens, 'token')} of images or videos, of which one has {image:,}"
     pixels = f"{case.settings.data.image_max_pixels:,} pixels"
     if tokens <= image:
-        return f"each row is taken to hold one image of {pixels}: {count(tokens, 'token')}"
-    return f"each row is taken to hold {count(tokens, 'token')} of images of {pixels}, {image:,} each"
+        return f"each row is assumed to have one image of {pixels}: {count(tokens, 'token')}"
+    return f"each row is assumed to have {count(tokens, 'token')} of images of {pixels}, {image:,} each"
 
 
 def trained_words(case: Case) -> str:

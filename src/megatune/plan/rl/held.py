@@ -1,4 +1,4 @@
-"""What each role holds of its devices in each phase of a step: active, or asleep while others have their turn."""
+"""What each role holds of its devices in each phase of a step: active, or asleep while other roles use the device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Lengths:
     """Tokens of the samples of a step.
 
     Responses end with a constant chance at each token, and are cut at the longest: the only distribution with this mean
-    and this bound that needs no third number. At half of the longest in the mean a fifth is cut, at a quarter 2 %.
+    and this bound that needs no third number. With a mean of half the longest a fifth is cut, of a quarter 2 %.
 
     Attributes:
         prompt, response: of the longest.
@@ -58,7 +58,7 @@ class Lengths:
         return math.exp(-self.hazard * self.response)
 
     def mean_longest(self, count: int) -> float:
-        """Return tokens of the longest of `count` samples, in the mean, each with a mean prompt."""
+        """Return tokens of the longest of `count` samples, on average, each with a mean prompt."""
         step = self.response / _POINTS
         middles = ((point + 0.5) * step for point in range(_POINTS))
         return self.mean_prompt + sum(1 - (1 - self.share_longer(tokens)) ** count for tokens in middles) * step

@@ -21,7 +21,7 @@ def notes(found: RLAnswer) -> Iterator[str]:
     yield "responses end with a constant chance at each token, and are cut at the longest length"
     yield "no group is filtered, and rewards are computed while others are sampled: neither takes time of its own"
     if on_cpu:
-        yield "on a CPU weights that wait for their turn stay in the same memory"
+        yield "on a CPU offloaded weights stay in the same memory"
     else:
         yield (
             f"every role on a device is a process of its own: its context takes {CONTEXT >> 20:,} MiB, each group of "

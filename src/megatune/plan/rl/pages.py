@@ -69,7 +69,7 @@ def _head(found: RLAnswer, width: int) -> Iterator[str]:
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
     yield from entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
     longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
-    mean = f"in the mean {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
+    mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
     yield from entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
 
 
@@ -143,9 +143,7 @@ def _memory(found: RLAnswer, width: int) -> Iterator[str]:
         parts = ", ".join(f"{name.replace('_', ' ')} {unit.of(part)}" for name, part in biggest if part)
         yield from wrapped(f"{role.role}: {parts}", width, "  ")
     if host := found.host_bytes:
-        yield from wrapped(
-            f"Roles that wait for their turn have {size(host)} in the main memory of a machine.", width, ""
-        )
+        yield from wrapped(f"Offloaded roles have {size(host)} in the main memory of a machine.", width, "")
 
 
 def _group_lines(found: RLAnswer, group: DeviceGroup, unit: Unit, width: int) -> Iterator[str]:
@@ -173,7 +171,7 @@ def _time(found: RLAnswer, width: int) -> Iterator[str]:
     """A row for each phase, tokens/s, and what the rollouts wait for."""
     time, question = found.seconds, found.question
     unit, factor = seconds_unit(time.total), 1 + time.uncertainty
-    beside = "; rollouts of the next steps run beside the rest" if time.overlaps else ""
+    beside = "; rollouts of the next steps run concurrently" if time.overlaps else ""
     yield f"Time of a step, {unit.name}{beside}"
     whole = time.total
     rows = [[name, unit.of(each), f"{each / whole:.1%}", "█" * round(30 * each / whole)]

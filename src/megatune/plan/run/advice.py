@@ -50,7 +50,7 @@ def _single_precision(planned: Estimate) -> Iterator[str]:
 
 
 def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
-    """A tensor-parallel group that is not inside one machine, where its exchanges take 5 % of a step or more."""
+    """A tensor-parallel group that is not inside one machine, where its communication takes 5 % of a step or more."""
     case = planned.case
     tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node
     pp = case.settings.parallel.pipeline_model_parallel_size
@@ -58,7 +58,7 @@ def tensor_parallel_across_machines(planned: Estimate) -> Iterator[str]:
     if tp == 1 or case.world_size <= inside or inside % tp == 0 or share < _TIME:
         return
     said = (
-        f"`tensor_model_parallel_size {tp}` goes across machines of {inside}: its exchanges wait for the network,"
+        f"`tensor_model_parallel_size {tp}` goes across machines of {inside}: its communication waits for the network,"
         f" {seconds(planned.time.tensor_parallel)} of {seconds(planned.time.total)} a step"
     )
     candidates: Iterable[Changes] = (
@@ -152,4 +152,4 @@ def _no_overlap(planned: Estimate) -> Iterator[str]:
     changes = OVERLAPS if parallel.use_distributed_optimizer else {"parallel.overlap_grad_reduce": True}
     better = fix(planned, changes)
     if better is not None and better.after.fits and better.gain >= _TIME:
-        yield f"exchanges of replicas wait until computing is done: {better.text}"
+        yield f"gradient reduction is not overlapped with compute: {better.text}"

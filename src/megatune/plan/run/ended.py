@@ -74,7 +74,7 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     """
     ended = how_it_ended(folder / "launch")
     endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
-    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not noted')}"
+    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not recorded')}"
     peaks = [each.peak for each in read_rank_memory(folder / "launch")]
     steps = [each for each in metrics(folder) if "grad_norm" in each]
     measured = []
@@ -83,7 +83,7 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     measured += [size(max(peaks))] if any(peaks) else []
     if measured:
         what += f"; it took {' and '.join(measured)}"
-    fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start notes its plan"
+    fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start records its plan"
     settings = (folder / "run.yaml").read_text(encoding="utf-8", errors="replace")
     if re.search(r"^memory_check: *[\"']?(off|false)\b", settings, re.MULTILINE):
         end, why = "nothing was planned for it", "memory_check: off plans nothing"

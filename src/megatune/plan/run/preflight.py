@@ -174,9 +174,9 @@ def _awaited(planned: Estimate, phrased: Callable[[Finding], Finding]) -> Iterat
     those = f", those of {fitting:,} do" if fitting else ""
     text = f"rows of {row_words(planned.case)} would not fit{those}"
     if planned.case.settings.data.streaming:
-        yield f"warning    {text}, and how long those of a stream are shows as they come"
+        yield f"warning    {text}, and the lengths of a stream are known only as it is read"
     else:
-        yield f"plan       {text}: the data's own decide, once they are read"
+        yield f"plan       {text}: the lengths of the data are used once they are read"
 
 
 def _plan_lines(planned: Estimate) -> Iterator[str]:

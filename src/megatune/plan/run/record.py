@@ -23,7 +23,7 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 PLAN_NAME = "plan.json"
 FORMAT = 1
-_ANEW = "the next start of the run writes it anew"
+_ANEW = "the next start of the run writes it again"
 Outcome = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -166,12 +166,12 @@ def read_records(path: Path) -> list[RunRecord]:
             raise ValueError(f"its format is {content.get('format')}, and {FORMAT} is read")
         records = [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
         if not records:
-            raise ValueError("it notes no run")
+            raise ValueError("it records no run")
         for record in records:  # numbers that no plan can be made of would end whatever asks for one
             record.planned(), record.as_trained()
         return records
     except FileNotFoundError:
-        fix = "give the output_dir of a run that was planned (memory_check: off notes no plan)"
+        fix = "give the output_dir of a run that was planned (memory_check: off records no plan)"
         raise MegatuneError(Finding(f"there is no {path.name} in {path.parent}", fix=fix), ExitCode.INPUT) from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]

@@ -71,14 +71,14 @@ def _too_large(planned: Estimate) -> Finding:
         rows = "the longest rows that fit: memory is planned for rows of that length"
         lines.append(f"        `cutoff_len: {longest}`, {rows}")
     if (adapters := _adapters(planned)) is not None:
-        lines.append(f"        {adapters.text}: adapters learn instead of the model")
+        lines.append(f"        {adapters.text}: trains adapters instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
     least, most = map(size, least_and_most(planned.case, planned.stages))
     if may_fit(planned):
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
     else:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
-        lines.append("        `memory_check: warn` starts it all the same")
+        lines.append("        `memory_check: warn` starts it anyway")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
 
 

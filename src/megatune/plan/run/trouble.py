@@ -127,10 +127,10 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
         amount = f" of {size(asked)}" if asked else ""
         yield f"failed     an allocation{amount}{f', {doing}' if doing else ''}"
     if memory is None:
-        yield "measured   nothing: it ended before any rank noted what it holds"
+        yield "measured   nothing: it ended before any rank recorded its memory"
     else:
         moment = "before the end of its first step" if memory.loaded else "before its model was built"
-        moment = "as last noted, after its first step or later" if memory.stepped else moment
+        moment = "as last recorded, after its first step or later" if memory.stepped else moment
         yield f"measured   rank {memory.rank}, {moment}:"
         yield from _table(memory, stage, counted)
         yield _reason(memory, stage, device.memory, asked, counted)
@@ -226,7 +226,7 @@ def _beside_steps(run: _Run) -> Iterator[str]:
     except (KeyError, TypeError):
         return
     if whole > 0 and 1 - inside / whole > 0.1:
-        yield f"beside     {percent(1 - inside / whole)} of the time was not the steps': evaluation, saving"
+        yield f"other      {percent(1 - inside / whole)} of the time was not in steps: evaluation, saving"
     middle = statistics.median(each_step)
     if len(each_step) >= 5 and max(each_step) > 3 * middle:
         yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"

@@ -106,7 +106,7 @@ class SearchResult:
         frontier: layouts that no other one is both faster and smaller than by more than 3 %, the smallest first.
         too_large: the nearest misses, each with the least memory its layout can do with, the smallest first.
         refused: what cannot be, the largest group first.
-        num_considered: valid layouts and batches that were judged, by an estimate or by a bound.
+        num_considered: valid layouts and batches that were evaluated, by an estimate or by a bound.
         policy: what was left out without judging it, in sentences.
     """
 

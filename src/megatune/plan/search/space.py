@@ -243,8 +243,7 @@ class Space:
             "experts are whole, or cut as the rest of a layer is",
             "the distributed optimizer and its overlaps are on, on GPUs",
             f"virtual stages are left out where a step without them takes at most {CLEARLY:.0%} longer",
-            f"first and last stages of other sizes, and other exchanges of context parallelism (cp_comm_type), are "
-            f"tried for the first {NUM_RESHAPED} layouts",
+            f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
             f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
         )
 

@@ -48,7 +48,7 @@ def _product_seconds(rates: Rates, product: Product) -> float:
     """Return the roofline of tiles and of bytes.
 
     ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b, or of b · a, run in rounds of the multiprocessors; the last round is half
-    full in the mean. So is the last tile of each of the experts that share the rows.
+    full on average. So is the last tile of each of the experts that share the rows.
     """
     rows, columns, depth, _, matrices, grouped = product
     efficiency = rates.efficiency

@@ -212,7 +212,7 @@ def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int
     if len(used) > 1:
         what = f"the run's devices are on {len(used)} machines, of {devices_per_node} devices each"
         fix = "start a Ray cluster on them (`ray start`), and set RAY_ADDRESS; or a device_mapping of one machine"
-        raise MegatuneError(Finding(what, "device_mapping", "this machine alone was given", fix), ExitCode.UNAVAILABLE)
+        raise MegatuneError(Finding(what, "device_mapping", "only this machine was given", fix), ExitCode.UNAVAILABLE)
     gpus = len(visible_gpus())
     highest = max((device % devices_per_node for device in used[0]), default=0)
     if gpus and highest >= gpus:

@@ -78,7 +78,7 @@ def read_progress(checkpoint: Path, fixed: Mapping[str, Any]) -> Progress:
             f"{words} {'are' if words.endswith('s') else 'is'} not what the run began with",
             str(checkpoint),
             f"{progress.fixed.get(name)} then, {fixed[name]} now",
-            "put it back, or begin anew in another output_dir",
+            "put it back, or start a new run in another output_dir",
         )
         for name, words in _FIXED.items()
         if progress.fixed.get(name) != fixed[name]

@@ -205,8 +205,8 @@ def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
     beyond = [path.name for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
     if beyond:
         what = f"{output_dir} holds {', '.join(beyond[-3:])} of an earlier run"
-        why = f"this run begins at step {step}, and the next resume could not tell them from its own"
-        fix = "resume_from_checkpoint: true goes on with that run; another output_dir keeps it"
+        why = f"this run begins at step {step}, and the next resume could not distinguish them from its own"
+        fix = "resume_from_checkpoint: true continues that run; another output_dir keeps it"
         raise MegatuneError(Finding(what, "output_dir", why, fix), ExitCode.CANNOT_WRITE)
 
 

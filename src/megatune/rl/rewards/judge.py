@@ -131,7 +131,7 @@ def read_judgement(said: str, is_number: bool) -> float:
     found = (_SCORE if is_number else _YES_OR_NO).findall(said.rpartition(END_OF_THINK)[2])
     if not found or (is_number and float(found[-1]) > 10):
         expected = "'Score: 0' to 'Score: 10'" if is_number else "YES or NO"
-        raise RewardError(f"expected {expected} of the judge, which says {said[:200]!r}")
+        raise RewardError(f"expected {expected} of the judge, which answered {said[:200]!r}")
     return float(found[-1]) / 10 if is_number else float(found[-1].lower() == "yes")
 
 
@@ -162,9 +162,9 @@ class _Api:
         try:
             said = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
-            raise RewardError(f"{self._url} gives no judgement: {str(reply)[:200]}") from error
+            raise RewardError(f"{self._url} returned no judgement: {str(reply)[:200]}") from error
         if not said:
-            raise RewardError(f"{self._url} gives an empty judgement")
+            raise RewardError(f"{self._url} returned an empty judgement")
         return str(said)
 
 

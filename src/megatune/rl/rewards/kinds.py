@@ -68,7 +68,7 @@ def load_reward(kind: str, function: str | None, arguments: Mapping[str, Any]) -
     if kind == "python":
         return _users(function or "", given)
     if kind not in KINDS:
-        finding = Finding(f"rewards: {kind!r} is no kind of reward", fix=f"one of {', '.join(KINDS)}")
+        finding = Finding(f"rewards: {kind!r} is not a known kind of reward", fix=f"one of {', '.join(KINDS)}")
         raise MegatuneError(finding, ExitCode.SETTINGS)
     library = KINDS[kind].library
     if library is not None and importlib.util.find_spec(library) is None:

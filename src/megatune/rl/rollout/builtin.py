@@ -245,7 +245,7 @@ class BuiltinEngine:
 
     def _check_awake(self) -> None:
         if self._sleeping or self._version is None:
-            why = "it sleeps" if self._sleeping else "its weights have no version: no whole update has come"
+            why = "it sleeps" if self._sleeping else "its weights have no version: no complete update has arrived"
             raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
 
 

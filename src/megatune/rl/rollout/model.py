@@ -32,7 +32,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     folder = find_model(Path(role.model_name_or_path))
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.get_text_config() is not config:
-        why = f"{config.model_type} takes pictures, and rollouts are built for text"
+        why = f"{config.model_type} reads images, and rollouts support text only"
         fix = f"take a language model, or `strategy_name: vllm` for {role.name}"
         finding = Finding("the built-in engine cannot sample from it", str(folder), why, fix)
         raise MegatuneError(finding, ExitCode.INPUT)

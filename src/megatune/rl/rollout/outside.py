@@ -41,7 +41,7 @@ def check_version(engine: str, packages: Sequence[str], tested: str, role: Infer
         raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
     if found != tested and not found.startswith(f"{tested}."):
         what = f"{engine} {found} is installed"
-        why = f"weights are updated as {tested} takes them, and another version may take them wrongly and say nothing"
+        why = f"weights are updated as {tested} takes them, and another version may load them wrongly without an error"
         raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
 
 
@@ -143,7 +143,7 @@ class OutsideEngine(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `RolloutEngine.submit`."""
         if self._version is None:
-            why = "its weights have no version: no whole update has come"
+            why = "its weights have no version: no complete update has arrived"
             raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
         for request in requests:
             sampled = Sampled(request, self._version)

@@ -64,7 +64,7 @@ class SglangEngine(OutsideEngine):
         for name, value in role.system_envs.items():
             os.environ.setdefault(name, value)
         if os.environ.get(_ORIGINAL, "").lower() in ("1", "true"):
-            why = "log-probabilities are to be those at the sampling temperature"
+            why = "log-probabilities must be those at the sampling temperature"
             raise MegatuneError(Finding(f"{_ORIGINAL} is set", role.name, why, "unset it"), ExitCode.SETTINGS)
         import sglang
         from sglang.srt.server_args import ServerArgs

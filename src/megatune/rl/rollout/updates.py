@@ -38,7 +38,7 @@ class Update:
         elif tuple(shape) != expected:
             self._problems.append(f"{name} is {list(shape)}, and {list(expected)} in this model")
         elif name in self._received:
-            self._problems.append(f"{name} came twice")
+            self._problems.append(f"{name} arrived twice")
         else:
             self._received.add(name)
             return True
@@ -52,18 +52,20 @@ class Update:
         """
         problems = list(self._problems)
         if version != self.version:
-            problems.append(f"version {version} is to be used, and version {self.version} came")
+            problems.append(f"version {version} is to be used, and version {self.version} arrived")
         if missing := [name for name in self.expected if name not in self._received]:
-            problems.append(f"{len(missing)} of {len(self.expected)} tensors did not come: {_named(missing)}")
+            problems.append(f"{len(missing)} of {len(self.expected)} tensors did not arrive: {_named(missing)}")
         if len(self._received) != self.num_tensors:
-            problems.append(f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's came")
+            problems.append(
+                f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's arrived"
+            )
         if problems:
             raise MegatuneError(
                 Finding(
-                    f"the update to version {self.version} of the weights is not whole",
+                    f"the update to version {self.version} of the weights is incomplete",
                     "actor_infer",
                     "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])]),
-                    "the engine is of no version now: resume the run from its last checkpoint",
+                    "the engine's weights have no version now: resume the run from its last checkpoint",
                 ),
                 ExitCode.INTERNAL,
             )

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
+from megatune.data.report import counted
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.shown import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
@@ -58,10 +59,12 @@ class Console(Callback):
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
-        epochs = "" if schedule.num_epochs is None else f", {schedule.num_epochs:.3g} epochs"
+        number = schedule.num_epochs
+        epochs = "" if number is None else f", {number:.3g} epoch{'s' * (number != 1)}"
         rows = f" of {schedule.global_batch_size} rows"
         details = f"; details are in {self._details}" if self._details is not None else ""
-        self._print(f"run '{self._run_name}': {schedule.total_steps} steps{rows}{epochs}{resumed}{details}")
+        steps = counted(schedule.total_steps, "step")
+        self._print(f"run '{self._run_name}': {steps}{rows}{epochs}{resumed}{details}")
         if self._console.is_terminal:
             columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
             self._progress = Progress(*columns, console=self._console, expand=True)
@@ -107,7 +110,8 @@ class Console(Callback):
             self._progress.stop()
             self._progress = None
         finished = summary.outcome == "finished"
-        done = f"{summary.total_steps} steps" if finished else f"after step {summary.step} of {summary.total_steps}"
+        whole = counted(summary.total_steps, "step")
+        done = whole if finished else f"after step {summary.step} of {summary.total_steps}"
         self._print(f"{summary.outcome}: {done} in {_duration(summary.seconds)}")
         if summary.best_checkpoint is not None and summary.best_loss is not None:
             self._print(f"best: {summary.best_checkpoint}  eval_loss {summary.best_loss:.4f}")
@@ -134,7 +138,7 @@ def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
     if report.data_seconds > _NOTABLE_WAIT * report.seconds:
         parts.append(f"data {report.data_seconds / report.seconds:.0%}")
     if report.unreadable_pictures:
-        parts.append(f"unreadable pictures {report.unreadable_pictures}")
+        parts.append(f"unreadable media {report.unreadable_pictures}")
     if report.num_skipped:
         parts.append(f"skipped {report.num_skipped}")
     return "  ".join([*parts, f"eta {_duration(report.eta_seconds)}"])
@@ -147,7 +151,7 @@ def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
         parts.append(f"perplexity {report.perplexity:.4g}")
     parts += _metrics(report.metrics)
     if report.unreadable_pictures:
-        parts.append(f"unreadable pictures {report.unreadable_pictures}")
+        parts.append(f"unreadable media {report.unreadable_pictures}")
     return "  ".join([*parts, f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
 
 

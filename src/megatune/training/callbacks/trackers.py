@@ -115,7 +115,7 @@ class TrackerProcess:
             self._write()
         elif not self._has_dropped:
             self._has_dropped = True
-            _logger.warning("%s does not keep up: it gets no numbers until it goes on (%s)", self.name, self._log)
+            _logger.warning("%s does not keep up: it gets no numbers until it catches up (%s)", self.name, self._log)
 
     def finish(self, deadline: float, limit: float) -> None:
         """Wait for the end until the deadline, on the monotonic clock, `limit` seconds after it was asked for."""

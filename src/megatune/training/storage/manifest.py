@@ -131,7 +131,9 @@ def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     known = {MANIFEST_NAME, *(file.name for file in manifest.files)}
     found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     return [
-        f"{name} is not of this checkpoint: remove it" for name in sorted(found - known) if name.endswith(_READ_BY_NAME)
+        f"{name} does not belong to this checkpoint: remove it"
+        for name in sorted(found - known)
+        if name.endswith(_READ_BY_NAME)
     ]
 
 

@@ -37,7 +37,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
     kernels = attention_kernels(capability, backend, dtype, channels, in_runs=attends_in_runs(settings))
     match kernels[0]:
         case "plain":
-            obstacle = f"the flash kernel takes no {dtype} with {channels} channels on {device.name()}"
+            obstacle = f"the flash kernel does not support {dtype} with {channels} channels on {device.name()}"
             return f"plain matrix products: {obstacle}"
         case "varlen":
             return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
@@ -58,8 +58,8 @@ def require(settings: Settings, architecture: Architecture) -> None:
         return
     why = _obstacle(backend, getattr(torch, settings.precision.params_dtype), *_channels(architecture))
     if why:
-        fix = f"write {_KEY}: auto, which takes the fastest kernel that can be had"
-        raise MegatuneError(Finding(f"{_KEY} {backend} cannot be had here", why=why, fix=fix), ExitCode.SETTINGS)
+        fix = f"write {_KEY}: auto, which takes the fastest available kernel"
+        raise MegatuneError(Finding(f"{_KEY} {backend} is not available here", why=why, fix=fix), ExitCode.SETTINGS)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

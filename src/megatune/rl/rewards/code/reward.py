@@ -70,7 +70,7 @@ def read_cases(row: Mapping[str, Any], kind: str) -> list[Case]:
         try:
             cases = json.loads(cases)
         except ValueError as error:
-            raise RewardError(f"test_cases is no JSON: {error}") from error
+            raise RewardError(f"test_cases is not valid JSON: {error}") from error
     if not isinstance(cases, Sequence) or not cases:
         raise RewardError("the row has no test_cases")
     keys = ("assert_code",) if kind in (*FUNCTION_TESTS, "text") else ("stdin", "expected_stdout")
@@ -115,7 +115,7 @@ def _run_case(program: str, kind: str, function: str, case: Case, seconds: float
             arguments = [json.loads(line) for line in _text(case["stdin"]).split("\n")]
             expected = json.loads(_text(case["expected_stdout"]))
         except ValueError as error:
-            raise RewardError(f"stdin and expected_stdout of a function's test are no JSON: {error}") from error
+            raise RewardError(f"stdin and expected_stdout of a function's test are not valid JSON: {error}") from error
         outcome = run_program(Job(program, function=function, calls=[arguments]), "", seconds, walls)
         right = outcome.passed and same_value(outcome.returned[0], expected)
     return "" if right else outcome.failure or OTHER_OUTPUT

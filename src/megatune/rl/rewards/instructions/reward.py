@@ -36,7 +36,7 @@ def is_kept(text: str, rule: object) -> bool:
     try:
         rule = json.loads(rule) if isinstance(rule, str) else rule
     except ValueError as error:
-        raise RewardError(f"ground_truth is no JSON: {error}") from error
+        raise RewardError(f"ground_truth is not valid JSON: {error}") from error
     if not isinstance(rule, Mapping) or rule.get("func_name") not in CHECKS:
         name = rule.get("func_name") if isinstance(rule, Mapping) else rule
         raise RewardError(f"ground_truth names no check: {str(name)[:60]!r}; one of {', '.join(CHECKS)}")
