@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     source, overrides = _split(args.words)
     read = read_file(source, overrides, runs=True)
     settings = read.require_valid()
-    from megatune.config.dialects.roll_yaml import run_yaml
+    from megatune.config.dialects.roll import run_yaml
     from megatune.launch.context import log_path
     from megatune.launch.output import outlive_reader
     from megatune.rl.pipeline.run import start
