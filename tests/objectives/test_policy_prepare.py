@@ -94,9 +94,10 @@ def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: Algo
 
 def test_a_sample_without_a_score_trains_nothing_and_is_in_no_mean() -> None:
     """The others train as if it had not been sampled, whatever its score is."""
-    part = replace(
-        PLAIN, norm_mean_type="group", norm_std_type="running", whiten_advantages=True, length_loss_weight=True
-    )
+    part = AlgorithmSettings(
+        adv_estimator="reinforce", norm_mean_type="group", norm_std_type="running", whiten_advantages=True,
+        length_loss_weight=True,
+    )  # fmt: skip
     left = np.array([number not in (1, 3, 4, 5) for number in range(len(LENGTHS))])  # one of a group, and a whole group
     state, other = AlgorithmState(part), AlgorithmState(part)
     found = prepare(replace(SAMPLES, scores=np.where(left, SCORES, 1e9), failed=~left), part, state)
@@ -152,9 +153,10 @@ def test_whitened_rewards_are_of_the_tokens_of_a_domain() -> None:
     ("kl", lambda d: d), ("abs", abs), ("mse", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d),
 ])  # fmt: skip
 def test_the_penalty_is_of_every_token_and_its_coefficient_moves(kind: Any, of: Any) -> None:
-    part = replace(
-        PLAIN, add_token_level_kl=True, kl_penalty=kind, init_kl_coef=0.3, gamma=0.9, target_kl=0.01, kl_horizon=50
-    )
+    part = AlgorithmSettings(
+        adv_estimator="reinforce", add_token_level_kl=True, kl_penalty=kind, init_kl_coef=0.3, gamma=0.9,
+        target_kl=0.01, kl_horizon=50,
+    )  # fmt: skip
     samples = replace(SAMPLES, old_log_probs=ragged(1, 0.3), reference_log_probs=ragged(2, 0.3))
     state = AlgorithmState(part)
     found = prepare(samples, part, state)

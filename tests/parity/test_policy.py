@@ -33,7 +33,7 @@ GRPO = PolicyObjective(
 )  # fmt: skip
 PPO = PolicyObjective(
     AlgorithmSettings(
-        pg_clip_low=0.1, pg_clip_high=0.1, dual_clip_loss=True, dual_clip=1.2, loss_agg_mode="token-mean",
+        pg_clip=0.1, pg_clip_low=0.1, pg_clip_high=0.1, dual_clip_loss=True, loss_agg_mode="token-mean",
         enable_old_logprobs_recompute=True,
     )
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
@@ -82,7 +82,9 @@ def test_templates_are_rolls_and_ours(tmp_path: Path, tokenizer: PreTrainedToken
     data = data_of(tmp_path, [row, {**row, "tag": "b"}])
 
     def prompts(template: str, **tags: str) -> list[str]:
-        problems = read(replace(data, template="native"), tokenizer, template=template, tag_to_template=tags)
+        problems = read(
+            data.model_copy(update={"template": "native"}), tokenizer, template=template, tag_to_template=tags
+        )
         return [each.prompt for each in problems.all()]
 
     native = prompts("native")[0]
@@ -125,8 +127,8 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
 
 def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [math_row(number, source="ab"[number % 2]) for number in range(6)]
-    data = data_of(tmp_path, rows, sources=("b",), num_samples=2)
-    assert [each.id for each in read(data, tokenizer).all()] == ["1", "3"]
+    data, kept = data_of(tmp_path, rows), DatasetFilter(source=["b"], num_samples=2)
+    assert [each.id for each in read(data, tokenizer, dataset_filter=kept).all()] == ["1", "3"]
 
 
 def test_shares_are_rounded_as_written() -> None:

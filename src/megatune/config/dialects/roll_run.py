@@ -16,7 +16,7 @@ _MODES = {"wandb": ("online", "offline", "disabled"), "swanlab": ("cloud", "loca
 
 
 def run_settings(top: Part, reader: Reader) -> RLRunSettings:
-    """Return the keys of the run, with variables as the environment has them."""
+    """Return the keys of the run, without secrets, and with variables as the environment has them."""
     run = top.of(RLRunSettings)
     copies = run.checkpoint_config
     if copies.type and not copies.output_dir:
@@ -26,7 +26,8 @@ def run_settings(top: Part, reader: Reader) -> RLRunSettings:
     variables, hub = environment(top, reader), run.model_download_type
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"
-    return run.model_copy(update={"system_envs": variables})
+    trackers = run.tracker_kwargs.model_copy(update={"api_key": None})  # `tracker_variables` has it
+    return run.model_copy(update={"system_envs": variables, "tracker_kwargs": trackers})
 
 
 def environment(part: Part, reader: Reader) -> dict[str, str]:
