@@ -291,3 +291,21 @@ def test_a_variable_has_a_name(read):
         "system_envs: 'A=B' is no name of a variable",
         "system_envs: '' is no name of a variable",
     ]
+
+
+def test_what_cannot_be_merged_is_named_and_what_is_no_mapping_loses_nothing(read):
+    found = read(SMALL, "actor_infer.generating_args=[1]")
+    assert [(finding.what, finding.where) for finding in found.findings] == [
+        ("Cannot merge incompatible container types", "actor_infer.generating_args=[1]")
+    ]
+    assert read(SMALL, "~seed.below").settings.run.seed == 42
+    broken = read(SMALL.replace("pretrain: M", "pretrain: ${M"), "exp_name=${nobody} ${other}")
+    said = {finding.where: finding.what for finding in broken.findings}
+    assert said["run.yaml:1"].startswith("'${M'")
+    assert "there is no key nobody" in said["exp_name=${nobody} ${other}"]
+
+
+def test_references_are_those_of_omegaconf(read):
+    found = read(SMALL + "a: {b: 3, c: [1, '${.b}']}\nkey: b\n", "seed=${a.${key}}", "~a.c")
+    assert found.settings is None  # a and key are not ROLL's
+    assert found.tree["seed"].value.data == 3

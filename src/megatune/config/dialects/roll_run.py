@@ -32,7 +32,7 @@ def run_settings(top: Part, reader: Reader) -> RLRunSettings:
 
 def environment(part: Part, reader: Reader) -> dict[str, str]:
     """Write a part's system_envs as variables of the environment have them."""
-    written = part.of(RoleSettings if part.name else RLRunSettings).system_envs
+    written = part.of(RoleSettings).system_envs if part.name else part.of(RLRunSettings).system_envs
     said = {str(key): str(value) for key, value in written.items() if value is not None}
     for name in said:
         if not is_variable(name):

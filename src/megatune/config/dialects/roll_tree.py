@@ -33,7 +33,7 @@ _FAULTS = (
     (r"Interpolation key '(.*)' not found", "there is no key {0}", "write {0}, or the value here"),
     (r"Environment variable '(.*)' not found", "the variable {0} is not set", "set it"),
     (r"Unsupported interpolation type", "it is computed by a resolver that is not known", "write the value"),
-    (r"Recursive interpolation", "it refers to itself", "write the value in one of the places"),
+    (r"Recursive interpolation|Interpolation to parent", "it refers to itself", "write the value in one of the places"),
     (r"Missing mandatory value", "the value is missing", "write it"),
     (r"([^\n]*)", "{0}", "write ${{KEY}}, ${{oc.env:NAME}}, or the value"),
 )
@@ -108,10 +108,10 @@ def _composed(
     reading.findings += findings
     document = _Document(name, reading)
     own = document.mapping(node, ()) if node is not None else {}
-    entries, listed = document.entries, document.entries.get(("defaults",))
+    own.pop("defaults", None)
+    entries, listed = document.entries, document.entries.pop(("defaults",), None)
     if listed is None or not isinstance(listed.value.data, list):
         return own, entries
-    del own["defaults"], entries[("defaults",)]
     data: dict[str, Any] = {}
     places: dict[Key, SettingEntry] = {}
     names = listed.value.data
@@ -284,11 +284,11 @@ class _Resolver:
         from omegaconf.errors import OmegaConfBaseException
 
         found: Tree = {}
-        for name in config:
+        for name in map(str, config):
             self.left -= 1
             if self.left < 0:
                 break
-            key = (*above, str(name))
+            key = (*above, name)
             own = entries.get(key)
             entry = replace(own or at or SettingEntry("", Value(None), "", ""), key=".".join(key))
             is_reference = OmegaConf.is_interpolation(config, name)
@@ -298,7 +298,7 @@ class _Resolver:
                 value = config[name]
                 if isinstance(value, DictConfig):
                     inner: Mapping[Key, SettingEntry] = {} if is_reference else entries
-                    found[str(name)] = self.tree(value, key, inner, entry if is_reference else at)
+                    found[name] = self.tree(value, key, inner, entry if is_reference else at)
                     continue
                 if isinstance(value, ListConfig):
                     value = OmegaConf.to_container(value, resolve=True)
@@ -306,7 +306,7 @@ class _Resolver:
                 self._find(entry, error)
                 value = None
             is_own = own is not None and "${" not in str(own.value.data)
-            found[str(name)] = entry if is_own else replace(entry, value=_value(value))
+            found[name] = entry if is_own else replace(entry, value=_value(value))
         return found
 
     def _find(self, entry: SettingEntry, error: Exception) -> None:

@@ -31,7 +31,7 @@ def keys_of(group: type[Group]) -> dict[str, SettingInfo]:
 
 def mappings_of(group: type[Group]) -> dict[str, type[Group]]:
     """Return the groups that stand below keys of a group."""
-    found = {name: field.annotation for name, field in group.model_fields.items()}
+    found: dict[str, Any] = {name: field.annotation for name, field in group.model_fields.items()}
     return {name: kind for name, kind in found.items() if _is_group(kind)}
 
 
