@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatune.config.load import load
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
-    AlgorithmPart,
     InferRole,
     ModelRole,
-    PromptData,
     RLSettings,
-    RolloutPart,
-    RunPart,
 )
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.rl.answer import RLAnswer, plan_rl
@@ -98,7 +98,7 @@ ROWS = (
 def question_of(row: RLRow) -> RLQuestion:
     """Return what is planned of a row: packed rows as long as the longest sample, a reference, one update a step."""
     tp, cp, ep, pp = row.layout
-    trainers = tuple(range(row.rollouts, row.gpus))
+    trainers = [*range(row.rollouts, row.gpus)]
     keys = {
         "bf16": True, "tensor_model_parallel_size": tp, "context_parallel_size": cp, "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1,
@@ -109,19 +109,25 @@ def question_of(row: RLRow) -> RLQuestion:
     packed = {"packed_tokens_train": row.longest, "packed_tokens_forward": 2 * row.longest}
     lengths = Lengths(_PROMPT, row.longest - _PROMPT, _PROMPT, row.mean - _PROMPT)
     infer = InferRole(
-        tuple(range(row.rollouts or row.gpus)), row.model, "vllm", devices_per_engine=row.engine,
+        device_mapping=[*range(row.rollouts or row.gpus)], model_name_or_path=row.model, engine="vllm",
+        devices_per_engine=row.engine,
         config={"gpu_memory_utilization": row.share, "max_num_seqs": 1024},
     )  # fmt: skip
     model = find_model(row.model)
     rl = RLSettings(
-        run=RunPart(),
-        rollout=RolloutPart(
-            row.prompts, row.group, _PROMPT, row.longest, max_running_requests=10**6, async_generation_ratio=row.off
+        run=RLRunSettings(),
+        rollout=RolloutSettings(
+            rollout_batch_size=row.prompts,
+            num_return_sequences_in_group=row.group,
+            prompt_length=_PROMPT,
+            sequence_length=row.longest,
+            max_running_requests=10**6,
+            async_generation_ratio=float(row.off),
         ),
-        algorithm=AlgorithmPart(enable_reference=True, recompute_old_log_probs=True),
+        algorithm=AlgorithmSettings(enable_reference=True, enable_old_logprobs_recompute=True),
         data=PromptData(),
-        actor_train=ModelRole("actor_train", trainers, settings, training=True, **packed),
-        reference=ModelRole("reference", trainers, settings, **packed),
+        actor_train=ModelRole(name="actor_train", device_mapping=trainers, settings=settings, training=True, **packed),
+        reference=ModelRole(name="reference", device_mapping=trainers, settings=settings, **packed),
         actor_infer=infer,
         rewards={},
     )

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.roll import ReadRL, is_rl_file, read_roll
-from megatune.config.dialects.roll_devices import read_devices
-from megatune.config.dialects.roll_yaml import run_yaml
+from megatune.config.dialects.roll import ReadRL, is_rl_file, read_roll, run_yaml
+from megatune.config.dialects.roll_reader import read_devices
 
 FILES = Path(__file__).with_name("roll_files")
 STRATEGY = "actor_train.strategy_args.strategy_config"
@@ -74,21 +73,21 @@ def test_small_file(read):
     settings = found.settings
     assert found.findings == ()
     assert settings is not None
-    assert settings.data.domain_shares == {"math": 1.0}
+    assert settings.data.domain_interleave_probs == {"math": 1.0}
     assert settings.algorithm.norm_mean_type == settings.algorithm.norm_std_type == "group"
-    assert settings.actor_infer.generating.max_new_tokens == 64
-    assert settings.actor_infer.generating.top_k == 0
+    assert settings.actor_infer.generating_args.max_new_tokens == 64
+    assert settings.actor_infer.generating_args.top_k == 0
     engine = settings.actor_train.settings
     assert (engine.precision.bf16, engine.data.cutoff_len, engine.run.num_processes) == (True, 96, 2)
     assert engine.optimizer.max_steps == 500 * 16 // 16
-    assert not settings.algorithm.recompute_old_log_probs
+    assert not settings.algorithm.enable_old_logprobs_recompute
 
 
 def test_the_engine_tells_the_experts_that_training_replays(read):
     packed = ("actor_train.use_sequence_packing=true", f"{PACKED}=96", "actor_train.router_replay.mode=R3")
     found = read(SMALL, *packed)
     assert found.findings == ()
-    assert found.settings.actor_train.router_replay
+    assert found.settings.actor_train.replays_routing
     assert found.settings.actor_infer.return_routing
     assert not read(SMALL).settings.actor_infer.return_routing
     vllm = read(SMALL.replace("builtin", "vllm"), *packed)
@@ -213,7 +212,7 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert idle.settings.reference is None
     assert "reference is not loaded" in "\n".join(idle.lines)
     assert read(SMALL + reference, "use_kl_loss=true").settings.reference.name == "reference"
-    assert read(SMALL + reference, "add_token_level_kl=true").settings.algorithm.recompute_old_log_probs
+    assert read(SMALL + reference, "add_token_level_kl=true").settings.algorithm.enable_old_logprobs_recompute
     adapters = read(SMALL + reference, "use_kl_loss=true", "actor_train.model_args.lora_target=all-linear")
     assert adapters.settings.reference is None
     assert adapters.settings.algorithm.enable_reference
@@ -292,3 +291,21 @@ def test_a_variable_has_a_name(read):
         "system_envs: 'A=B' is no name of a variable",
         "system_envs: '' is no name of a variable",
     ]
+
+
+def test_what_cannot_be_merged_is_named_and_what_is_no_mapping_loses_nothing(read):
+    found = read(SMALL, "actor_infer.generating_args=[1]")
+    assert [(finding.what, finding.where) for finding in found.findings] == [
+        ("Cannot merge incompatible container types", "actor_infer.generating_args=[1]")
+    ]
+    assert read(SMALL, "~seed.below").settings.run.seed == 42
+    broken = read(SMALL.replace("pretrain: M", "pretrain: ${M"), "exp_name=${nobody} ${other}")
+    said = {finding.where: finding.what for finding in broken.findings}
+    assert said["run.yaml:1"].startswith("'${M'")
+    assert "there is no key nobody" in said["exp_name=${nobody} ${other}"]
+
+
+def test_references_are_those_of_omegaconf(read):
+    found = read(SMALL + "a: {b: 3, c: [1, '${.b}']}\nkey: b\n", "seed=${a.${key}}", "~a.c")
+    assert found.settings is None  # a and key are not ROLL's
+    assert found.tree["seed"].value.data == 3

@@ -42,3 +42,25 @@ def test_an_anchor_inside_itself_and_common_anchors_are_no_bombs(tmp_path: Path)
     assert not load(path).findings
     path.write_text("dataset: &names [*names]\n")
     assert any("nested too deeply" in f"{finding}" for finding in load(path).findings)
+
+
+_DOUBLED = "\n".join(["a0: x", *(f"a{depth}: ${{a{depth - 1}}}${{a{depth - 1}}}" for depth in range(1, 60))])
+_BRANCHES = "\n".join([
+    "a0: {x: 1}", *(f"a{depth}: {{x: '${{a{depth - 1}}}', y: '${{a{depth - 1}}}'}}" for depth in range(1, 60)),
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (_DOUBLED, "values, its references written out"),
+        (_BRANCHES, "values, its references written out"),
+        ("a: &a {b: *a}", "nested too deeply"),
+        ("a: ${b}\nb: {c: '${a}'}", "it refers to itself"),
+    ],
+    ids=["texts", "mappings", "an anchor in itself", "a circle"],
+)
+def test_references_without_end_are_told_at_once(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert any(said in finding.what for finding in read_roll(path).findings)

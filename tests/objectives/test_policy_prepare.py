@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatune.config.rl.settings import AlgorithmPart, CorrectionFilter, IsWeight
+from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
 from megatune.objectives.policy.prepare import AlgorithmState, prepare
 from megatune.objectives.policy.samples import Prepared, StepSamples
 
@@ -32,10 +32,10 @@ SAMPLES = StepSamples(
     at_limit=np.array(LENGTHS) >= LIMIT, difficulty=np.linspace(-0.2, 1.2, len(LENGTHS)),
     rollout_log_probs=ragged(0), values=ragged(3),
 )  # fmt: skip
-PLAIN = AlgorithmPart(adv_estimator="reinforce")
+PLAIN = AlgorithmSettings(adv_estimator="reinforce")
 
 
-def run(part: AlgorithmPart, samples: StepSamples = SAMPLES, **options: Any) -> Prepared:
+def run(part: AlgorithmSettings, samples: StepSamples = SAMPLES, **options: Any) -> Prepared:
     return prepare(samples, part, AlgorithmState(part), **options)
 
 
@@ -71,14 +71,14 @@ def expected_rewards(name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("grpo", AlgorithmPart(adv_estimator="grpo", norm_mean_type="batch")),
-        ("rloo", AlgorithmPart(adv_estimator="rloo")),
-        ("dr_grpo", replace(PLAIN, norm_mean_type="group")),
-        ("batch", replace(PLAIN, norm_mean_type="batch", norm_std_type="batch")),
-        ("group std alone", replace(PLAIN, norm_std_type="group")),
+        ("grpo", AlgorithmSettings(adv_estimator="grpo", norm_mean_type="batch")),
+        ("rloo", AlgorithmSettings(adv_estimator="rloo")),
+        ("dr_grpo", PLAIN.model_copy(update={"norm_mean_type": "group"})),
+        ("batch", PLAIN.model_copy(update={"norm_mean_type": "batch", "norm_std_type": "batch"})),
+        ("group std alone", PLAIN.model_copy(update={"norm_std_type": "group"})),
     ],
 )
-def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: AlgorithmPart) -> None:
+def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: AlgorithmSettings) -> None:
     found = run(part)
     close(found.advantages, expected_rewards(name))
     close(found.mask, [1.0] * len(LENGTHS))
@@ -94,9 +94,10 @@ def test_rewards_of_samples_are_advantages_of_their_tokens(name: str, part: Algo
 
 def test_a_sample_without_a_score_trains_nothing_and_is_in_no_mean() -> None:
     """The others train as if it had not been sampled, whatever its score is."""
-    part = replace(
-        PLAIN, norm_mean_type="group", norm_std_type="running", whiten_advantages=True, length_loss_weight=True
-    )
+    part = AlgorithmSettings(
+        adv_estimator="reinforce", norm_mean_type="group", norm_std_type="running", whiten_advantages=True,
+        length_loss_weight=True,
+    )  # fmt: skip
     left = np.array([number not in (1, 3, 4, 5) for number in range(len(LENGTHS))])  # one of a group, and a whole group
     state, other = AlgorithmState(part), AlgorithmState(part)
     found = prepare(replace(SAMPLES, scores=np.where(left, SCORES, 1e9), failed=~left), part, state)
@@ -118,7 +119,7 @@ def test_a_sample_without_a_score_trains_nothing_and_is_in_no_mean() -> None:
 
 
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
-    found = run(AlgorithmPart(adv_estimator="reinforce_plus_plus"))
+    found = run(AlgorithmSettings(adv_estimator="reinforce_plus_plus"))
     centered = expected_rewards("dr_grpo")
     expected = []
     for number, length in enumerate(LENGTHS):
@@ -135,7 +136,7 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_a_domain() -> None:
 
 def test_whitened_rewards_are_of_the_tokens_of_a_domain() -> None:
     """A response's score is the reward of its last token, and the others' is 0; both are whitened, then discounted."""
-    found = run(replace(PLAIN, whiten_rewards=True, gamma=0.9))
+    found = run(PLAIN.model_copy(update={"whiten_rewards": True, "gamma": 0.9}))
     tokens = [[0.0] * (length - 1) + [score] for length, score in zip(LENGTHS, SCORES, strict=True)]
     expected = []
     for number, own in enumerate(tokens):
@@ -152,9 +153,10 @@ def test_whitened_rewards_are_of_the_tokens_of_a_domain() -> None:
     ("kl", lambda d: d), ("abs", abs), ("mse", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d),
 ])  # fmt: skip
 def test_the_penalty_is_of_every_token_and_its_coefficient_moves(kind: Any, of: Any) -> None:
-    part = replace(
-        PLAIN, add_token_level_kl=True, kl_penalty=kind, init_kl_coef=0.3, gamma=0.9, target_kl=0.01, kl_horizon=50
-    )
+    part = AlgorithmSettings(
+        adv_estimator="reinforce", add_token_level_kl=True, kl_penalty=kind, init_kl_coef=0.3, gamma=0.9,
+        target_kl=0.01, kl_horizon=50,
+    )  # fmt: skip
     samples = replace(SAMPLES, old_log_probs=ragged(1, 0.3), reference_log_probs=ragged(2, 0.3))
     state = AlgorithmState(part)
     found = prepare(samples, part, state)
@@ -176,7 +178,7 @@ def test_the_penalty_is_of_every_token_and_its_coefficient_moves(kind: Any, of: 
 
 
 def test_advantages_of_the_critic_are_sums_of_its_errors() -> None:
-    part = AlgorithmPart(adv_estimator="gae", gamma=0.95, lambd=0.9, max_len_mask=True)
+    part = AlgorithmSettings(adv_estimator="gae", gamma=0.95, lambd=0.9, max_len_mask=True)
     found = run(part)
     advantages, returns = [], []
     for number, values in enumerate(ragged(3)):
@@ -193,7 +195,7 @@ def test_advantages_of_the_critic_are_sums_of_its_errors() -> None:
 
 
 def test_samples_that_do_not_train_are_in_no_mean() -> None:
-    part = AlgorithmPart(
+    part = AlgorithmSettings(
         adv_estimator="grpo", max_len_mask=True, difficulty_mask=True, difficulty_high_threshold=0.95,
         error_max_len_clip=True, error_max_len_threshold=3, difficulty_loss_weight=True, length_loss_weight=True,
         whiten_advantages=True, advantage_clip=0.8,
@@ -222,15 +224,15 @@ def test_samples_that_do_not_train_are_in_no_mean() -> None:
 
 @pytest.mark.parametrize("level", ["token", "geometric", "segment", "sequence"])
 def test_the_correction_weighs_and_filters(level: Any) -> None:
-    part = replace(
-        PLAIN,
-        train_infer_is_weight=IsWeight(enabled=True, weight_type=level, upper_bound=1.1),
-        train_infer_filters=(
+    correction = TrainInferCorrection(
+        is_weight=IsWeight(enabled=True, weight_type=level, upper_bound=1.1),
+        filters=[
             CorrectionFilter(enabled=True, agg_type=level, ratio_low=0.9, ratio_high=1.2),
             CorrectionFilter(enabled=False, ratio_high=0.0),
             CorrectionFilter(enabled=True, ratio_enabled=False, diff_enabled=True, diff_low=-0.05, diff_high=0.05),
-        ),
+        ],
     )
+    part = PLAIN.model_copy(update={"train_infer_correction": correction})
     old = [a + 0.15 * b for a, b in zip(ragged(0), ragged(5), strict=True)]
     found = run(part, replace(SAMPLES, old_log_probs=old))
     weights, masks = [], []
@@ -253,18 +255,18 @@ def test_teachers_teach_their_samples() -> None:
     nothing = np.zeros(0, np.float32)
     one = [each if domain == "math" else nothing for each, domain in zip(ragged(7), DOMAINS, strict=True)]
     samples = replace(SAMPLES, teachers={"one": one, "all": ragged(8)})
-    pure = AlgorithmPart(is_pure_opd=True)
+    pure = AlgorithmSettings(is_pure_opd=True)
     expected = []
     for mine, first, every in zip(ragged(0), one, ragged(8), strict=True):
         penalty = 0.5 * (mine - every)
         expected.append(-(penalty + 2 * (mine - first)) if len(first) else -penalty)
     close(run(pure, samples, opd_coefs={"one": 2.0, "all": 0.5}).advantages, expected)
-    mixed = run(replace(PLAIN, use_opd=True), samples, opd_coefs={"one": 2.0, "all": 0.5})
+    mixed = run(PLAIN.model_copy(update={"use_opd": True}), samples, opd_coefs={"one": 2.0, "all": 0.5})
     close(mixed.advantages, [each + score for each, score in zip(expected, SCORES, strict=True)])
 
 
 def test_running_moments_are_of_all_steps_and_come_back() -> None:
-    part = replace(PLAIN, norm_mean_type="running", norm_std_type="running", reward_clip=1.2)
+    part = PLAIN.model_copy(update={"norm_mean_type": "running", "norm_std_type": "running", "reward_clip": 1.2})
     state = AlgorithmState(part)
     prepare(SAMPLES, part, state)
     resumed = AlgorithmState(part)
@@ -281,11 +283,11 @@ def test_running_moments_are_of_all_steps_and_come_back() -> None:
 @pytest.mark.parametrize(
     ("part", "what"),
     [
-        (AlgorithmPart(), "adv_estimator: gae: there are no values"),
-        (replace(PLAIN, add_token_level_kl=True), "reference"),
-        (replace(PLAIN, use_opd=True), "teacher"),
+        (AlgorithmSettings(), "adv_estimator: gae: there are no values"),
+        (PLAIN.model_copy(update={"add_token_level_kl": True}), "reference"),
+        (PLAIN.model_copy(update={"use_opd": True}), "teacher"),
     ],
 )
-def test_what_is_missing_is_named(part: AlgorithmPart, what: str) -> None:
+def test_what_is_missing_is_named(part: AlgorithmSettings, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         run(part, replace(SAMPLES, values=None))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from megatune.config.groups.run import RunSettings
-from megatune.config.rl.settings import AlgorithmPart, CorrectionFilter, IsWeight
+from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.objectives.policy.value import ValueObjective
 from megatune.verify.reference import load_reference_model
@@ -25,30 +25,32 @@ from megatune.verify.reference import load_reference_model
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EVERY = {**EXPERT_LAYOUTS, **LAYOUTS, **SEQUENCE_LAYOUTS, "dp2, overlaps": Layout(2, OVERLAPS)}
 GRPO = PolicyObjective(
-    AlgorithmPart(
+    AlgorithmSettings(
         adv_estimator="grpo", pg_clip_low=0.1, pg_clip_high=0.14, use_kl_loss=True, kl_loss_coef=0.3,
-        entropy_loss_coef=0.05, recompute_old_log_probs=True,
+        entropy_loss_coef=0.05, enable_old_logprobs_recompute=True,
     ),
     temperature=0.8,
 )  # fmt: skip
 PPO = PolicyObjective(
-    AlgorithmPart(
-        pg_clip_low=0.1, pg_clip_high=0.1, dual_clip_loss=True, dual_clip=1.2, loss_agg_mode="token-mean",
-        recompute_old_log_probs=True,
+    AlgorithmSettings(
+        pg_clip=0.1, pg_clip_low=0.1, pg_clip_high=0.1, dual_clip_loss=True, loss_agg_mode="token-mean",
+        enable_old_logprobs_recompute=True,
     )
 )  # fmt: skip
 GSPO = PolicyObjective(
-    AlgorithmPart(
+    AlgorithmSettings(
         pg_clip_low=0.1, pg_clip_high=0.14, importance_sampling="seq", loss_agg_mode="seq-mean-token-sum",
-        recompute_old_log_probs=True,
+        enable_old_logprobs_recompute=True,
     )
 )  # fmt: skip
 # What is left to the update: old log-probabilities are its own, and the rollout engine's are corrected for.
 CORRECTED = PolicyObjective(
-    AlgorithmPart(
+    AlgorithmSettings(
         loss_agg_mode="seq-mean-token-sum-norm",
-        train_infer_is_weight=IsWeight(enabled=True, weight_type="sequence", upper_bound=1.3),
-        train_infer_filters=(CorrectionFilter(enabled=True, agg_type="geometric", ratio_low=0.95, ratio_high=1.2),),
+        train_infer_correction=TrainInferCorrection(
+            is_weight=IsWeight(enabled=True, weight_type="sequence", upper_bound=1.3),
+            filters=[CorrectionFilter(enabled=True, agg_type="geometric", ratio_low=0.95, ratio_high=1.2)],
+        ),
     ),
     variant="topr", topr_positive_weight=0.7, norm_length=20, samples=7,
 )  # fmt: skip
@@ -134,7 +136,7 @@ def expect(model: Any, responses: list[Response], objective: PolicyObjective) ->
         case _:
             loss = torch.stack([each.sum() for each in sums]).sum() / 20
     metrics = {"actor/entropy": torch.cat(of_entropies).mean().item()}
-    if objective.settings.recompute_old_log_probs:
+    if objective.settings.enable_old_logprobs_recompute:
         metrics["actor/policykl"] = torch.cat(log_ratios).mean().item()
         if objective is not GSPO:
             ratios, part = torch.cat(log_ratios).exp(), objective.settings

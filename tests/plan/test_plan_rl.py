@@ -79,7 +79,8 @@ def test_two_of_three_published_steps_lie_within_what_every_plan_says() -> None:
 def test_a_judge_on_devices_of_a_trainer_leaves_them_while_it_trains() -> None:
     question = question_of(APART)
     settings = question.settings
-    judge = replace(settings.actor_infer, name="reward_model", devices=settings.actor_train.devices)
+    where = settings.actor_train.device_mapping
+    judge = settings.actor_infer.model_copy(update={"name": "reward_model", "device_mapping": where})
     models = {**question.models, "reward_model": question.models["actor_infer"]}
     beside = tuple(device + 1000 for device in judge.devices)
     shared, alone = (
@@ -88,7 +89,7 @@ def test_a_judge_on_devices_of_a_trainer_leaves_them_while_it_trains() -> None:
             for role in shares(replace(question, settings=replace(settings, reward_model=each), models=models))
             if role.role == "reward_model"
         )
-        for each in (judge, replace(judge, devices=beside))
+        for each in (judge, judge.model_copy(update={"device_mapping": [*beside]}))
     )
     assert shared.parts[TRAIN].keys() == {"framework"}
     assert shared.parts[SAMPLE]["weights"] == shared.offloaded > 0
@@ -170,12 +171,14 @@ def test_the_advice_makes_it_fit() -> None:
 
 def test_fewer_rows_at_once_are_advised_where_a_forward_pass_does_not_fit() -> None:
     question = question_of(ROWS[0])
-    reference = replace(question.settings.reference, packed_tokens_forward=None, infer_batch_size=512)  # type: ignore[type-var]
+    assert question.settings.reference is not None
+    changes = {"packed_tokens_forward": None, "infer_batch_size": 512}
+    reference = question.settings.reference.model_copy(update=changes)
     found = plan_rl(replace(question, settings=replace(question.settings, reference=reference)))
     assert found.fullest[1] == REFERENCE_PASS
     (text,) = advice(found)
     size = int(text.split("infer_batch_size: ")[1].split(":")[0])
-    fewer = replace(question.settings, reference=replace(reference, infer_batch_size=size))
+    fewer = replace(question.settings, reference=reference.model_copy(update={"infer_batch_size": size}))
     assert plan_rl(replace(question, settings=fewer)).fits
 
 

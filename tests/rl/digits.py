@@ -13,16 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import LoggingSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
-    AlgorithmPart,
-    Generating,
     InferRole,
     ModelRole,
-    PromptData,
     RewardRole,
     RLSettings,
-    RolloutPart,
-    RunPart,
 )
 from megatune.config.settings import Settings
 from megatune.rl.samples import Problem
@@ -87,7 +86,7 @@ def settings(
         logging=LoggingSettings(report_to=["none"]),
     )
     parts: dict[str, Any] = {
-        "run": RunPart(
+        "run": RLRunSettings(
             exp_name="digits",
             output_dir=str(output),
             max_steps=steps,
@@ -95,17 +94,29 @@ def settings(
             logging_steps=10,
             system_envs={"OMP_NUM_THREADS": "1"},
         ),
-        "rollout": RolloutPart(10, 8, PROMPT, PROMPT + RESPONSE),
-        "algorithm": AlgorithmPart(
+        "rollout": RolloutSettings(
+            rollout_batch_size=10,
+            num_return_sequences_in_group=8,
+            prompt_length=PROMPT,
+            sequence_length=PROMPT + RESPONSE,
+        ),
+        "algorithm": AlgorithmSettings(
             adv_estimator="grpo",
             norm_mean_type="group",
             norm_std_type="group",
             loss_agg_mode="token-mean",
             init_kl_coef=0.0,
         ),
-        "data": PromptData(domain_shares={"digits": 1.0}),
-        "actor_train": ModelRole("actor_train", devices, engine, training=True, infer_batch_size=80),
-        "actor_infer": InferRole((0,), str(model), dtype="fp32", generating=Generating(1.0, 1.0, 0, RESPONSE)),
+        "data": PromptData(domain_interleave_probs={"digits": 1.0}),
+        "actor_train": ModelRole(
+            name="actor_train", device_mapping=[*devices], settings=engine, training=True, infer_batch_size=80
+        ),
+        "actor_infer": InferRole(
+            device_mapping=[0],
+            model_name_or_path=str(model),
+            dtype="fp32",
+            generating_args=Generating(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=RESPONSE),
+        ),
         "rewards": {
             "digits": RewardRole("digits", "python", ("digits",), function="tests.rl.digits_reward:repeats"),
         },

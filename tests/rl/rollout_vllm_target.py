@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatune.config.rl.settings import Generating, InferRole
+from megatune.config.rl.rollout import Generating
+from megatune.config.rl.settings import InferRole
 from megatune.errors import MegatuneError
 from megatune.rl.rollout.gap import Gap, check_gap, log_prob_gap
 from megatune.rl.rollout.load import load_engine
@@ -79,7 +80,8 @@ def check(engine: Any, folder: Path) -> None:
 def main(first: Path, second: Path, *, is_dense: bool) -> None:
     """Check everything in one process, since vLLM takes long to start; of a model with experts updates alone."""
     role = InferRole(
-        (0,), str(first), engine="vllm", dtype="fp32", generating=Generating(temperature=TEMPERATURE),
+        device_mapping=[0], model_name_or_path=str(first), engine="vllm", dtype="fp32",
+        generating_args=Generating(temperature=TEMPERATURE),
         config={"enforce_eager": True},
     )  # fmt: skip
     engine = load_engine(role, seed=1, max_running=8, context=128)

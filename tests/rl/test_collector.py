@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatune.config.rl.settings import Generating, GroupFilter
+from megatune.config.rl.data import GroupFilter
+from megatune.config.rl.rollout import Generating
 from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
 from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of, with_samples
@@ -18,7 +19,11 @@ from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.validation import pass_at_k, validation_metrics
 from megatune.rl.samples import Problem, Request, Response
 
-SAMPLING = Sampling(Generating(1.0, 1.0, 0), seed=1, response_length=8)
+SAMPLING = Sampling(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
+
+
+def _filter(kind: Any, **bounds: float) -> GroupFilter:
+    return GroupFilter(type=kind, filter_args=bounds)
 
 
 class Engines:
@@ -82,7 +87,7 @@ def _problem(domain: str, index: int) -> Problem:
 
 def _collector(engines: Engines, scores: Scores, max_running: int = 5, **changes: Any) -> Collector:
     sampler = Sampler(engines, SAMPLING, max_running)
-    filters = {"a": GroupFilter("std_filter", std_threshold=0.0), "b": GroupFilter()}
+    filters = {"a": _filter("std_filter", std_threshold=0.0), "b": GroupFilter()}
     return Collector(sampler, scores, _problem, {"a": 3, "b": 1}, filters, 2, **changes)
 
 
@@ -172,7 +177,7 @@ def test_an_engine_has_so_many_requests_in_flight_and_most_of_a_group() -> None:
 
 def test_a_run_that_drops_every_group_ends() -> None:
     sampler = Sampler(Engines(), SAMPLING, 8)
-    never = {"a": GroupFilter("mean_filter", threshold_down=1e9)}
+    never = {"a": _filter("mean_filter", threshold_down=1e9)}
     collector = Collector(sampler, Scores(), _problem, {"a": 2}, never, 2)
     with pytest.raises(MegatuneError, match="drops nearly every group"):
         _step(collector)
@@ -181,14 +186,18 @@ def test_a_run_that_drops_every_group_ends() -> None:
 @pytest.mark.parametrize(
     ("rule", "scores", "kept"),
     [
-        (GroupFilter("mean_filter", 0.9, 0.1), [1, 0], True),
-        (GroupFilter("mean_filter", 0.9, 0.5), [1, 0], False),  # at a bound
-        (GroupFilter("std_filter", std_threshold=0), [1, 1], False),
-        (GroupFilter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
-        (GroupFilter("mean_filter", 0.9, 0.1), [1], True),  # a single sample
-        (GroupFilter("std_filter", std_threshold=0), [1, 1, None], False),  # None: its reward failed
-        (GroupFilter("mean_filter", 0.9, 0.5), [1, 0.4, None], True),
-        (GroupFilter("mean_filter", 0.9, 0.1), [0.5, None], False),  # one is compared with nothing
+        (_filter("mean_filter", threshold_up=0.9, threshold_down=0.1), [1, 0], True),
+        (_filter("mean_filter", threshold_up=0.9, threshold_down=0.5), [1, 0], False),  # at a bound
+        (_filter("std_filter", std_threshold=0), [1, 1], False),
+        (_filter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
+        (_filter("mean_filter", threshold_up=0.9, threshold_down=0.1), [1], True),  # a single sample
+        (_filter("std_filter", std_threshold=0), [1, 1, None], False),  # None: its reward failed
+        (_filter("mean_filter", threshold_up=0.9, threshold_down=0.5), [1, 0.4, None], True),
+        (
+            _filter("mean_filter", threshold_up=0.9, threshold_down=0.1),
+            [0.5, None],
+            False,
+        ),
     ],
 )
 def test_filters(rule: GroupFilter, scores: list[float | None], kept: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatune.config.rl.settings import PromptData, RewardRole
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import DatasetFilter
+from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
@@ -48,7 +49,7 @@ def data_of(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Prompt
     listed = [dict.fromkeys(columns) | row | {"messages": json.loads(row["messages"])} for row in rows[half:]]
     table = pyarrow.Table.from_pylist([{**row, "ground_truth": str(row["ground_truth"])} for row in listed])
     pyarrow.parquet.write_table(table, folder / "b.parquet")
-    return PromptData((str(folder / "a.jsonl"), str(folder / "b.parquet")), messages="messages", **settings)
+    return PromptData(file_name=[str(folder / "a.jsonl"), str(folder / "b.parquet")], messages="messages", **settings)
 
 
 def read(data: PromptData, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Problems:
@@ -58,7 +59,7 @@ def read(data: PromptData, tokenizer: PreTrainedTokenizerBase, **options: Any) -
 def test_rows_become_problems_of_domains(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [math_row(0), math_row(1, "strange"), code_row(2), math_row(3, question="long " * 900),
             math_row(4, domain="code", test_cases="[1]"), math_row(5, domain="other")]  # fmt: skip
-    data = data_of(tmp_path, rows, domain_shares={"code": 0.25, "math_rule": 0.75})
+    data = data_of(tmp_path, rows, domain_interleave_probs={"code": 0.25, "math_rule": 0.75})
     problems = read(data, tokenizer)
     assert {domain: [each.id for each in problems.by_domain[domain]] for domain in problems.by_domain} == {
         "code": ["2", "4"],
@@ -81,7 +82,9 @@ def test_templates_are_rolls_and_ours(tmp_path: Path, tokenizer: PreTrainedToken
     data = data_of(tmp_path, [row, {**row, "tag": "b"}])
 
     def prompts(template: str, **tags: str) -> list[str]:
-        problems = read(replace(data, template="native"), tokenizer, template=template, tag_to_template=tags)
+        problems = read(
+            data.model_copy(update={"template": "native"}), tokenizer, template=template, tag_to_template=tags
+        )
         return [each.prompt for each in problems.all()]
 
     native = prompts("native")[0]
@@ -99,7 +102,7 @@ def test_templates_are_rolls_and_ours(tmp_path: Path, tokenizer: PreTrainedToken
 
 def test_a_prompt_column_is_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "a.csv").write_text("prompt,ground_truth\n1+1=,2\n", encoding="utf-8")
-    (problem,) = read(PromptData((str(tmp_path / "a.csv"),)), tokenizer).all()
+    (problem,) = read(PromptData(file_name=[str(tmp_path / "a.csv")]), tokenizer).all()
     assert problem.prompt == "1+1="
     assert tokenizer.decode(problem.prompt_ids) == f"{tokenizer.bos_token}1+1="
     assert problem.id.endswith("a.csv:2")
@@ -109,14 +112,14 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
     bad = [math_row(0), math_row(1, ground_truth=""), {**code_row(2), "test_cases": ""}, math_row(3, messages="[1]")]
     lines = [*map(json.dumps, bad), "{", json.dumps({"tag": "aime", "ground_truth": "1"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    data = PromptData((str(tmp_path / "a.jsonl"),), messages="messages")
+    data = PromptData(file_name=[str(tmp_path / "a.jsonl")], messages="messages")
     with pytest.raises(MegatuneError) as raised:
         read(data, tokenizer)
     assert raised.value.exit_code == ExitCode.DATA
     assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6"]
     for said in ("ground_truth", "test_cases", "a role or a content", "invalid JSON", "no prompt in messages"):
         assert said in str(raised.value)
-    shares = replace(data_of(tmp_path, [math_row(0), math_row(1)]), domain_shares={"code": 1.0})
+    shares = data_of(tmp_path, [math_row(0), math_row(1)], domain_interleave_probs={"code": 1.0})
     with pytest.raises(MegatuneError, match="domain code has no problems") as raised:
         read(shares, tokenizer)
     assert "2 rows are of math_rule" in str(raised.value)
@@ -124,8 +127,8 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
 
 def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [math_row(number, source="ab"[number % 2]) for number in range(6)]
-    data = data_of(tmp_path, rows, sources=("b",), num_samples=2)
-    assert [each.id for each in read(data, tokenizer).all()] == ["1", "3"]
+    data, kept = data_of(tmp_path, rows), DatasetFilter(source=["b"], num_samples=2)
+    assert [each.id for each in read(data, tokenizer, dataset_filter=kept).all()] == ["1", "3"]
 
 
 def test_shares_are_rounded_as_written() -> None:

@@ -72,7 +72,9 @@ def curve(settings: RLSettings) -> list[float]:
     policy.ready = worker._ready()
     turns = Turns(EngineGroup(settings.actor_infer, LocalGroup(engine)), [])  # type: ignore[arg-type]
     stops = (CHARACTERS.index("#"),)
-    sampling = Sampling(settings.actor_infer.generating, run.seed, rollout.response_length, stop_token_ids=stops)
+    sampling = Sampling(
+        settings.actor_infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=stops
+    )
     order = ProblemOrder(problems(), run.seed)
     collector = Collector(
         Sampler(turns._engines, sampling, 128), Scores(), order.at, {"digits": rollout.rollout_batch_size}, {},
@@ -106,9 +108,10 @@ def settings_in(layout: Layout, model: Path) -> RLSettings:
     batch = engine.batch.model_copy(update={"gradient_accumulation_steps": 10 // layout.dp_size})
     changes = {name: getattr(own, name) for name in names} | {"optimizer": optimizer, "batch": batch}
     tokens = {"packed_tokens_train": 40, "packed_tokens_forward": 40} if layout.packed else {}
-    actor = replace(found.actor_train, settings=engine.model_copy(update=changes), **tokens)
+    actor = found.actor_train.model_copy(update={"settings": engine.model_copy(update=changes), **tokens})
     # On a device of its own, so that nothing takes turns.
-    return replace(found, actor_train=actor, actor_infer=replace(found.actor_infer, devices=(layout.world_size,)))
+    infer = found.actor_infer.model_copy(update={"device_mapping": [layout.world_size]})
+    return replace(found, actor_train=actor, actor_infer=infer)
 
 
 @pytest.fixture(scope="module")

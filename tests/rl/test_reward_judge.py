@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatune.config.rl.settings import Generating, InferRole, RewardRole
+from megatune.config.rl.rollout import Generating
+from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
@@ -95,7 +96,13 @@ def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[Any] = []
     replies = [(429, ""), (200, "YES"), (200, None), (401, ""), (200, "never asked")]
     with api(replies, asked) as url:
-        judge = Judge("Qwen2.5-7B-Instruct-RLVR-prompt", "api", "m", url, generating=Generating(0.5, 0.9, 5, 100))
+        judge = Judge(
+            "Qwen2.5-7B-Instruct-RLVR-prompt",
+            "api",
+            "m",
+            url,
+            generating=Generating(temperature=0.5, top_p=0.9, top_k=5, max_new_tokens=100),
+        )
         assert judge(ANSWER).score == 1
         with pytest.raises(RewardError, match="empty judgement"):
             judge(ANSWER)
@@ -141,7 +148,13 @@ class _Engines:
 def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
     generating = Generating(max_new_tokens=4, do_sample=False)
-    judge = InferRole((0, 1), str(folder), dtype="fp32", generating=generating, name="rewards.a")
+    judge = InferRole(
+        device_mapping=[0, 1],
+        model_name_or_path=str(folder),
+        dtype="fp32",
+        generating_args=generating,
+        name="rewards.a",
+    )
     engines = _Engines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
     ask = EngineAsk(engines, load_tokenizer(folder), generating, context=300)
     texts = [f"Is {number} right?" for number in range(10)]
@@ -165,7 +178,9 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
 
 
 def test_judges_are_found_by_domain() -> None:
-    own, shared = (InferRole((0,), "m", name=name) for name in ("rewards.a", "reward_model"))
+    own, shared = (
+        InferRole(device_mapping=[0], model_name_or_path="m", name=name) for name in ("rewards.a", "reward_model")
+    )
     rewards = {
         "a": RewardRole("a", "llm_judge", judge=own),
         "b": RewardRole("b", "llm_judge", arguments={"judge_model_type": "cluster"}),

@@ -12,12 +12,17 @@ import pytest
 from digits import RESPONSE, make_model, settings
 from local_roles import read, run
 
-from megatune.config.rl.settings import Generating, ModelRole, PromptData, RLSettings, Validation
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.role import Validation
+from megatune.config.rl.rollout import Generating
+from megatune.config.rl.run import CheckpointCopies, RolloutMock
+from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rollout.builtin import BuiltinEngine
 
 LIMIT = 120.0
+_GAE = {"adv_estimator": "gae", "norm_mean_type": None, "norm_std_type": None}
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _settings(model: Path, output: Path, steps: int, **run_part: Any) -> RLSettings:
     found = settings(model, output, steps=steps)
-    return replace(found, run=replace(found.run, logging_steps=1, **run_part))
+    return replace(found, run=found.run.model_copy(update={"logging_steps": 1, **run_part}))
 
 
 def _seldom_updated(*args: Any, **run_part: Any) -> RLSettings:
     """Weights go to the engine at steps 0 and 3, and after checkpoints."""
     found = _settings(*args, **run_part)
-    return replace(found, actor_train=replace(found.actor_train, model_update_frequency=3))
+    return replace(found, actor_train=found.actor_train.model_copy(update={"model_update_frequency": 3}))
 
 
 def _records(output: Path) -> list[dict[str, Any]]:
@@ -48,7 +53,7 @@ def _curve(output: Path) -> list[tuple[float, ...]]:
 
 def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     whole, parts, again = (tmp_path / name for name in ("whole", "parts", "again"))
-    recorded = {"rollout_mock": "dump", "rollout_mock_dir": str(tmp_path / "rollouts")}
+    recorded = {"rollout_mock": RolloutMock(enable=True, mode="dump", dump_dir=str(tmp_path / "rollouts"))}
     dumped = {"rollout_dump_dir": str(tmp_path / "dump"), "max_ckpt_to_keep": 1}
     pool.run(1, run, _seldom_updated(model, whole, 4, save_steps=2, **recorded, **dumped), model, limit=LIMIT)
     pool.run(1, run, _seldom_updated(model, parts, 2), model, limit=LIMIT)
@@ -64,7 +69,7 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     (parts / "checkpoint-4/model.safetensors").write_bytes(weights[0][:-1])
     pool.run(1, run, _seldom_updated(model, parts, 4, save_steps=2, resume_from_checkpoint=True), model, limit=LIMIT)
     assert (parts / "checkpoint-4/model.safetensors").read_bytes() == weights[0]
-    mocked = {**recorded, "rollout_mock": "mock"}
+    mocked = {"rollout_mock": RolloutMock(enable=True, mode="mock", dump_dir=str(tmp_path / "rollouts"))}
     pool.run(1, run, _seldom_updated(model, again, 4, **mocked), model, limit=LIMIT)
     assert _curve(again) == _curve(whole)
     assert (again / "model.safetensors").read_bytes() == weights[0]
@@ -77,8 +82,8 @@ def test_a_run_with_a_critic_resumes_exactly(pool, model, tmp_path):
         own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(output / "critic")})})
         return replace(
             found,
-            critic=ModelRole("critic", (0,), own, training=True, infer_batch_size=80),
-            algorithm=replace(found.algorithm, adv_estimator="gae", norm_mean_type=None, norm_std_type=None),
+            critic=ModelRole(name="critic", device_mapping=[0], settings=own, training=True, infer_batch_size=80),
+            algorithm=found.algorithm.model_copy(update=_GAE),
         )
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -100,12 +105,17 @@ def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(po
     small = engine.model_copy(update={"batch": engine.batch.model_copy(update={"gradient_accumulation_steps": 5})})
     found = replace(
         found,
-        actor_train=replace(found.actor_train, settings=small),
-        reference=ModelRole("reference", (0,), engine, strategy="hf", infer_batch_size=16),
-        algorithm=replace(
-            found.algorithm, enable_reference=True, recompute_old_log_probs=True, use_kl_loss=True, kl_loss_coef=0.01
+        actor_train=found.actor_train.model_copy(update={"settings": small}),
+        reference=ModelRole(name="reference", device_mapping=[0], settings=engine, strategy="hf", infer_batch_size=16),
+        algorithm=found.algorithm.model_copy(
+            update={
+                "enable_reference": True,
+                "enable_old_logprobs_recompute": True,
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.01,
+            }
         ),
-        validation=Validation(PromptData(), Generating(1.0, 1.0, 0, num_return_sequences=4)),
+        validation=Validation(generating_args=Generating(temperature=1.0, top_p=1.0, top_k=0, num_return_sequences=4)),
     )
     pool.run(1, run, found, model, limit=LIMIT)
     records = _records(tmp_path)
@@ -121,17 +131,23 @@ def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(po
 
 def test_a_critic_warms_up_and_weights_are_carried_every_other_step(pool, model, tmp_path):
     """And checkpoints are copied to a second place, and validation has lengths of its own."""
-    found = _settings(model, tmp_path / "out", 3, eval_steps=9, checkpoint_output_dir=str(tmp_path / "copies"))
+    found = _settings(
+        model,
+        tmp_path / "out",
+        3,
+        eval_steps=9,
+        checkpoint_config=CheckpointCopies(output_dir=str(tmp_path / "copies")),
+    )
     engine = found.actor_train.settings
     own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(tmp_path / "out/critic")})})
-    algorithm = replace(found.algorithm, adv_estimator="gae", norm_mean_type=None, norm_std_type=None, critic_warmup=1)
+    algorithm = found.algorithm.model_copy(update={**_GAE, "critic_warmup": 1})
     found = replace(
         found,
-        actor_train=replace(found.actor_train, model_update_frequency=2),
-        critic=ModelRole("critic", (0,), own, training=True, infer_batch_size=80),
+        actor_train=found.actor_train.model_copy(update={"model_update_frequency": 2}),
+        critic=ModelRole(name="critic", device_mapping=[0], settings=own, training=True, infer_batch_size=80),
         algorithm=algorithm,
-        rollout=replace(found.rollout, val_prompt_length=2, val_sequence_length=32),
-        validation=Validation(PromptData(), Generating(1.0, 1.0, 0)),
+        rollout=found.rollout.model_copy(update={"val_prompt_length": 2, "val_sequence_length": 32}),
+        validation=Validation(generating_args=Generating(temperature=1.0, top_p=1.0, top_k=0)),
     )
     pool.run(1, run, found, model, limit=LIMIT)
     records = _records(tmp_path / "out")
@@ -153,8 +169,11 @@ def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"tag": "digits", "messages": [{"role": "user", "content": "1="}]}) + "\n")
     found = settings(model, tmp_path)
-    data = PromptData(files=(str(rows),), messages="messages", template="base", domain_shares={"digits": 1.0})
-    found = replace(found, data=data, rollout=replace(found.rollout, prompt_length=99, global_template="chatml"))
+    data = PromptData(
+        file_name=[str(rows)], messages="messages", template="base", domain_interleave_probs={"digits": 1.0}
+    )
+    rollout = found.rollout.model_copy(update={"prompt_length": 99, "global_template": "chatml"})
+    found = replace(found, data=data, rollout=rollout)
     (problem,) = read(found, load_tokenizer(model))[0].all()
     assert problem.prompt == "<|im_start|>user\n1=<|im_end|>\n<|im_start|>assistant\n"
 

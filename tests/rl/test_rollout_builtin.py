@@ -36,7 +36,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, max_running: int = 4, *, return_routing: bool = False) -> BuiltinEngine:
-    role = InferRole((0,), str(folder), dtype="fp32", return_routing=return_routing)
+    role = InferRole(device_mapping=[0], model_name_or_path=str(folder), dtype="fp32", return_routing=return_routing)
     return BuiltinEngine.load(role, max_running=max_running, context=CONTEXT)
 
 

@@ -20,7 +20,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rollout.outside import check_arguments, check_version, starting
 
-ROLE = InferRole((0,), "model")
+ROLE = InferRole(device_mapping=[0], model_name_or_path="model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
 
 

@@ -24,10 +24,18 @@ class Calls:
         return SimpleNamespace(result=lambda: self.call(method, *args))
 
 
+def _infer(device: int, **changes: Any) -> InferRole:
+    return InferRole(device_mapping=[device], model_name_or_path="model", **changes)
+
+
+def _role(name: str, device: int) -> ModelRole:
+    return ModelRole(name=name, device_mapping=[device], settings=Settings(), training=name == "actor_train")
+
+
 def test_an_engine_has_its_cache_once_the_trainer_has_left() -> None:
     said: list[str] = []
-    engines = EngineGroup(InferRole((0,), "model", sleep_level=2), Calls("engine", said))  # type: ignore[arg-type]
-    actor = ModelGroup(ModelRole("actor_train", (0,), Settings(), training=True), Calls("actor", said))  # type: ignore[arg-type]
+    engines = EngineGroup(_infer(0, sleep_level=2), Calls("engine", said))  # type: ignore[arg-type]
+    actor = ModelGroup(_role("actor_train", 0), Calls("actor", said))  # type: ignore[arg-type]
     turns = Turns(engines, [actor])
     turns.load(actor)
     turns.transfer(actor)
@@ -45,10 +53,10 @@ def test_a_judge_sleeps_while_a_trainer_has_its_device() -> None:
     def group(kind: Any, role: Any, name: str) -> Any:
         return kind(role, Calls(name, said))
 
-    engine = group(EngineGroup, InferRole((0,), "model"), "engine")
-    judge = group(EngineGroup, InferRole((1,), "judge", name="reward_model"), "judge")
-    actor = group(ModelGroup, ModelRole("actor_train", (1,), Settings(), training=True), "actor")
-    apart = group(ModelGroup, ModelRole("reference", (2,), Settings()), "reference")
+    engine = group(EngineGroup, _infer(0), "engine")
+    judge = group(EngineGroup, _infer(1, name="reward_model"), "judge")
+    actor = group(ModelGroup, _role("actor_train", 1), "actor")
+    apart = group(ModelGroup, _role("reference", 2), "reference")
     turns = Turns(engine, [actor, apart], [judge])
     assert turns.judges_take_turns
     for model in (actor, apart):

@@ -101,7 +101,7 @@ def around_an_update(settings: RLSettings) -> tuple[dict[str, float], list[dict[
 
 def test_the_reference_of_adapters_is_the_model_below_them(pool, model_dir):
     """And the first update of a step has a ratio of 1: values lie at the tokens that they were computed of."""
-    model, layout, algorithm = model_dir("qwen3"), ALL["tp2 sp, packed"], {"recompute_old_log_probs": True}
+    model, layout, algorithm = model_dir("qwen3"), ALL["tp2 sp, packed"], {"enable_old_logprobs_recompute": True}
     settings = settings_of(model, layout, lora={}, batch=(7, 1), packed_tokens=60, algorithm=algorithm)
     found = pool.run(2, around_an_update, settings)
     metrics = found[0][0]

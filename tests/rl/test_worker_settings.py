@@ -11,7 +11,9 @@ import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS
 from worker_kit import PROMPTS, RESPONSES, TEMPERATURE, rollouts, settings_of, started, whole
 
-from megatune.config.rl.settings import AlgorithmPart, RLSettings
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import RouterReplay, SequencePacking
+from megatune.config.rl.settings import RLSettings
 from megatune.objectives.policy.losses import Terms, token_losses
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.policy import PolicyWorker
@@ -19,7 +21,7 @@ from megatune.rl.worker.training import Trained
 
 ALL = {**EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS}
 TOKENS = sum(PROMPTS) + sum(RESPONSES)
-ALGORITHM = {"adv_estimator": "grpo", "recompute_old_log_probs": True, "loss_agg_mode": "token-mean"}
+ALGORITHM = {"adv_estimator": "grpo", "enable_old_logprobs_recompute": True, "loss_agg_mode": "token-mean"}
 SCORES = np.array([1, 0, 0, 1, 0, 1, 0], np.float32)
 
 
@@ -54,7 +56,7 @@ def expected(variant: Any, log_probs: np.ndarray, negative: float = 1.0) -> floa
     old, advantages = (np.concatenate(samples.per_token[name]) for name in ("old_log_probs", "advantages"))
     positive = np.repeat(SCORES > 0, RESPONSES)
     terms = Terms(*map(torch.from_numpy, (log_probs, log_probs - old, advantages, positive)))
-    return float(token_losses(variant, terms, AlgorithmPart(**ALGORITHM), 1.0, negative).mean())
+    return float(token_losses(variant, terms, AlgorithmSettings(**ALGORITHM), 1.0, negative).mean())
 
 
 def test_what_settings_change(pool, model_dir):
@@ -63,6 +65,7 @@ def test_what_settings_change(pool, model_dir):
     def of(algorithm: dict[str, Any] | None = None, **role: Any) -> RLSettings:
         return settings_of(model, ALL["1"], algorithm={**ALGORITHM, **(algorithm or {})}, **whole_batch, **role)
 
+    fewest = SequencePacking(min_num_micro_batches_train=5, min_num_micro_batches_forward=6)
     asked = {
         "plain": of(),
         "twice": of({"ppo_epochs": 2}),
@@ -70,7 +73,7 @@ def test_what_settings_change(pool, model_dir):
         "tis": of(pg_variant="tis"),
         "topr": of(pg_variant="topr", topr_negative_weight=0.25),
         "by tokens": of(dynamic_tokens_train=40, dynamic_tokens_forward=30),
-        "many": of(packed_tokens=100, min_micro_batches_train=5, min_micro_batches_forward=6),
+        "many": of(packed_tokens=100, sequence_packing_args=fewest),
     }
     found = {name: pool.run(1, tried, settings)[0] for name, settings in asked.items()}
     log_probs, plain, counts, _ = found["plain"]
@@ -152,7 +155,9 @@ def test_experts_are_replayed_layer_by_layer(pool, model_dir, layout):
     model = model_dir("qwen3_moe")
     config = AutoConfig.from_pretrained(model)
     sizes = (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
-    settings = settings_of(model, ALL[layout], algorithm=ALGORITHM, batch=(7, 1), packed_tokens=60, router_replay=True)
+    settings = settings_of(
+        model, ALL[layout], algorithm=ALGORITHM, batch=(7, 1), packed_tokens=60, router_replay=RouterReplay(mode="R3")
+    )
     answers = pool.run(ALL[layout].world_size, replayed, settings, sizes)
     before, trained = whole([each for each, _ in answers], samples_of()), answers[0][1]
     reference = of_transformers(model, sizes)

@@ -26,7 +26,7 @@ from megatune.rl.worker.training import Trained
 OVERLAPS = Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})
 ALL = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS, "dp2, overlaps": OVERLAPS}
 VALUES = {"advantages": 1.0, "rollout_log_probs": 0.1, "old_log_probs": 0.1}
-ALGORITHM = {"adv_estimator": "grpo", "recompute_old_log_probs": True, "loss_agg_mode": "token-mean"}
+ALGORITHM = {"adv_estimator": "grpo", "enable_old_logprobs_recompute": True, "loss_agg_mode": "token-mean"}
 
 
 def samples_of(step: int) -> Rollouts:

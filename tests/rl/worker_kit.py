@@ -13,15 +13,14 @@ from layouts import Layout
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.optimizer import BatchSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
-    AlgorithmPart,
-    Generating,
     InferRole,
     ModelRole,
-    PromptData,
     RLSettings,
-    RolloutPart,
-    RunPart,
 )
 from megatune.engine import groups
 from megatune.launch.context import RankContext
@@ -73,21 +72,25 @@ def settings_of(
         }
     )
     one = ModelRole(
-        name,
-        tuple(range(layout.world_size)),
-        own,
+        name=name,
+        device_mapping=[*range(layout.world_size)],
+        settings=own,
         infer_batch_size=2,
         packed_tokens_train=packed_tokens,
         packed_tokens_forward=packed_tokens,
         **role,
     )
     return RLSettings(
-        run=RunPart(output_dir=str(output), max_steps=10, seed=3, model_update_buffer_size_mb=1),
-        rollout=RolloutPart(rollout_batch_size=len(PROMPTS), prompt_length=16, sequence_length=40),
-        algorithm=AlgorithmPart(**(algorithm or {})),
+        run=RLRunSettings(output_dir=str(output), max_steps=10, seed=3, model_update_buffer_size_mb=1),
+        rollout=RolloutSettings(rollout_batch_size=len(PROMPTS), prompt_length=16, sequence_length=40),
+        algorithm=AlgorithmSettings(**(algorithm or {})),
         data=PromptData(),
         actor_train=one,
-        actor_infer=InferRole((0,), str(model), generating=Generating(temperature=TEMPERATURE)),
+        actor_infer=InferRole(
+            device_mapping=[0],
+            model_name_or_path=str(model),
+            generating_args=Generating(temperature=TEMPERATURE),
+        ),
         rewards={},
     )
 

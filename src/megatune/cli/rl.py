@@ -55,7 +55,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
     read = read_file(source, overrides, runs=True)
     settings = read.require_valid()
-    from megatune.config.dialects.roll_yaml import run_yaml
+    from megatune.config.dialects.roll import run_yaml
     from megatune.launch.context import log_path
     from megatune.launch.output import outlive_reader
     from megatune.rl.pipeline.run import start

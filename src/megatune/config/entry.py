@@ -40,11 +40,20 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
     """
-    name = str(source)
+    node, findings = read_mapping(Path(source), str(source))
+    return ([], findings) if node is None else _mapping(node, str(source))
+
+
+def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[Finding]]:
+    """Return the YAML mapping that a file is; None where it is empty, and with a finding where it is none.
+
+    Raises:
+        MegatuneError: the file is missing or unreadable (exit 66).
+    """
     try:
-        text = read_text(Path(source))
+        text = read_text(path)
     except TooLarge as error:
-        return [], [yaml_finding(error, name)]
+        return None, [yaml_finding(error, name)]
     except FileNotFoundError:
         fix = "check the path; it is taken from the folder that the command runs in"
         raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None
@@ -52,20 +61,20 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
         finding = Finding(f"{name} is a folder, not a settings file", fix="name the YAML file in it")
         raise MegatuneError(finding, ExitCode.INPUT) from None
     except UnicodeDecodeError as error:
-        return [], [Finding(f"not UTF-8 text (byte {error.start})", name, fix="save the file as UTF-8")]
+        return None, [Finding(f"not UTF-8 text (byte {error.start})", name, fix="save the file as UTF-8")]
     except OSError as error:
         raise MegatuneError(Finding(f"cannot read {name}", why=error.strerror or ""), ExitCode.INPUT) from None
     try:
         node = compose(_OLD_TEMPLATE.sub("template: null", text))
     except yaml.YAMLError as error:
-        return [], [yaml_finding(error, name)]
+        return None, [yaml_finding(error, name)]
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
-        return [], []
+        return None, []
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "one value"
         where = f"{name}:{node.start_mark.line + 1}"
-        return [], [Finding(f"the file holds {kind}, not settings", where, fix="write one `key: value` a line")]
-    return _mapping(node, name)
+        return None, [Finding(f"the file holds {kind}, not settings", where, fix="write one `key: value` a line")]
+    return node, []
 
 
 def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], list[Finding]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatune.config.rl.rollout import DatasetFilter
 from megatune.data.bad_rows import MOST_NAMED, RowError
 from megatune.data.readers import RawRow, read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -22,7 +23,8 @@ from megatune.rl.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.rl.settings import PromptData, RewardRole
+    from megatune.config.rl.data import PromptData
+    from megatune.config.rl.settings import RewardRole
 
 UNKNOWN_TAGS = "math_rule"  # the domain of rows whose tag no reward names, where there is such a domain
 
@@ -53,12 +55,13 @@ def read_problems(
     prompt_length: int,
     template: str | None = None,
     tag_to_template: Mapping[str, str] | None = None,
+    dataset_filter: DatasetFilter | None = None,
 ) -> Problems:
     """Read the rows of all files and write their prompts.
 
     A row's domain is its column `domain`, else that of the reward whose `tag_included` has its tag, else math_rule, or
-    the only reward there is. With `data.domain_shares` only their domains are kept; without (validation), those of
-    `rewards`.
+    the only reward there is. With `data.domain_interleave_probs` only their domains are kept; without (validation),
+    those of `rewards`.
 
     Args:
         template: global_template; None: `data.template`.
@@ -68,10 +71,12 @@ def read_problems(
             problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
     reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {})
-    by_domain: dict[str, list[Problem]] = {domain: [] for domain in tuple(data.domain_shares) or tuple(rewards)}
+    by_domain: dict[str, list[Problem]] = {
+        domain: [] for domain in tuple(data.domain_interleave_probs) or tuple(rewards)
+    }
     bad: list[Finding] = []
     too_long, elsewhere, num_bad = 0, Counter[str](), 0
-    rows = _rows(data)
+    rows = _rows(data, dataset_filter or DatasetFilter())
     while chunk := list(islice(rows, CHUNK_ROWS)):
         for raw, problem in zip(chunk, reader.problems(chunk, by_domain, elsewhere), strict=True):
             if isinstance(problem, RowError):
@@ -88,7 +93,7 @@ def read_problems(
         bad = [
             Finding(f"domain {domain} has no problems", why=_why_empty(elsewhere, too_long), fix=_FIX_EMPTY)
             for domain, problems in by_domain.items()
-            if not problems and (data.domain_shares or not any(by_domain.values()))
+            if not problems and (data.domain_interleave_probs or not any(by_domain.values()))
         ]
     if bad:
         raise MegatuneError(bad, ExitCode.DATA)
@@ -100,12 +105,12 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
 
 
-def _rows(data: PromptData) -> Iterator[RawRow]:
+def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
-    left = data.num_samples or None
-    for name in data.files:
+    left = keep.num_samples or None
+    for name in data.file_name:
         for raw in read_rows(Path(name)):
-            if data.sources and raw.error is None and raw.fields.get("source") not in data.sources:
+            if keep.source and raw.error is None and raw.fields.get("source") not in keep.source:
                 continue
             if left is not None:
                 if not left:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
 
 from megatune.config.dialects.roll_checks import check_roles
-from megatune.config.dialects.roll_parts import algorithm_part, prompt_data, rollout_part, run_part
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles
-from megatune.config.dialects.roll_samplers import infer_role, read_generating
+from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, sampling_of
+from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
 from megatune.config.dialects.roll_schema import ROLE, TOP
-from megatune.config.dialects.roll_trackers import tracker_variables
 from megatune.config.dialects.roll_trainers import model_role
 from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
 from megatune.config.entry import SettingEntry
-from megatune.config.rl.settings import ModelRole, RLSettings, Validation
-from megatune.config.settings import Settings
-from megatune.config.values import Value, compose, read_text
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import RoleSettings, Validation
+from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.values import Value, compose, read_text, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
+
+_ORIGIN_COLUMN = 64
+_SECRET = re.compile(r"(_|^)(key|token|password|secret)$", re.IGNORECASE)  # api_key, HF_TOKEN; not max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,59 +111,49 @@ def _understood(tree: Tree, reader: Reader) -> Tree:
 
 def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings | None:
     """Make the settings of the parts; None where a role could not be made."""
-    lengths = rollout_part(top, reader)
-    roles = Roles(reader, top, lengths, model_of)
-    pure = top["is_pure_opd"]
-    trained, sampled = (top.inner[f"{who}_{what}"] for who, what in _actors(pure))
+    lengths, run, asked = rollout_settings(top, reader), run_settings(top, reader), top.of(AlgorithmSettings)
+    roles = Roles(reader, top, run, lengths, model_of)
+    who = "student" if asked.is_pure_opd else "actor"
+    trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
     for part in (trained, sampled):
-        if not part.is_written:
-            reader.find(
-                f"the role {part.name} is missing", fix=f"write {part.name}: with device_mapping and strategy_args"
-            )
-    rewards = read_rewards(top.trees.get("rewards", {}), roles)
-    if not trained.is_written or not sampled.is_written:
+        if not part.at:
+            fix = f"write {part.name}: with device_mapping and strategy_args"
+            reader.find(f"the role {part.name} is missing", fix=fix)
+    rewards = read_rewards(top.mapping("rewards"), roles)
+    if not trained.at or not sampled.at:
         return None
-    pretrain, group = top["pretrain"], lengths.num_return_sequences_in_group
-    actor_train = model_role(roles, trained, "actor_train", pretrain, trains=True)
-    generating = read_generating(roles, sampled, lengths.response_length, group)
-    actor_infer = infer_role(roles, sampled, "actor_infer", pretrain, generating)
-    algorithm = algorithm_part(top, reader, _updates(actor_train, top, lengths.rollout_batch_size * group))
-    has_adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
-    reference = None
-    if top.inner["reference"].is_written:
-        reference = _reference(top, roles, needed=algorithm.enable_reference, has_adapters=has_adapters)
-    elif algorithm.enable_reference and not has_adapters:
-        reason = (
-            "use_kl_loss" if algorithm.use_kl_loss else "add_token_level_kl" if algorithm.add_token_level_kl else ""
-        )
-        what = f"{reason or 'enable_reference'} without the role reference"
-        reader.find(
-            what, top.where(reason or "enable_reference"), "the divergence is from it", "add the role reference"
-        )
+    group = lengths.num_return_sequences_in_group
+    samples = lengths.rollout_batch_size * group
+    actor_train = model_role(roles, trained, "actor_train", run.pretrain, trains=True)
+    generating = sampling_of(sampled.of(RoleSettings).generating_args, lengths.max_response_length, group)
+    actor_infer = infer_role(roles, sampled, "actor_infer", run.pretrain, generating)
+    updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
+    algorithm = algorithm_settings(top, reader, updates)
+    adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
+    reference = _reference(top, roles, algorithm, has_adapters=adapters)
     critic = _critic(top, roles, algorithm.adv_estimator)
-    judge = reward_model(top.inner["reward_model"], roles) if top.inner["reward_model"].is_written else None
+    judge = reward_model(top.parts["reward_model"], roles) if top.parts["reward_model"].at else None
     teachers = _teachers(top, roles)
     validation = None
-    if (part := top.inner["validation"]).is_written:
-        tokens = (lengths.val_sequence_length or lengths.sequence_length) - (
-            lengths.val_prompt_length or lengths.prompt_length
-        )
-        validation = Validation(prompt_data(part.inner["data_args"]), read_generating(roles, part, tokens))
-    data = prompt_data(trained.inner["data_args"], top.inner["dataset_filter"])
-    if not data.domain_shares and len(rewards) == 1:
-        data = replace(data, domain_shares={next(iter(rewards)): 1.0})
+    if top.parts["validation"].at:
+        validation = top.parts["validation"].of(Validation)
+        generating = sampling_of(validation.generating_args, lengths.val_max_response_length)
+        validation = validation.model_copy(update={"generating_args": generating})
+    data = trained.of(RoleSettings).data_args
+    if not data.domain_interleave_probs and len(rewards) == 1:
+        data = data.model_copy(update={"domain_interleave_probs": {next(iter(rewards)): 1.0}})
     if actor_train is None or actor_infer is None:
         return None
     settings = RLSettings(
-        run=run_part(top, reader),
+        run=run,
         rollout=lengths,
         algorithm=algorithm,
         data=data,
-        actor_train=_scheduled(actor_train, top, lengths.rollout_batch_size * group, top["ppo_epochs"]),
-        actor_infer=replace(actor_infer, return_routing=actor_train.router_replay),
+        actor_train=_scheduled(actor_train, run.max_steps * samples * asked.ppo_epochs),
+        actor_infer=actor_infer.model_copy(update={"return_routing": actor_train.replays_routing}),
         rewards=rewards,
         reference=reference,
-        critic=None if critic is None else _scheduled(critic, top, lengths.rollout_batch_size * group, 1),
+        critic=None if critic is None else _scheduled(critic, run.max_steps * samples),
         reward_model=judge,
         teachers=teachers,
         validation=validation,
@@ -169,14 +162,17 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
     return settings
 
 
-def _actors(pure: bool) -> tuple[tuple[str, str], tuple[str, str]]:
-    who = "student" if pure else "actor"
-    return (who, "train"), (who, "infer")
-
-
-def _reference(top: Part, roles: Roles, *, needed: bool, has_adapters: bool) -> ModelRole | None:
+def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_adapters: bool) -> ModelRole | None:
     """Make the reference, and leave it out where nothing needs it."""
-    role = model_role(roles, top.inner["reference"], "reference", top["pretrain"], trains=False)
+    part, needed = top.parts["reference"], algorithm.enable_reference
+    if not part.at:
+        if needed and not has_adapters:
+            uses = [name for name in ("use_kl_loss", "add_token_level_kl") if getattr(algorithm, name)]
+            name = (*uses, "enable_reference")[0]
+            what, why = f"{name} without the role reference", "the divergence is from it"
+            roles.reader.find(what, top.where(name), why, "add the role reference")
+        return None
+    role = model_role(roles, part, "reference", roles.run.pretrain, trains=False)
     if has_adapters:
         roles.reader.lines.append("reference is not loaded: it is the model without its adapters, as in ROLL")
         return None
@@ -188,29 +184,29 @@ def _reference(top: Part, roles: Roles, *, needed: bool, has_adapters: bool) -> 
 
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
-    part = top.inner["critic"]
-    if estimator == "gae" and not part.is_written and not roles.reader.has_refused("adv_estimator"):
+    part = top.parts["critic"]
+    if estimator == "gae" and not part.at and not roles.reader.has_refused("adv_estimator"):
         why = "it subtracts the values of a critic"
         fix = "add the role critic, or write adv_estimator: grpo"
         roles.reader.find("adv_estimator gae without the role critic", top.where("adv_estimator"), why, fix)
-    if not part.is_written:
+    if not part.at:
         return None
     if estimator != "gae":
         roles.reader.ignore("critic", f"adv_estimator {estimator} needs none")
         return None
-    return model_role(roles, part, "critic", top["reward_pretrain"], trains=True)
+    return model_role(roles, part, "critic", roles.run.reward_pretrain, trains=True)
 
 
 def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
-    tree = top.trees.get("teacher", {})
-    trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
+    tree, algorithm = top.mapping("teacher"), top.of(AlgorithmSettings)
+    trees: Tree = {"default": tree} if set(tree) & set(ROLE.names) else tree
     found: dict[str, ModelRole] = {}
-    if not (top["use_opd"] or top["is_pure_opd"]):
+    if not (algorithm.use_opd or algorithm.is_pure_opd):
         if tree:
             roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
     if not tree:
-        name = "use_opd" if top["use_opd"] else "is_pure_opd"
+        name = "use_opd" if algorithm.use_opd else "is_pure_opd"
         roles.reader.find(f"{name} without the role teacher", top.where(name), "it teaches", "add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
@@ -218,27 +214,16 @@ def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
             part = roles.reader.read(node, ROLE, dotted, place_of(node))
             role = model_role(roles, part, f"teacher.{name}", None, trains=False)
             if role is not None:
-                found[name] = replace(role, opd_kl_coef=1.0 if role.opd_kl_coef is None else role.opd_kl_coef)
+                coef = 1.0 if role.opd_kl_coef is None else role.opd_kl_coef
+                found[name] = role.model_copy(update={"opd_kl_coef": coef})
     return found
 
 
-def _samples_of_update(settings: Settings, devices: int) -> int:
-    replicas = max(1, devices // settings.parallel.model_parallel_size)
-    return settings.batch.per_device_train_batch_size * settings.batch.gradient_accumulation_steps * replicas
-
-
-def _updates(role: ModelRole | None, top: Part, samples: int) -> int:
-    """Return the updates of the policy in one step."""
-    if role is None:
-        return 1
-    return max(1, samples * int(top["ppo_epochs"]) // _samples_of_update(role.settings, len(role.devices)))
-
-
-def _scheduled(role: ModelRole, top: Part, samples: int, epochs: int) -> ModelRole:
-    """Return the role with a schedule as long as its updates of the whole run."""
-    updates = max(1, top["max_steps"] * samples * epochs // _samples_of_update(role.settings, len(role.devices)))
+def _scheduled(role: ModelRole, samples: int) -> ModelRole:
+    """Return the role with a schedule as long as its updates on all samples of the run."""
+    updates = max(1, samples // role.samples_per_update)
     optimizer = role.settings.optimizer.model_copy(update={"max_steps": updates})
-    return replace(role, settings=role.settings.model_copy(update={"optimizer": optimizer}))
+    return role.model_copy(update={"settings": role.settings.model_copy(update={"optimizer": optimizer})})
 
 
 def _ignored_lines(reader: Reader) -> list[str]:
@@ -252,3 +237,30 @@ def _few(keys: list[str]) -> list[str]:
     for key in keys:
         found.setdefault(key.rpartition(".")[2], []).append(key)
     return [places[0] if len(places) == 1 else f"{name} ({len(places)} times)" for name, places in found.items()]
+
+
+def run_yaml(read: ReadRL) -> str:
+    """Write the keys of a run as one file that says the same, references resolved, each with where it came from, and
+    the defaults of the top level; `megatune rl run.yaml` repeats it.
+
+    Secrets are left out.
+    """
+    written = list(_lines(read.tree, ""))
+    defaults = [info for info in TOP.infos.values() if info.name not in read.tree and info.default is not None]
+    written += [_line(f"{info.name}: {shown(info.default, quoted=True)}", "default") for info in defaults]
+    return "\n".join(written) + "\n"
+
+
+def _lines(tree: Tree, indent: str) -> Iterator[str]:
+    for key, node in tree.items():
+        if _SECRET.search(key):
+            continue
+        if isinstance(node, dict):
+            yield f"{indent}{shown(key, quoted=True)}:" if node else f"{indent}{shown(key, quoted=True)}: {{}}"
+            yield from _lines(node, f"{indent}  ")
+        else:
+            yield _line(f"{indent}{shown(key, quoted=True)}: {shown(node.value.data, quoted=True)}", node.origin)
+
+
+def _line(text: str, origin: str) -> str:
+    return f"{text:<{_ORIGIN_COLUMN}}  # {' '.join(origin.split())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
+from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.rules.problem import either, multiples_around
 from megatune.config.values import shown
@@ -101,39 +102,43 @@ def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:
 
 def _domains(settings: RLSettings, top: Part, trained: Part, roles: Roles) -> None:
     """Every domain that is trained has a reward, files and a share."""
-    data, keys, reader = settings.data, trained.inner["data_args"], roles.reader
-    if not data.files:
+    shares, reader, keys = settings.data.domain_interleave_probs, roles.reader, trained.key("data_args")
+    if not settings.data.file_name:
         fix = "write file_name: [data/problems.jsonl] below data_args"
-        reader.find(f"{keys.name}.file_name is missing", trained.at, "there are no problems to train on", fix)
+        reader.find(f"{keys}.file_name is missing", trained.at, "there are no problems to train on", fix)
     if not settings.rewards and not settings.algorithm.is_pure_opd:
         reader.find("there are no rewards", fix="write rewards: with one domain at least")
-    where = keys.where("domain_interleave_probs")
-    if not data.domain_shares and len(settings.rewards) > 1:
-        shares = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
-        what = f"{keys.name}.domain_interleave_probs is missing"
-        why, fix = "it says which rewards are trained on, and how much", f"write domain_interleave_probs: {{{shares}}}"
-        reader.find(what, keys.at or trained.at, why, fix)
-    for domain, share in data.domain_shares.items():
+    where = trained.where("data_args.domain_interleave_probs", "data_args")
+    if not shares and len(settings.rewards) > 1:
+        equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
+        what = f"{keys}.domain_interleave_probs is missing"
+        why, fix = "it says which rewards are trained on, and how much", f"write domain_interleave_probs: {{{equal}}}"
+        reader.find(what, where, why, fix)
+    for domain, share in shares.items():
         if domain not in settings.rewards and settings.rewards:
             what = f"domain_interleave_probs has {domain}, and rewards has not"
             reader.find(what, where, fix=f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}")
         if share < 0:
             reader.find(f"the share of {domain} is {share:g}", where, "expected a number from 0 to 1")
     left, counts = settings.rollout.rollout_batch_size, {}
-    for domain, share in [*data.domain_shares.items()][:-1]:
+    for domain, share in [*shares.items()][:-1]:
         counts[domain] = int(share * settings.rollout.rollout_batch_size)
         left -= counts[domain]
-    if data.domain_shares:
-        counts[[*data.domain_shares][-1]] = left
+    if shares:
+        counts[[*shares][-1]] = left
     if left < 0:
         reader.find("shares of domain_interleave_probs are more than 1", where, "the last domain has what is left")
     if empty := [domain for domain, count in counts.items() if count == 0]:
         prompts = settings.rollout.rollout_batch_size
         reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
-    if settings.validation and not settings.validation.data.files:
-        part = top.inner["validation"]
+    if settings.validation and not settings.validation.data_args.file_name:
         fix = "write file_name below data_args, or remove validation"
-        reader.find("validation.data_args.file_name is missing", part.at, "there is nothing to validate on", fix)
+        reader.find(
+            "validation.data_args.file_name is missing",
+            top.parts["validation"].at,
+            "there is nothing to validate on",
+            fix,
+        )
 
 
 def _groups(settings: RLSettings, top: Part, roles: Roles) -> None:
@@ -149,28 +154,29 @@ def _groups(settings: RLSettings, top: Part, roles: Roles) -> None:
 
 def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     """Responses that are trained on are sampled from what the trainer computes."""
-    generating, keys = settings.actor_infer.generating, sampled.inner["generating_args"]
+    generating, keys = settings.actor_infer.generating_args, "generating_args"
     if generating.repetition_penalty != 1:
-        what = f"{keys.key('repetition_penalty')} is {generating.repetition_penalty:g}"
-        why = "the trainer's log-probabilities know of no penalty"
-        roles.reader.find(what, keys.where("repetition_penalty"), why, "write repetition_penalty: 1.0")
+        what = f"{sampled.key(keys)}.repetition_penalty is {generating.repetition_penalty:g}"
+        why, where = "the trainer's log-probabilities know of no penalty", sampled.where(f"{keys}.repetition_penalty")
+        roles.reader.find(what, where, why, "write repetition_penalty: 1.0")
     if not generating.do_sample and settings.rollout.num_return_sequences_in_group > 1:
-        what = f"{keys.name} takes the likeliest tokens"
         why = "all responses of a group would be the same, and have nothing to be judged against"
-        roles.reader.find(
-            what, keys.where("temperature", "do_sample"), why, "write temperature: 1.0 and do_sample: true"
+        where, fix = (
+            sampled.where(f"{keys}.temperature", f"{keys}.do_sample"),
+            "write temperature: 1.0 and do_sample: true",
         )
+        roles.reader.find(f"{sampled.key(keys)} takes the likeliest tokens", where, why, fix)
         return
-    tokens = keys["max_new_tokens"]
+    tokens = sampled.of(RoleSettings).generating_args.max_new_tokens
     if tokens is not None and tokens != generating.max_new_tokens:
         left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
-        roles.reader.lines.append(f"{keys.key('max_new_tokens')} {tokens}: {left}")
+        roles.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
 
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     """Experts are replayed from an engine that tells them."""
     infer = settings.actor_infer
-    if not settings.actor_train.router_replay or infer.engine != "vllm":
+    if not settings.actor_train.replays_routing or infer.engine != "vllm":
         return
     for key, needed in (("pipeline_parallel_size", 1), ("enable_prefix_caching", True)):
         if (value := infer.config.get(key, needed)) != needed:

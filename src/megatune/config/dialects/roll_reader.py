@@ -2,21 +2,84 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from megatune.config.dialects.dialect import Refused
-from megatune.config.dialects.roll_devices import read_devices
-from megatune.config.dialects.roll_schema import Section
 from megatune.config.dialects.roll_tree import Tree, data_of, entries_of
+from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
-from megatune.config.setting import Group, SettingInfo, describe
+from megatune.config.rl.pages import keys_of, lists_of, mappings_of
+from megatune.config.setting import Group, SettingInfo
 from megatune.config.values import Value, coerce, nearest_valid, shown
 from megatune.errors import Finding
+
+_MOST_DEVICES = 1_000_000
+_WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
+G = TypeVar("G", bound=Group)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping of a file.
+
+    Attributes:
+        groups: of which keys it has.
+        above: what stands before its keys in the table of ROLL's keys, "ROLE"; several where it is both.
+        parts: mappings in it that are read by themselves; those that are None by who needs them.
+        others: further keys that do nothing, and why.
+    """
+
+    groups: tuple[type[Group], ...]
+    above: tuple[str, ...] = ()
+    parts: Mapping[str, Section | None] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def infos(self) -> dict[str, SettingInfo]:
+        return {name: info for group in self.groups for name, info in keys_of(group).items()}
+
+    @cached_property
+    def inner(self) -> dict[str, Section]:
+        """Mappings that are fields of its groups."""
+        found = {name: kind for group in self.groups for name, kind in mappings_of(group).items()}
+        parts = {"strategy_args": {"strategy_config": None}}
+        return {
+            name: Section((kind,), tuple(f"{above}.{name}".strip(".") for above in self.above), parts.get(name, {}))
+            for name, kind in found.items()
+        }
+
+    @cached_property
+    def lists(self) -> dict[str, type[Group]]:
+        return {name: kind for group in self.groups for name, kind in lists_of(group).items()}
+
+    @cached_property
+    def ignored(self) -> dict[str, str]:
+        """Keys that do nothing, and why."""
+        return {**{key: row.why for key, row in self._rows(table("roll").accepted).items()}, **self.others}
+
+    @cached_property
+    def refused(self) -> dict[str, Refused]:
+        """Keys, or values of them, that are not supported."""
+        return self._rows(table("roll").refused)
+
+    @property
+    def names(self) -> list[str]:
+        """Every key that is known here."""
+        return [*self.infos, *self.inner, *self.parts, *self.lists, *self.ignored, *self.refused]
+
+    def _rows(self, rows: Mapping[str, G_Row]) -> dict[str, G_Row]:
+        places = ((key.rpartition("."), row) for key, row in rows.items())
+        return {name: row for (above, _, name), row in places if above in self.above}
+
+
+G_Row = TypeVar("G_Row")
 
 
 @dataclass(slots=True)
@@ -24,36 +87,40 @@ class Part:
     """A mapping that was read.
 
     Attributes:
-        name: dotted, "actor_train.generating_args"; "" for the top.
-        values: every key of the section's groups, with its default where it is not written or not valid.
-        places: where a key was written; null is not written.
-        inner: parts in it; a part that is not written has only defaults.
-        trees: what no section reads.
-        rows: mappings of a list.
-        at: where the mapping itself begins.
+        name: dotted, "actor_train"; "" for the top.
+        tree: the mapping itself.
+        at: where it begins; "" where it is not written.
+        groups: its keys, with defaults where they are not written or not valid.
+        places: where a key, or one in a mapping of it, was written: "generating_args.top_p"; null is not written.
+        parts: mappings in it that were read by themselves.
     """
 
     name: str
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-    inner: dict[str, Part] = field(default_factory=dict)
-    trees: dict[str, Tree] = field(default_factory=dict)
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tree: Tree
     at: str = ""
+    groups: dict[type[Group], Group] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
-    def __getitem__(self, key: str) -> Any:
-        return self.values[key]
+    def of(self, group: type[G]) -> G:
+        found = self.groups[group]
+        assert isinstance(found, group)
+        return found
 
     def where(self, *keys: str) -> str:
         """Return the first place where one of the keys was written, or where the mapping begins."""
         return next((self.places[key] for key in keys if key in self.places), self.at)
 
-    @property
-    def is_written(self) -> bool:
-        return bool(self.at)
-
     def key(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
+
+    def mapping(self, *keys: str) -> Tree:
+        """Return a mapping in it as it was written."""
+        tree = self.tree
+        for key in keys:
+            node = tree.get(key)
+            tree = node if isinstance(node, dict) else {}
+        return tree
 
 
 @dataclass(slots=True)
@@ -78,59 +145,28 @@ class Reader:
         )
 
     def ignore(self, key: str, why: str) -> None:
-        if why:
-            self.ignored.setdefault(why, []).append(key)
+        self.ignored.setdefault(why, []).append(key)
 
-    def read(self, tree: Mapping[str, Tree | SettingEntry], section: Section, name: str = "", at: str = "") -> Part:
+    def read(self, tree: Tree, section: Section, name: str = "", at: str = "") -> Part:
         """Read a mapping."""
-        part, infos, given = Part(name, at=at), section.infos, {}
-        for key, node in tree.items():
-            dotted, where = part.key(key), place_of(node)
-            is_null = isinstance(node, SettingEntry) and node.value.data is None
-            refused = section.refused.get(key)
-            if refused is not None and not is_null and self._refuses(refused, key, dotted, node):
-                continue
-            if key in infos:
-                if not is_null:
-                    given[key] = (infos[key], node)
-                    part.places[key] = where
-            elif key in section.inner:
-                if isinstance(node, dict) and node:
-                    inner = section.inner[key]
-                    if inner is None:
-                        part.trees[key] = node
-                    else:
-                        part.inner[key] = self.read(node, inner, dotted, where)
-                    part.places[key] = where
-                elif not is_null and node != {}:
-                    self.find(f"{dotted} is {_said(node)}", where, "expected a mapping", f"write the keys below {key}:")
-            elif key in section.lists:
-                part.rows[key] = self._rows(section.lists[key], node, dotted)
-                part.places[key] = where
-            elif key in section.ignored:
-                if not is_null:
-                    self.ignore(dotted, section.ignored[key])
-            elif key not in section.refused:
-                self.unknown(key, section.names, dotted, where)
-        self._fill(part, section, given)
-        for key, inner in section.inner.items():
-            if inner is not None and key not in part.inner:
-                part.inner[key] = self.read({}, inner, part.key(key))
+        part = Part(name, tree, at)
+        values = self._values(part, tree, section, "")
+        for group in section.groups:
+            part.groups[group] = group(**{key: value for key, value in values.items() if key in group.model_fields})
+        for key, inner in section.parts.items():
+            if inner is not None:
+                part.parts[key] = self.read(part.mapping(key), inner, part.key(key), part.places.get(key, ""))
         return part
 
     def unknown(self, key: str, names: list[str], dotted: str, where: str) -> None:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
         before = dotted.removesuffix(key)
         fix = _meant(f"{before}{near[0]}") if near else "remove it; docs/rl-settings.md lists every key"
-        self.find(
-            f"unknown key {dotted!r}",
-            where,
-            "" if "strategy_config" in dotted else "ROLL drops what it does not know",
-            fix,
-        )
+        why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
+        self.find(f"unknown key {dotted!r}", where, why, fix)
 
-    def _refuses(self, refused: Refused, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
-        """Report a value that is not built; tell whether it is one."""
+    def refuses(self, refused: Refused, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
+        """Report a value that is not supported; tell whether it is one."""
         data = data_of(node)
         if not refused.refuses(data):
             return False
@@ -138,45 +174,74 @@ class Reader:
         self.find(what.replace(key, dotted, 1), place_of(node), why, fix)
         return True
 
-    def _fill(self, part: Part, section: Section, given: dict[str, tuple[SettingInfo, Tree | SettingEntry]]) -> None:
-        values = {}
-        for key, (info, node) in [*given.items()]:
+    def _values(self, part: Part, tree: Tree, section: Section, above: str) -> dict[str, Any]:
+        """Return valid values by their keys, of a mapping that stands at `above` in a part."""
+        values: dict[str, Any] = {}
+        nodes: dict[str, Tree | SettingEntry] = {}
+        for key, node in tree.items():
+            dotted, where = part.key(above + key), place_of(node)
+            is_null = isinstance(node, SettingEntry) and node.value.data is None
+            refused = section.refused.get(key)
+            if refused is not None and not is_null and self.refuses(refused, key, dotted, node):
+                continue
+            if key in section.infos:
+                if not is_null:
+                    nodes[key] = node
+                    part.places[above + key] = where
+            elif key in section.inner or key in section.parts:
+                if isinstance(node, dict) and node:
+                    part.places[above + key] = where
+                    if key in section.inner:
+                        inner = section.inner[key]
+                        values[key] = inner.groups[0](**self._values(part, node, inner, f"{above}{key}."))
+                elif not is_null and node != {}:
+                    self.find(f"{dotted} is {_said(node)}", where, "expected a mapping", f"write the keys below {key}:")
+            elif key in section.lists:
+                values[key] = self._rows(section.lists[key], node, dotted)
+                part.places[above + key] = where
+            elif key in section.ignored:
+                if not is_null:
+                    self.ignore(dotted, section.ignored[key])
+            elif key not in section.refused:
+                self.unknown(key, section.names, dotted, where)
+        return values | self._valid(part, nodes, section, above)
+
+    def _valid(
+        self, part: Part, nodes: Mapping[str, Tree | SettingEntry], section: Section, above: str
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, node in nodes.items():
             if key == "device_mapping":
                 try:
                     values[key] = [*read_devices(data_of(node))]
                 except ValueError as error:
                     fix = "write device_mapping: list(range(0,8))"
-                    self.find(f"{part.key(key)} is {_said(node)}", place_of(node), f"expected {error}", fix)
-                    del given[key]
+                    self.find(f"{part.key(above + key)} is {_said(node)}", place_of(node), f"expected {error}", fix)
             else:
-                values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, info)
+                values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, section.infos[key])
         for group in section.groups:
-            own = {key: value for key, value in values.items() if given[key][0].model is group}
-            for key in _wrong(group, own):
-                info, node = given[key]
-                self._wrong_value(part.key(key), key, info, node, values[key])
-                del own[key]
-            model = group(**own)
-            part.values.update({key: getattr(model, key) for key in group.model_fields})
+            for key in _wrong(group, {key: value for key, value in values.items() if key in group.model_fields}):
+                self._wrong_value(part.key(above + key), section.infos[key], nodes[key], values.pop(key))
+        return values
 
-    def _wrong_value(self, dotted: str, key: str, info: SettingInfo, node: Tree | SettingEntry, value: Any) -> None:
+    def _wrong_value(self, dotted: str, info: SettingInfo, node: Tree | SettingEntry, value: Any) -> None:
         nearest = nearest_valid(value, info)
         if nearest is not None:
-            fix = f"write {key}: {shown(nearest)}"
+            fix = f"write {info.name}: {shown(nearest)}"
         elif info.default is None or info.default in ([], {}):
-            fix = f"remove {key}, or give it {info.expected.removesuffix(', or null')}"
+            fix = f"remove {info.name}, or give it {info.expected.removesuffix(', or null')}"
         else:
-            fix = f"write {key}: {shown(info.default)}, the default"
+            fix = f"write {info.name}: {shown(info.default)}, the default"
         self.find(f"{dotted} is {_said(node)}", place_of(node), f"expected {info.expected}", fix)
 
-    def _rows(self, group: type[Group], node: Tree | SettingEntry, dotted: str) -> list[dict[str, Any]]:
+    def _rows(self, group: type[Group], node: Tree | SettingEntry, dotted: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""
         data = data_of(node)
         if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
             if data is not None:
                 self.find(f"{dotted} is {_said(node)}", place_of(node), "expected a list of mappings")
             return []
-        infos, rows = {info.name: info for info in describe(group.__name__, group)}, []
+        infos, rows = keys_of(group), []
         for item in data:
             own = {}
             for key, value in item.items():
@@ -186,13 +251,9 @@ class Reader:
                     own[key] = coerce(Value(value), infos[key])
             for key in _wrong(group, own):
                 wrong = SettingEntry(key, Value(own.pop(key)), place_of(node), "")
-                self._wrong_value(f"{dotted}.{key}", key, infos[key], wrong, wrong.value.data)
-            rows.append(group(**own).model_dump())
+                self._wrong_value(f"{dotted}.{key}", infos[key], wrong, wrong.value.data)
+            rows.append(group(**own))
         return rows
-
-
-def _meant(key: str) -> str:
-    return f"did you mean {key}?"
 
 
 def place_of(node: Tree | SettingEntry) -> str:
@@ -200,6 +261,62 @@ def place_of(node: Tree | SettingEntry) -> str:
     if isinstance(node, SettingEntry):
         return node.where
     return next((entry.where for entry in entries_of(node)), "")
+
+
+def read_devices(data: Any) -> tuple[int, ...]:
+    """Return the numbers of `[6, 7]`, `list(range(0,8))`, or a sum of such, as a list or as text: read, never run.
+
+    Raises:
+        ValueError: it is something else; the message says what is expected.
+    """
+    if isinstance(data, int) and not isinstance(data, bool):
+        data = [data]
+    try:
+        found = [*data] if isinstance(data, list) else _listed(ast.parse(str(data).strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError(_WHOLE) from None
+    if not all(type(each) is int for each in found):
+        raise ValueError(_WHOLE)
+    if any(each < 0 for each in found):
+        raise ValueError("numbers of devices, from 0")
+    if len(set(found)) != len(found):
+        raise ValueError("each device once")
+    return tuple(found)
+
+
+def _listed(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_number(part) for part in parts]
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            return _listed(inner)
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
+            numbers = range(*(_number(arg) for arg in args))
+            if len(numbers) <= _MOST_DEVICES:
+                return list(numbers)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [*_listed(left), *_listed(right)]
+    raise ValueError(_WHOLE)
+
+
+def _number(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_number(inner)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() as op, right=right):
+            a, b = _number(left), _number(right)
+            if isinstance(op, ast.FloorDiv):
+                if b == 0:
+                    raise ValueError("whole numbers; a division by 0 is none")
+                return a // b
+            return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
+    raise ValueError(_WHOLE)
+
+
+def _meant(key: str) -> str:
+    return f"did you mean {key}?"
 
 
 def _wrong(group: type[Group], values: dict[str, Any]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatune.config.dialects.roll_reader import Part, place_of
-from megatune.config.dialects.roll_roles import Roles
-from megatune.config.dialects.roll_samplers import infer_role, read_generating
+from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
 from megatune.config.dialects.roll_schema import REWARD
 from megatune.config.dialects.roll_tree import Tree
-from megatune.config.rl.settings import GroupFilter, InferRole, RewardRole
+from megatune.config.rl.data import GroupFilter, RewardSettings
+from megatune.config.rl.role import RoleSettings
+from megatune.config.rl.rollout import Generating
+from megatune.config.rl.settings import InferRole, RewardRole
 
 # ROLL's classes, and what they are here; `format` and `length` are this program's own.
 KINDS = {
@@ -38,7 +40,6 @@ _OF_MODELS = (
     *("model_args", "data_args", "strategy_args", "generating_args", "training_args", "device_mapping"),
     *("infer_batch_size", "num_gpus_per_worker"),
 )
-_JUDGE_TOKENS = 1024
 _BOUNDS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",), "no_filter": ()}
 
 
@@ -59,35 +60,37 @@ def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
 
 def reward_model(part: Part, roles: Roles) -> InferRole | None:
     """Make the judge that several rewards share."""
-    tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-    return infer_role(roles, part, "reward_model", None, read_generating(roles, part, tokens))
+    return infer_role(roles, part, "reward_model", None, _judging(part))
+
+
+def _judging(part: Part) -> Generating:
+    """Return how a judge samples."""
+    asked = part.of(RoleSettings).generating_args
+    return sampling_of(asked, asked.max_tokens)
 
 
 def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
-    kind, function = _kind(part, roles)
-    if not part["tag_included"]:
+    (kind, function), keys, own = _kind(part, roles), part.of(RoleSettings), part.of(RewardSettings)
+    if not keys.tag_included:
         why = "a row's tag says which reward scores it"
         roles.reader.find(f"{part.name} has no tag_included", part.at, why, f"write tag_included: [{domain}]")
     arguments = _arguments(kind, part, roles)
     judge = None
     if kind == "llm_judge":
         judge = _judge(part, roles)
-        tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-        arguments["generating"] = read_generating(roles, part, tokens)
-        arguments["judge_model_type"] = part["judge_model_type"] or "api"
+        arguments |= {"generating": _judging(part), "judge_model_type": own.judge_model_type or "api"}
     else:
         for name in _OF_MODELS:
             if name in part.places:
                 roles.reader.ignore(part.key(name), "text is scored as it is, without a model or tokenizer")
-    if kind == "code_sandbox" and not part["use_local"] and not part["code_url"]:
+    if kind == "code_sandbox" and not own.use_local and not own.code_url:
         fix = "write code_url: URL, or use_local: true"
         roles.reader.find(f"{part.name} has use_local: false without code_url", part.where("use_local"), fix=fix)
     return RewardRole(
         domain,
         kind,
-        tag_included=tuple(part["tag_included"]),
-        workers=part["world_size"] or 1,
-        devices=judge.devices if judge else (),
+        tag_included=tuple(keys.tag_included),
+        workers=keys.world_size or 1,
         function=function,
         arguments=arguments,
         group_filter=_group_filter(part, roles),
@@ -97,7 +100,7 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
 
 def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
     """Return which reward a class is, or the user's function."""
-    path = part["worker_cls"]
+    path = part.of(RoleSettings).worker_cls
     if path is None:
         fix = f"write worker_cls: one of {', '.join(KINDS)}, or package.module.function of your own"
         roles.reader.find(f"{part.name} has no worker_cls", part.at, "it says what scores", fix)
@@ -124,42 +127,42 @@ def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in _ALL_ARGUMENTS:
         if name in _ARGUMENTS[kind]:
-            found |= part[name] if name == "arguments" else {name: part[name]} if name in part.places else {}
+            value = getattr(part.of(RewardSettings), name)
+            found |= value if name == "arguments" else {name: value} if name in part.places else {}
         elif name in part.places:
             roles.reader.ignore(part.key(name), f"{kind} does not take it")
     return found
 
 
 def _judge(part: Part, roles: Roles) -> InferRole | None:
-    kind, find = part["judge_model_type"] or "api", roles.reader.find
+    keys, find = part.of(RewardSettings), roles.reader.find
+    kind = keys.judge_model_type or "api"
     if kind == "inference":
-        tokens = part.inner["generating_args"]["max_new_tokens"] or _JUDGE_TOKENS
-        return infer_role(roles, part, part.name, None, read_generating(roles, part, tokens))
-    if kind == "cluster" and not roles.top.inner["reward_model"].is_written:
+        return infer_role(roles, part, part.name, None, _judging(part))
+    if kind == "cluster" and not roles.top.parts["reward_model"].at:
         where = part.where("judge_model_type")
         find(f"{part.name} has judge_model_type: cluster without the role reward_model", where, fix="add reward_model")
     if kind == "api":
         for name in ("judge_api_url", "judge_model_name"):
-            if not part[name]:
+            if not getattr(keys, name):
                 fix = f"write {name}, or judge_model_type: inference with a model and devices"
                 find(f"{part.name} has no {name}", part.where("judge_model_type"), "judge_model_type is api", fix)
     return None
 
 
 def _group_filter(part: Part, roles: Roles) -> GroupFilter:
-    keys = part.inner["query_filter_config"]
-    valid, given = _BOUNDS[keys["type"]], {}
-    for name, value in keys["filter_args"].items():
-        where = keys.where("filter_args")
+    asked, key = part.of(RewardSettings).query_filter_config, "query_filter_config.filter_args"
+    valid, given = _BOUNDS[asked.type], {}
+    for name, value in asked.filter_args.items():
+        what, where = part.key(key), part.where(key)
         if name not in valid:
-            fix = f"remove {name}" + (f"; {keys['type']} takes {', '.join(valid)}" if valid else "")
-            roles.reader.find(f"{keys.key('filter_args')}: {keys['type']} does not take {name!r}", where, fix=fix)
+            fix = f"remove {name}" + (f"; {asked.type} takes {', '.join(valid)}" if valid else "")
+            roles.reader.find(f"{what}: {asked.type} does not take {name!r}", where, fix=fix)
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            fix = f"write {name}: 0.5"
-            roles.reader.find(f"{keys.key('filter_args')}.{name} is {value!r}", where, "expected a number", fix)
+            roles.reader.find(f"{what}.{name} is {value!r}", where, "expected a number", f"write {name}: 0.5")
         else:
             given[name] = float(value)
-    return GroupFilter(type=keys["type"], **given)
+    return asked.model_copy(update={"filter_args": given})
 
 
 def _tags(rewards: dict[str, RewardRole], places: dict[str, str], roles: Roles) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll_engine import check_engine, read_engine
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
-from megatune.config.dialects.roll_trackers import reported
+from megatune.config.dialects.roll_run import reported
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.settings import ModelRole
 from megatune.config.settings import Settings
 
@@ -18,12 +19,12 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     """Make a role with a model of our engine; None where its strategy is not one."""
     strategy = roles.strategy(part, ("megatron_train",) if trains else ("megatron_infer", "hf_infer"), trains)
     roles.check_class(part)
-    roles.leave_out(part, () if name == "actor_train" else ("data_args",))
+    roles.leave_out(part, ("generating_args",) if name == "actor_train" else ("data_args", "generating_args"))
     if strategy is None:
         return None
     if strategy == "hf_infer":
-        part.inner["strategy_args"].trees.pop("strategy_config", None)
-    loaded = read_engine(part, roles.reader, trains=trains)
+        part = replace(part, tree={key: node for key, node in part.tree.items() if key != "strategy_args"})
+    loaded, keys = read_engine(part, roles.reader, trains=trains), part.of(RoleSettings)
     devices = roles.devices(part, name)
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
     has_name = bool(settings.model.model_name_or_path)
@@ -33,34 +34,25 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     check_engine(loaded, settings, roles.reader, architecture, len(devices))
     _positions(roles, architecture)
     _world(roles, settings, part, devices)
-    return _micro_batches(
-        roles,
-        ModelRole(
-            name,
-            devices,
-            settings,
-            strategy="hf" if strategy == "hf_infer" else "megatron",
-            training=trains,
-            infer_batch_size=part["infer_batch_size"],
-            warmup_steps=int(settings.optimizer.warmup_steps),
-            topr_positive_weight=part["topr_positive_weight"],
-            topr_negative_weight=part["topr_negative_weight"],
-            model_update_frequency=part["model_update_frequency"],
-            system_envs=roles.environment_of(part),
-            opd_kl_coef=part["opd_kl_coef"],
-            tag_included=tuple(part["tag_included"]),
-            pg_variant=_variant(roles, part, name),
-            router_replay=_replays(roles, part),
-        ),
-        part,
+    role = ModelRole(
+        **{**dict(keys), "system_envs": roles.environment_of(part), "pg_variant": _variant(roles, part, name)},
+        name=name,
+        settings=settings,
+        strategy="hf" if strategy == "hf_infer" else "megatron",
+        training=trains,
     )
+    if keys.router_replay.mode == "R2":
+        why = "the trainer's forward pass before its updates chooses the same experts as training does, at once"
+        where = part.where("router_replay.mode")
+        roles.reader.find(part.key("router_replay.mode is R2"), where, why, "write mode: R3, or disable")
+    return role.model_copy(update=_micro_batches(roles, role, part))
 
 
 def _settings(
     roles: Roles, settings: Settings, part: Part, name: str, default_model: str | None, world_size: int, trains: bool
 ) -> Settings:
     """Return the settings of an engine with what other keys of the file say."""
-    model = settings.model
+    model, keys, top = settings.model, part.of(RoleSettings), roles.run
     if model.model_name_or_path is None:
         if default_model is None:
             roles.no_model(part, name)
@@ -68,27 +60,28 @@ def _settings(
     run = settings.run.model_copy(
         update={
             "stage": "rm" if name == "critic" else "sft",
-            "output_dir": roles.top["output_dir"],
-            "seed": roles.top["seed"],
-            "run_name": roles.top.inner["tracker_kwargs"]["name"] or roles.top["exp_name"],
+            "output_dir": top.output_dir,
+            "seed": top.seed,
+            "run_name": top.tracker_kwargs.name or top.exp_name,
             "num_processes": max(1, world_size),
-            "ddp_timeout": max(1, round(part["backend_timeout"] * 60)),
+            "ddp_timeout": max(1, round(keys.backend_timeout * 60)),
         }
     )
     parallel = settings.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         roles.reader.ignore(f"{part.name}.sequence_parallel", "tensor_model_parallel_size is 1")
         parallel = parallel.model_copy(update={"sequence_parallel": False})
-    batch = settings.batch.model_copy(update={"per_device_eval_batch_size": part["infer_batch_size"]})
+    batch = settings.batch.model_copy(update={"per_device_eval_batch_size": keys.infer_batch_size})
     if not trains:
         steps = settings.parallel.pipeline_model_parallel_size
         batch = batch.model_copy(
-            update={"per_device_train_batch_size": part["infer_batch_size"], "gradient_accumulation_steps": steps}
+            update={"per_device_train_batch_size": keys.infer_batch_size, "gradient_accumulation_steps": steps}
         )
     data = settings.data.model_copy(
-        update={"cutoff_len": max(2, roles.lengths.sequence_length), "packing": part["use_sequence_packing"]}
+        update={"cutoff_len": max(2, roles.lengths.max_sequence_length), "packing": keys.use_sequence_packing}
     )
-    optimizer = settings.optimizer.model_copy(update={"max_grad_norm": roles.top["max_grad_norm"]} if trains else {})
+    norm = roles.top.of(AlgorithmSettings).max_grad_norm
+    optimizer = settings.optimizer.model_copy(update={"max_grad_norm": norm} if trains else {})
     if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
         roles.reader.lines.append(
             f"{part.name}: lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
@@ -101,7 +94,7 @@ def _settings(
             "batch": batch,
             "data": data,
             "optimizer": optimizer,
-            "logging": reported(settings.logging, roles.top) if trains else settings.logging,
+            "logging": reported(settings.logging, top) if trains else settings.logging,
             "parallel": parallel,
         }
     )
@@ -119,7 +112,7 @@ def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture)
 
 def _positions(roles: Roles, architecture: Architecture | None) -> None:
     """Positions beyond those the model was made for mean nothing to it."""
-    longest = max(roles.lengths.sequence_length, roles.lengths.val_sequence_length or 0)
+    longest = roles.lengths.longest_sequence
     if architecture is not None and longest > architecture.max_position_embeddings:
         positions = architecture.max_position_embeddings
         what = f"sequence_length {longest} is more than the {positions} positions of the model"
@@ -150,58 +143,42 @@ def _world(roles: Roles, settings: Settings, part: Part, devices: tuple[int, ...
             return
 
 
-def _micro_batches(roles: Roles, role: ModelRole, part: Part) -> ModelRole:
-    """Return the role with how its samples become micro-batches."""
-    packing, longest = part.inner["sequence_packing_args"], roles.lengths.sequence_length
-    if part["use_sequence_packing"]:
-        if part["use_dynamic_batching_in_train"] or part["use_dynamic_batching_in_infer"]:
+def _micro_batches(roles: Roles, role: ModelRole, part: Part) -> dict[str, int | None]:
+    """Return how samples of a role become micro-batches."""
+    longest, find = roles.lengths.max_sequence_length, roles.reader.find
+    found: dict[str, int | None] = {}
+    if role.use_sequence_packing:
+        if role.use_dynamic_batching_in_train or role.use_dynamic_batching_in_infer:
             fix = "remove use_dynamic_batching_in_train and use_dynamic_batching_in_infer"
             where = part.where("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer")
-            roles.reader.find(f"{part.name} has use_sequence_packing and dynamic batching", where, "", fix)
-        lengths = {}
+            find(f"{part.name} has use_sequence_packing and dynamic batching", where, "", fix)
         rows = {"train": role.settings.batch.per_device_train_batch_size, "forward": role.infer_batch_size}
         for phase, count in rows.items():
             key = f"max_packed_sequence_length_{phase}"
-            lengths[phase] = packing[key] or max(1, count) * longest
-            _long_enough(roles, packing, key, lengths[phase])
-        return replace(
-            role,
-            packed_tokens_train=lengths["train"],
-            packed_tokens_forward=lengths["forward"],
-            min_micro_batches_train=packing["min_num_micro_batches_train"],
-            min_micro_batches_forward=packing["min_num_micro_batches_forward"],
-        )
-    tokens: dict[str, int | None] = {"train": None, "infer": None}
-    for phase in tokens:
-        key = f"max_tokens_per_microbatch_in_{phase}"
-        if part[f"use_dynamic_batching_in_{phase}"]:
-            if not part[key]:
-                fix = f"write {key}: {2 * longest}"
-                where = part.where(f"use_dynamic_batching_in_{phase}")
-                roles.reader.find(f"{part.name} has use_dynamic_batching_in_{phase} without {key}", where, fix=fix)
-            else:
-                _long_enough(roles, part, key, part[key])
-                tokens[phase] = part[key]
-    return replace(role, dynamic_tokens_train=tokens["train"], dynamic_tokens_forward=tokens["infer"])
+            tokens = getattr(role.sequence_packing_args, key) or max(1, count) * longest
+            _long_enough(roles, part, f"sequence_packing_args.{key}", tokens)
+            found[f"packed_tokens_{phase}"] = tokens
+        return found
+    for theirs, phase in (("train", "train"), ("infer", "forward")):
+        key, switch = f"max_tokens_per_microbatch_in_{theirs}", f"use_dynamic_batching_in_{theirs}"
+        if getattr(role, switch) and not getattr(role, key):
+            find(f"{part.name} has {switch} without {key}", part.where(switch), fix=f"write {key}: {2 * longest}")
+        elif getattr(role, switch):
+            _long_enough(roles, part, key, getattr(role, key))
+            found[f"dynamic_tokens_{phase}"] = getattr(role, key)
+    return found
 
 
 def _long_enough(roles: Roles, part: Part, key: str, tokens: int) -> None:
-    longest = roles.lengths.sequence_length
+    longest, name = roles.lengths.max_sequence_length, key.rpartition(".")[2]
     if tokens < longest:
         what = f"{part.key(key)} {tokens} is less than sequence_length {longest}"
-        roles.reader.find(what, part.where(key), "the longest sample would fit nowhere", f"write {key}: {longest}")
+        roles.reader.find(what, part.where(key), "the longest sample would fit nowhere", f"write {name}: {longest}")
 
 
-def _variant(roles: Roles, part: Part, name: str) -> Any:
-    is_pg = (part["worker_cls"] or "").endswith("ActorPGWorker")
-    if part["pg_variant"] and not is_pg and name == "actor_train":
+def _variant(roles: Roles, part: Part, name: str) -> str | None:
+    keys = part.of(RoleSettings)
+    is_pg = (keys.worker_cls or "").endswith("ActorPGWorker")
+    if keys.pg_variant and not is_pg and name == "actor_train":
         roles.reader.ignore(part.key("pg_variant"), "it takes effect with worker_cls of ActorPGWorker, as in ROLL")
-    return (part["pg_variant"] or "vanilla") if is_pg else None
-
-
-def _replays(roles: Roles, part: Part) -> bool:
-    replay = part.inner["router_replay"]
-    if replay["mode"] == "R2":
-        why = "the trainer's forward pass before its updates chooses the same experts as training does, at once"
-        roles.reader.find(f"{replay.key('mode')} is R2", replay.where("mode"), why, "write mode: R3, or disable")
-    return replay["mode"] == "R3"
+    return (keys.pg_variant or "vanilla") if is_pg else None

@@ -1,4 +1,7 @@
-"""Files of settings in a tree, as Hydra composes them: `defaults`, `${a.b}`, and `a.b=value` words, all with places."""
+"""Files of settings in a tree, as Hydra composes them: `defaults`, `${a.b}`, and `a.b=value` words, all with places.
+
+OmegaConf merges and resolves; what YAML's scalars mean, and where each was written, is kept beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,38 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
-from megatune.config.entry import SettingEntry, place_of, yaml_finding
-from megatune.config.values import TooLarge, Value, compose, read_text, value_of
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.config.entry import SettingEntry, place_of, read_mapping, yaml_finding
+from megatune.config.values import Value, compose, short, shown, value_of
+from megatune.errors import Finding
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # Mappings are trees; scalars, and lists with all that is in them, are entries, whose keys are dotted.
 Tree: TypeAlias = "dict[str, Tree | SettingEntry]"
+Key: TypeAlias = "tuple[str, ...]"
 
-_REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
-_MOST_NODES = 100_000  # an alias inside its own anchor, or references that double each other, grow without end
+_REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
+_MOST_NODES, _MOST_NESTED = 100_000, 64  # an alias inside its own anchor, or references in a circle, have no end
+_OWN = "_self_"
+# What OmegaConf says -> what is wrong with a text, and what helps.
+_FAULTS = (
+    (r"Interpolation key '(.*)' not found", "there is no key {0}", "write {0}, or the value here"),
+    (r"Environment variable '(.*)' not found", "the variable {0} is not set", "set it"),
+    (r"Unsupported interpolation type", "it is computed by a resolver that is not known", "write the value"),
+    (r"Recursive interpolation|Interpolation to parent", "it refers to itself", "write the value in one of the places"),
+    (r"Missing mandatory value", "the value is missing", "write it"),
+    (r"([^\n]*)", "{0}", "write ${{KEY}}, ${{oc.env:NAME}}, or the value"),
+)
 
 
 @dataclass(slots=True)
 class Reading:
-    """Trees that were merged so far, and what was wrong."""
+    """A tree that was read, what was wrong with it, and what its user is told."""
 
     tree: Tree = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -37,11 +54,17 @@ def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
     """
+    from omegaconf import OmegaConf
+
     reading = Reading()
-    reading.tree = _composed(Path(source), str(source), reading, ())
+    data, entries = _composed(Path(source), str(source), reading, ())
     for word in overrides:
-        _override(word, reading)
-    _Resolver(reading).resolve_all()
+        data = _overridden(data, entries, word, reading)
+    if _size(data, data, {}) > _MOST_NODES:
+        what = f"more than {_MOST_NODES:,} values, its references written out"
+        reading.findings.append(Finding(what, str(source), fix="write fewer references to what has references"))
+        data = {}
+    reading.tree = _Resolver(reading).tree(OmegaConf.create(data), (), entries)
     return reading
 
 
@@ -61,29 +84,55 @@ def data_of(node: Tree | SettingEntry) -> Any:
     return node.value.data
 
 
-def _composed(path: Path, name: str, reading: Reading, above: tuple[Path, ...]) -> Tree:
-    """Return a file's tree over those of its defaults."""
-    tree = _file(path, name, reading)
-    listed = tree.pop("defaults", None)
-    if not isinstance(listed, SettingEntry) or not isinstance(listed.value.data, list):
-        return tree
-    merged: Tree = {}
-    own_at_end = "_self_" not in listed.value.data
-    for item in [*listed.value.data, *(["_self_"] if own_at_end else [])]:
-        if item == "_self_":
-            if own_at_end and (both := [*_common(merged, tree)]):
-                said = f"{', '.join(both[:3])}{', ...' if both[3:] else ''}: in {name} and in its defaults"
-                reading.lines.append(f"{said}; the file's own counts, unless _self_ in defaults says otherwise")
-            _merge(merged, tree)
+def _merged(below: dict[str, Any], over: dict[str, Any], where: str, reading: Reading) -> dict[str, Any]:
+    """Merge mappings, references unresolved: what is `over` wins, lists are replaced."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(over)))
+    except (TypeError, OmegaConfBaseException) as error:  # a mapping over a list, or a list over a mapping
+        what = str(error).partition("\n")[0]
+        reading.findings.append(
+            Finding(what, where, fix="write a mapping where a mapping is, and a list where a list is")
+        )
+        return below
+    return dict(found)
+
+
+def _composed(
+    path: Path, name: str, reading: Reading, above: tuple[Path, ...]
+) -> tuple[dict[str, Any], dict[Key, SettingEntry]]:
+    """Return a file's data over those of its defaults, and where each was written."""
+    node, findings = read_mapping(path, name)
+    reading.findings += findings
+    document = _Document(name, reading)
+    own = document.mapping(node, ()) if node is not None else {}
+    own.pop("defaults", None)
+    entries, listed = document.entries, document.entries.pop(("defaults",), None)
+    if listed is None or not isinstance(listed.value.data, list):
+        return own, entries
+    data: dict[str, Any] = {}
+    places: dict[Key, SettingEntry] = {}
+    names = listed.value.data
+    for item in [*names, *([] if _OWN in names else [_OWN])]:
+        if item == _OWN:
+            both = [key for key in entries if key in places and entries[key].value.data != places[key].value.data]
+            if both and _OWN not in names:
+                said = f"{', '.join('.'.join(key) for key in both[:3])}{', ...' if both[3:] else ''}"
+                said += f": in {name} and in its defaults; the file's own counts, unless _self_ in defaults says"
+                reading.lines.append(f"{said} otherwise")
+            layer, over = own, entries
+        elif (other := _default(item, path, listed, reading)) is None:
             continue
-        other = _default(item, path, listed, reading)
-        if other is None:
-            continue
-        if other in above or len(above) > 8:
+        elif other in above or len(above) > 8:
             reading.findings.append(Finding(f"defaults: {item} leads back to itself", listed.where, fix="remove it"))
             continue
-        _merge(merged, _composed(other, str(other), reading, (*above, path)))
-    return merged
+        else:
+            layer, over = _composed(other, str(other), reading, (*above, path))
+        data = _merged(data, layer, listed.where, reading)
+        places |= over
+    return data, places
 
 
 def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> Path | None:
@@ -110,203 +159,175 @@ def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> P
     return None
 
 
-def _file(path: Path, name: str, reading: Reading) -> Tree:
-    try:
-        text = read_text(path)
-    except TooLarge as error:
-        reading.findings.append(yaml_finding(error, name))
-        return {}
-    except FileNotFoundError:
-        fix = "check the path; it is taken from the folder that the command runs in"
-        raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None
-    except UnicodeDecodeError as error:
-        reading.findings.append(Finding(f"not UTF-8 text (byte {error.start})", name, fix="save the file as UTF-8"))
-        return {}
-    except OSError as error:
-        raise MegatuneError(Finding(f"cannot read {name}", why=error.strerror or ""), ExitCode.INPUT) from None
-    try:
-        node = compose(text)
-    except yaml.YAMLError as error:
-        reading.findings.append(yaml_finding(error, name))
-        return {}
-    if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
-        return {}
-    if not isinstance(node, yaml.MappingNode):
-        what = "the file holds no mapping of keys to values"
-        reading.findings.append(
-            Finding(what, f"{name}:{node.start_mark.line + 1}", fix="write one `key: value` a line")
-        )
-        return {}
-    return _Nodes(name, reading).tree(node, "")
-
-
 @dataclass(slots=True)
-class _Nodes:
-    """Makes trees of YAML's nodes, with a bound on their number."""
+class _Document:
+    """Makes data of YAML's nodes, and notes where each was written; the number of nodes is bounded."""
 
     name: str  # of the file; "" where `where` says it
     reading: Reading
     where: str = ""
+    entries: dict[Key, SettingEntry] = field(default_factory=dict)
     left: int = _MOST_NODES
 
-    def tree(self, node: yaml.MappingNode, above: str) -> Tree:
-        tree: Tree = {}
+    def mapping(self, node: yaml.MappingNode, above: Key) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             where = self.where or f"{self.name}:{key_node.start_mark.line + 1}"
             self.left -= 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self.reading.findings.append(Finding("a key must be text", where, fix="write `key: value`"))
-            elif key_node.value in tree:
-                what = f"{above}{key_node.value} is written twice"
-                self.reading.findings.append(Finding(what, where, fix="keep one of the two"))
+                self._find("a key must be text", where, "write `key: value`")
+            elif key_node.value in found:
+                self._find(f"{'.'.join((*above, key_node.value))} is written twice", where, "keep one of the two")
+            elif len(above) >= _MOST_NESTED:
+                self._find("values are nested too deeply", where, "remove the alias inside its own anchor")
             elif self.left > 0:
-                tree[key_node.value] = self.node(value_node, above + key_node.value, where)
-        return tree
+                found[key_node.value] = self.data(value_node, (*above, key_node.value), where)
+        return found
 
-    def node(self, node: yaml.Node, key: str, where: str) -> Tree | SettingEntry:
+    def data(self, node: yaml.Node, key: Key, where: str) -> Any:
         if isinstance(node, yaml.MappingNode):
-            return self.tree(node, f"{key}.")
+            return self.mapping(node, key)
         try:
             value = value_of(node)
         except yaml.YAMLError as error:
             self.reading.findings.append(yaml_finding(error, self.name or where))
             value = Value(None)
-        return SettingEntry(key, value, where, "override" if self.where else where)
+        if "$" in str(value.data) and (fault := _fault(value.data)) is not None:
+            self._find(f"{short(str(value.data))}: {fault[0]}", where, fault[1])
+            value = Value(None)
+        self.entries[key] = SettingEntry(".".join(key), value, where, "override" if self.where else where)
+        return value.data
+
+    def _find(self, what: str, where: str, fix: str) -> None:
+        finding = Finding(what, where, fix=fix)
+        if finding not in self.reading.findings:
+            self.reading.findings.append(finding)
 
 
-def _common(base: Tree, over: Tree, above: str = "") -> Iterator[str]:
-    """List the keys that both trees set, to different values."""
-    for key in [key for key in over if key in base]:
-        one, other = base[key], over[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _common(one, other, f"{above}{key}.")
-        elif data_of(one) != data_of(other):
-            yield above + key
+def _fault(data: Any) -> tuple[str, str] | None:
+    """Return what is wrong with references that OmegaConf cannot parse, and what helps."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.create([data])
+    except OmegaConfBaseException as error:
+        return _said(error)
+    return None
 
 
-def _merge(base: Tree, over: Tree) -> None:
-    """Put `over` into `base`: mappings are merged, all else is replaced."""
-    for key, node in over.items():
-        below = base.get(key)
-        if isinstance(below, dict) and isinstance(node, dict):
-            _merge(below, node)
-        else:
-            base[key] = node
-
-
-def _override(word: str, reading: Reading) -> None:
-    """Put `a.b=value` into the tree; `+a.b=value` does the same, and `~a.b` takes a key out."""
-    key, equals, text = word.partition("=")
-    parts = key.strip().lstrip("+~").split(".")
-    if not all(parts) or not (equals or word.startswith("~")):
+def _overridden(data: dict[str, Any], entries: dict[Key, SettingEntry], word: str, reading: Reading) -> dict[str, Any]:
+    """Put `a.b=value` into the data; `+a.b=value` does the same, and `~a.b` takes a key out."""
+    dotted, equals, text = word.partition("=")
+    key = tuple(dotted.strip().lstrip("+~").split("."))
+    if not all(key) or not (equals or word.startswith("~")):
         fix = "write key=value, or role.key=value, without spaces around ="
         reading.findings.append(Finding(f"{word!r} is not an override", fix=fix))
-        return
-    tree = reading.tree
-    for part in parts[:-1]:
-        below = tree.setdefault(part, {})
-        if not isinstance(below, dict):
-            below = tree[part] = {}
-        tree = below
+        return data
     if word.startswith("~"):
-        tree.pop(parts[-1], None)
-        return
-    dotted = ".".join(parts)
+        below: Any = data
+        for part in key[:-1]:
+            below = below.get(part) if isinstance(below, dict) else None
+        if isinstance(below, dict):
+            below.pop(key[-1], None)
+        return data
     try:
         node = compose(text)
     except yaml.YAMLError:
-        node = None if not text.strip() else yaml.ScalarNode("tag:yaml.org,2002:str", text)
-    if node is None:
-        tree[parts[-1]] = SettingEntry(dotted, Value(None, ""), place_of(word), "override")
-    else:
-        made = _Nodes("", reading, where=place_of(word)).node(node, dotted, place_of(word))
-        _merge(tree, {parts[-1]: made})
+        node = yaml.ScalarNode("tag:yaml.org,2002:str", text) if text.strip() else None
+    document = _Document("", reading, where=place_of(word))
+    value = document.data(node or yaml.ScalarNode("tag:yaml.org,2002:null", ""), key, document.where)
+    entries |= document.entries
+    for part in reversed(key):
+        value = {part: value}
+    return _merged(data, value, document.where, reading)
+
+
+def _size(data: Any, top: dict[str, Any], known: dict[int | str, int]) -> int:
+    """Count the values of data with those that references in it lead to, as often as they do."""
+    if not isinstance(data, dict | list | str) or (isinstance(data, str) and "${" not in data):
+        return 1
+    name = data if isinstance(data, str) else id(data)
+    if name not in known:
+        known[name] = 1
+        if isinstance(data, str):
+            inside: Any = (_at(top, each) for each in _REFERENCE.findall(data))
+        else:
+            inside = data.values() if isinstance(data, dict) else data
+        known[name] = 1 + sum(_size(each, top, known) for each in inside)
+    return known[name]
+
+
+def _at(data: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
 
 
 @dataclass(slots=True)
 class _Resolver:
-    """Replaces `${a.b}` by what stands at a.b, and `${oc.env:NAME,default}` by a variable."""
+    """Makes a tree of what OmegaConf resolves, with the places of what was written."""
 
     reading: Reading
     left: int = _MOST_NODES
 
-    def resolve_all(self) -> None:
-        self._tree(self.reading.tree, ())
+    def tree(
+        self, config: DictConfig, above: Key, entries: Mapping[Key, SettingEntry], at: SettingEntry | None = None
+    ) -> Tree:
+        """Resolve a mapping.
 
-    def _tree(self, tree: Tree, above: tuple[str, ...]) -> None:
-        for key, node in tree.items():
+        Args:
+            entries: what was written, by keys; empty below a reference.
+            at: the entry that refers to the mapping.
+        """
+        from omegaconf import DictConfig, ListConfig, OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        found: Tree = {}
+        for name in map(str, config):
             self.left -= 1
             if self.left < 0:
-                return
-            if isinstance(node, dict):
-                self._tree(node, above)
-            else:
-                tree[key] = self._entry(node, above)
+                break
+            key = (*above, name)
+            own = entries.get(key)
+            entry = replace(own or at or SettingEntry("", Value(None), "", ""), key=".".join(key))
+            is_reference = OmegaConf.is_interpolation(config, name)
+            try:
+                if len(above) > _MOST_NESTED:
+                    raise OmegaConfBaseException("Recursive interpolation")
+                value = config[name]
+                if isinstance(value, DictConfig):
+                    inner: Mapping[Key, SettingEntry] = {} if is_reference else entries
+                    found[name] = self.tree(value, key, inner, entry if is_reference else at)
+                    continue
+                if isinstance(value, ListConfig):
+                    value = OmegaConf.to_container(value, resolve=True)
+            except (OmegaConfBaseException, RecursionError) as error:
+                self._find(entry, error)
+                value = None
+            is_own = own is not None and "${" not in str(own.value.data)
+            found[name] = entry if is_own else replace(entry, value=_value(value))
+        return found
 
-    def _entry(self, entry: SettingEntry, above: tuple[str, ...]) -> Tree | SettingEntry:
-        whole = _REFERENCE.fullmatch(entry.value.text or "")
-        if whole is None:
-            return replace(entry, value=self._value(entry.value, entry, above))
-        found = self._lookup(whole[1], entry, above)
-        if isinstance(found, dict):
-            return self._placed(found, entry)
-        return replace(entry, value=found)
-
-    def _placed(self, tree: Tree, entry: SettingEntry) -> Tree:
-        """Copy a tree to where another entry refers to it."""
-        placed: Tree = {}
-        for key, node in tree.items():
-            at = replace(entry, key=f"{entry.key}.{key}")
-            placed[key] = self._placed(node, at) if isinstance(node, dict) else replace(at, value=node.value)
-        return placed
-
-    def _value(self, value: Value, entry: SettingEntry, above: tuple[str, ...]) -> Value:
-        if value.items:
-            items = tuple(self._value(item, entry, above) for item in value.items)
-            return Value([item.data for item in items], items=items)
-        if isinstance(value.data, dict):
-            data = {}
-            for key, each in value.data.items():
-                data[key] = self._value(Value(each, each if isinstance(each, str) else None), entry, above).data
-            return Value(data)
-        if "${" not in (value.text or ""):
-            return value
-        if (whole := _REFERENCE.fullmatch(value.text or "")) is not None:
-            there = self._lookup(whole[1], entry, above)
-            return Value(data_of(there)) if isinstance(there, dict) else there
-
-        def say(match: re.Match[str]) -> str:
-            found = self._lookup(match[1], entry, above)
-            return str(data_of(found)) if isinstance(found, dict) else (found.text or str(found.data))
-
-        text = _REFERENCE.sub(say, value.text or "")
-        return Value(text, text)
-
-    def _lookup(self, name: str, entry: SettingEntry, above: tuple[str, ...]) -> Tree | Value:
-        """Return what a reference stands for; null, and a finding, where there is nothing."""
-        if name.startswith("oc.env:"):
-            variable, comma, default = name.removeprefix("oc.env:").partition(",")
-            text = os.environ.get(variable.strip(), default.strip() if comma else None)
-            if text is not None:
-                return Value(text, text)
-            return self._missing(f"${{{name}}}: the variable {variable} is not set", entry, "set it")
-        if ":" in name:
-            return self._missing(f"${{{name}}} is computed by a resolver that is not known", entry, "write the value")
-        if name in above:
-            return self._missing(f"${{{name}}} refers to itself", entry, "write the value in one of the places")
-        node: Tree | SettingEntry | None = self.reading.tree
-        for part in name.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        if node is None:
-            return self._missing(f"${{{name}}}: there is no key {name}", entry, f"write {name}, or the value here")
-        if isinstance(node, dict):
-            self._tree(node, (*above, name))
-            return node
-        found = self._entry(node, (*above, name))
-        return found if isinstance(found, dict) else found.value
-
-    def _missing(self, what: str, entry: SettingEntry, fix: str) -> Value:
-        finding = Finding(what, entry.where, fix=fix)
-        if finding not in self.reading.findings:
+    def _find(self, entry: SettingEntry, error: Exception) -> None:
+        what, fix = _said(error)
+        finding = Finding(f"{short(shown(entry.value.data))[1:-1]}: {what}", entry.where, fix=fix)
+        if not any(each.what.endswith(f": {what}") and "there is no key" in what for each in self.reading.findings):
             self.reading.findings.append(finding)
-        return Value(None)
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """Return what OmegaConf found, and what helps."""
+    for pattern, what, fix in _FAULTS:
+        if match := re.search(pattern, str(error)):
+            return what.format(*match.groups()), fix.format(*match.groups())
+    return "", ""
+
+
+def _value(data: Any) -> Value:
+    """Return the value that was resolved, as if it had been written."""
+    if isinstance(data, list):
+        return Value(data, items=tuple(map(_value, data)))
+    return Value(
+        data, None if data is None or isinstance(data, dict) else data if isinstance(data, str) else shown(data)
+    )

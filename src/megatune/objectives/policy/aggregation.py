@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatune.config.rl.settings import Aggregation
+from megatune.config.rl.algorithm import Aggregation
 from megatune.engine.sequences import MicroBatch, Sequences, document_totals
 
 

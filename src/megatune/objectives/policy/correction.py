@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
-from megatune.config.rl.settings import AlgorithmPart, CorrectionFilter
+from megatune.config.rl.algorithm import AlgorithmSettings
 
 # "segment" is a stretch of the model's own tokens: a response without tools is one, and so it is "geometric" here.
 LEVELS = ("token", "geometric", "sequence", "segment")
@@ -34,16 +35,16 @@ class Correction:
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
-def metric_names(settings: AlgorithmPart) -> tuple[str, ...]:
+def metric_names(settings: AlgorithmSettings) -> tuple[str, ...]:
     """Name what `correct` measures."""
-    clip = ("actor/is_weight_clipfrac",) * settings.train_infer_is_weight.enabled
-    final = ("actor/train_infer_final_mask_mean",) * bool(_active(settings))
+    clip = ("actor/is_weight_clipfrac",) * settings.train_infer_correction.is_weight.enabled
+    final = ("actor/train_infer_final_mask_mean",) * bool(settings.train_infer_correction.active)
     return ("actor/train_infer_log_prob_gap", *_NAMES, *clip, *final)
 
 
 @torch.no_grad()
 def correct(
-    old: Tensor, rollout: Tensor, mask: Tensor, totals: Callable[[Tensor], Tensor], settings: AlgorithmPart
+    old: Tensor, rollout: Tensor, mask: Tensor, totals: Callable[[Tensor], Tensor], settings: AlgorithmSettings
 ) -> Correction:
     """Compare log-probabilities of the trainer with those of the rollout engine.
 
@@ -68,25 +69,22 @@ def correct(
     metrics = {"actor/train_infer_log_prob_gap": (log_ratio.abs().sum(), num_tokens)}
     for name, values in zip(_NAMES, (*ratios.values(), *differences.values()), strict=True):
         metrics[name] = (torch.where(counted, values * shares, 0.0).sum(), count)
-    chosen = settings.train_infer_is_weight
+    chosen = settings.train_infer_correction.is_weight
     weights = torch.ones_like(log_ratio)
     if chosen.enabled:
         ratio = ratios[chosen.weight_type]
-        weights = ratio.clamp(max=chosen.upper_bound)
-        metrics["actor/is_weight_clipfrac"] = ((counted & (ratio > chosen.upper_bound)).sum(), num_tokens)
+        bound = inf if chosen.upper_bound is None else chosen.upper_bound
+        weights = ratio.clamp(max=bound)
+        metrics["actor/is_weight_clipfrac"] = ((counted & (ratio > bound)).sum(), num_tokens)
     keep = torch.ones_like(counted)
-    for each in _active(settings):
+    for each in settings.train_infer_correction.active:
         if each.ratio_enabled:
             keep &= _between(ratios[each.agg_type], each.ratio_low, each.ratio_high)
         if each.diff_enabled:
             keep &= _between(differences[each.agg_type], each.diff_low, each.diff_high)
-    if _active(settings):
+    if settings.train_infer_correction.active:
         metrics["actor/train_infer_final_mask_mean"] = ((keep & counted).sum(), num_tokens)
     return Correction(weights, keep, metrics)
-
-
-def _active(settings: AlgorithmPart) -> list[CorrectionFilter]:
-    return [each for each in settings.train_infer_filters if each.enabled]
 
 
 def _between(values: Tensor, low: float, high: float) -> Tensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatune.config.rl.settings import AlgorithmPart, PolicyVariant
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import PolicyVariant
 
 # ROLL's ActorPGWorker can be given no others by a file.
 _CISPO_RANGE = (0.9, 1.1)
@@ -36,7 +37,7 @@ class Terms:
     is_positive: Tensor | None = None
 
 
-def clipped(terms: Terms, settings: AlgorithmPart) -> Tensor:
+def clipped(terms: Terms, settings: AlgorithmSettings) -> Tensor:
     """PPO (arXiv:1707.06347): -min(r A, clip(r) A), with a bound of its own on either side (DAPO, arXiv:2503.14476).
     dual_clip_loss keeps it below dual_clip · |A| where A < 0 (arXiv:1912.09729)."""
     ratio, advantages = terms.log_ratio.exp(), terms.advantages
@@ -62,7 +63,11 @@ def tapered(terms: Terms, positive_weight: float, negative_weight: float) -> Ten
 
 
 def token_losses(
-    variant: PolicyVariant | None, terms: Terms, settings: AlgorithmPart, positive_weight: float, negative_weight: float
+    variant: PolicyVariant | None,
+    terms: Terms,
+    settings: AlgorithmSettings,
+    positive_weight: float,
+    negative_weight: float,
 ) -> Tensor:
     """Return the loss of each token by its name; None is `clipped`, as "ppo" is."""
     match variant:

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatune.config.rl.settings import AlgorithmPart, PolicyVariant
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import PolicyVariant
 from megatune.engine.layers.cross_entropy import Head
 from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals
 from megatune.engine.step import ObjectiveOutput
@@ -22,7 +23,7 @@ from megatune.objectives.policy.losses import Terms, k3, token_losses
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
 # token of a response has a label, also where its mask is 0.
 MASK, ADVANTAGES, WEIGHTS = "mask", "advantages", "weights"  # always
-OLD = "old_log_probs"  # where recompute_old_log_probs: of the trainer before the first update
+OLD = "old_log_probs"  # where enable_old_logprobs_recompute: of the trainer before the first update
 ROLLOUT = "rollout_log_probs"  # elsewhere: the ratio is 1 then, and the train-infer correction is made here
 REFERENCE = "reference_log_probs"  # where use_kl_loss
 # An extra of documents, `DocumentValues` fp32 [D]: scores, where the variant is topr.
@@ -52,7 +53,7 @@ class PolicyObjective:
         samples: in the mini-batch, of all ranks; used by seq-mean-token-sum-norm alone.
     """
 
-    settings: AlgorithmPart
+    settings: AlgorithmSettings
     temperature: float = 1.0
     variant: PolicyVariant | None = None
     topr_positive_weight: float = 1.0
@@ -68,7 +69,7 @@ class PolicyObjective:
     @property
     def token_extras(self) -> tuple[str, ...]:
         """Extras of tokens that micro-batches must have."""
-        old = OLD if self.settings.recompute_old_log_probs else ROLLOUT
+        old = OLD if self.settings.enable_old_logprobs_recompute else ROLLOUT
         return MASK, ADVANTAGES, WEIGHTS, old, *(REFERENCE,) * self.settings.use_kl_loss
 
     @property
@@ -79,7 +80,7 @@ class PolicyObjective:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """By ROLL's names."""
-        own = () if self.settings.recompute_old_log_probs else correction.metric_names(self.settings)
+        own = () if self.settings.enable_old_logprobs_recompute else correction.metric_names(self.settings)
         return *_METRICS, *("actor/kl_loss",) * self.settings.use_kl_loss, *own
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
@@ -95,7 +96,7 @@ class PolicyObjective:
         norm = self.samples / self.norm_length
         of_tokens = aggregation.token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
         metrics: Mapping[str, tuple[Tensor, Tensor]] = {}
-        if settings.recompute_old_log_probs:
+        if settings.enable_old_logprobs_recompute:
             old = extras[OLD]
         else:
             old = log_probs.detach()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatune.config.rl.settings import AlgorithmPart
+from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.objectives.policy.correction import correct
 from megatune.objectives.policy.returns import (
     discounted,
@@ -35,11 +35,11 @@ class AlgorithmState:
         settings: init_kl_coef is the coefficient of the first step.
     """
 
-    def __init__(self, settings: AlgorithmPart) -> None:
+    def __init__(self, settings: AlgorithmSettings) -> None:
         self.kl_coef = settings.init_kl_coef
         self.running: dict[str, RunningMoments] = {}  # by domain
 
-    def control_kl(self, current: float, num_samples: int, settings: AlgorithmPart) -> None:
+    def control_kl(self, current: float, num_samples: int, settings: AlgorithmSettings) -> None:
         """Move the coefficient towards target_kl (arXiv:1909.08593, section 2.2); constant without one."""
         if settings.target_kl is not None:
             error = np.clip(current / settings.target_kl - 1, -0.2, 0.2)
@@ -58,7 +58,7 @@ class AlgorithmState:
 
 def prepare(
     samples: StepSamples,
-    settings: AlgorithmPart,
+    settings: AlgorithmSettings,
     state: AlgorithmState,
     opd_coefs: Mapping[str, float] | None = None,
 ) -> Prepared:
@@ -105,7 +105,7 @@ def prepare(
 
 
 def _rewards(
-    samples: StepSamples, settings: AlgorithmPart, state: AlgorithmState
+    samples: StepSamples, settings: AlgorithmSettings, state: AlgorithmState
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """Return what estimators take as rewards, [n], which samples train, bool [n], and metrics."""
     scores, lengths = np.asarray(samples.scores, np.float64), np.asarray(samples.lengths)
@@ -145,7 +145,7 @@ def _statistics(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _penalized(
-    samples: StepSamples, tokens: Tokens, rewards: np.ndarray, settings: AlgorithmPart, state: AlgorithmState
+    samples: StepSamples, tokens: Tokens, rewards: np.ndarray, settings: AlgorithmSettings, state: AlgorithmState
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return rewards of tokens less the KL penalty, clipped, and metrics; moves the coefficient for the next step."""
     metrics: dict[str, float] = {}
@@ -172,7 +172,7 @@ def _advantages(
     penalty: np.ndarray,
     mask: np.ndarray,
     tokens: Tokens,
-    settings: AlgorithmPart,
+    settings: AlgorithmSettings,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return advantages and returns of the tokens of one domain."""
     if settings.is_pure_opd:
@@ -192,7 +192,7 @@ def _advantages(
 
 
 def _teachers_penalty(
-    samples: StepSamples, tokens: Tokens, settings: AlgorithmPart, coefs: Mapping[str, float]
+    samples: StepSamples, tokens: Tokens, settings: AlgorithmSettings, coefs: Mapping[str, float]
 ) -> np.ndarray:
     """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation. 0 where it is off."""
     total = np.zeros(len(tokens))
@@ -210,7 +210,7 @@ def _teachers_penalty(
 
 
 def _corrected(
-    samples: StepSamples, tokens: Tokens, weights: np.ndarray, mask: np.ndarray, settings: AlgorithmPart
+    samples: StepSamples, tokens: Tokens, weights: np.ndarray, mask: np.ndarray, settings: AlgorithmSettings
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """Apply the train-infer correction to weights and mask of tokens, where both log-probabilities are known."""
     if samples.old_log_probs is None or samples.rollout_log_probs is None:

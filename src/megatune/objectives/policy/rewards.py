@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatune.config.rl.settings import AlgorithmPart, Normalization
+from megatune.config.rl.algorithm import AlgorithmSettings, Norm
 
 _EPSILON = 1e-6  # added to standard deviations, as ROLL and TRL do
 
@@ -57,8 +57,8 @@ def group_stds(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def normalized(
     rewards: np.ndarray,
     groups: np.ndarray,
-    mean: Normalization | None,
-    std: Normalization | None,
+    mean: Norm | None,
+    std: Norm | None,
     running: RunningMoments,
 ) -> np.ndarray:
     """Return (reward - mean) / (std + 1e-6), each over a group, the batch or all steps so far; None leaves it out.
@@ -82,7 +82,7 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.where(sizes > 1, (rewards - means) * sizes / np.maximum(sizes - 1, 1), rewards)
 
 
-def shaped(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmPart, running: RunningMoments) -> np.ndarray:
+def shaped(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmSettings, running: RunningMoments) -> np.ndarray:
     """Return what an estimator makes of the rewards of one domain.
 
     GRPO (arXiv:2402.03300) normalizes by group, whatever norm_mean_type and norm_std_type say; RLOO leaves one out;
@@ -101,7 +101,7 @@ def shaped(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmPart, run
 
 
 def sample_masks(
-    scores: np.ndarray, lengths: np.ndarray, groups: np.ndarray, at_limit: np.ndarray, settings: AlgorithmPart
+    scores: np.ndarray, lengths: np.ndarray, groups: np.ndarray, at_limit: np.ndarray, settings: AlgorithmSettings
 ) -> dict[str, np.ndarray]:
     """Return which samples train, bool [n] of each rule in use, by the rule's name.
 
@@ -123,7 +123,7 @@ def sample_masks(
 
 
 def sample_weights(
-    lengths: np.ndarray, difficulty: np.ndarray | None, used: np.ndarray, settings: AlgorithmPart
+    lengths: np.ndarray, difficulty: np.ndarray | None, used: np.ndarray, settings: AlgorithmSettings
 ) -> np.ndarray:
     """Return the weight of each sample in the policy loss, [n]; their mean over the samples that train is 1.
 

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatune.config.dialects import roll_ignored as known
-from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.roll import ReadRL
 from megatune.config.dialects.roll_engine import section_names
 from megatune.config.dialects.roll_tree import data_of, entries_of
-from megatune.config.rl.pages import PAGES, find_key
-from megatune.config.setting import SettingInfo, describe
+from megatune.config.dialects.table import table
+from megatune.config.rl.pages import find_key, rl_pages
+from megatune.config.setting import SettingInfo
 from megatune.config.values import shown
 from megatune.plan.explain.words import Language, Texts, Words, columns_of, words_of, wrapped
-
-_REFUSED: dict[str, Mapping[str, Refused]] = {
-    "": known.TOP_REFUSED,
-    "ROLE": known.ROLE_REFUSED,
-    "ROLE.model_args": known.MODEL_REFUSED,
-    "ROLE.data_args": known.DATA_REFUSED,
-    "ROLE.generating_args": known.GENERATING_REFUSED,
-    "ROLE.strategy_args.strategy_config": known.STRATEGY_REFUSED,
-    "rewards.DOMAIN": known.REWARD_REFUSED,
-}
-_IGNORED: dict[str, Mapping[str, str]] = {
-    "": known.TOP_IGNORED,
-    "ROLE": known.ROLE_IGNORED,
-    "ROLE.model_args": known.MODEL_IGNORED,
-    "ROLE.training_args": known.TRAINING_IGNORED,
-    "ROLE.data_args": known.DATA_IGNORED,
-    "ROLE.generating_args": known.GENERATING_IGNORED,
-    "ROLE.strategy_args.strategy_config": known.STRATEGY_IGNORED,
-    "rewards.DOMAIN": known.REWARD_IGNORED,
-}
 
 
 def knows_rl(key: str) -> bool:
@@ -82,11 +61,10 @@ def rl_page(language: Language = "en") -> str:
     """Return the reference of all keys, in Markdown."""
     words = words_of(language)
     parts = [_HEAD[language]]
-    for heading, places in PAGES.items():
+    for heading, infos in rl_pages().items():
         parts.append(f"\n## {_HEADINGS[language][heading]}\n")
-        for prefix, group in places:
-            for info in describe(group.__name__, group):
-                parts += _section(f"{prefix}.{info.name}" if prefix else info.name, info, words, language)
+        for dotted, info in infos.items():
+            parts += _section(dotted, info, words, language)
     parts += [_ENGINE[language], *_engine_rows(), _REFUSED_HEAD[language], *_refused_rows(words, language)]
     return "".join([*parts, _IGNORED_HEAD[language], *_ignored_rows(language)])
 
@@ -114,25 +92,23 @@ def _section(dotted: str, info: SettingInfo, words: Words, language: Language) -
 
 def _engine_rows() -> Iterator[str]:
     for section, names in section_names().items():
-        above = "ROLE.strategy_args." if section == "strategy_config" else "ROLE."
-        yield f"| `{above}{section}` | {', '.join(f'`{name}`' for name in names)} |\n"
+        yield f"| `ROLE.{section}` | {', '.join(f'`{name}`' for name in names)} |\n"
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:
-    for above, keys in _REFUSED.items():
-        for key, refused in keys.items():
-            values = ", ".join(f"`{shown(value)}`" for value in refused.values or ()) or words.every_other
-            yield f"| `{f'{above}.{key}' if above else key}` | {values} | {_reason(refused.why, language)} |\n"
+    for dotted, refused in table("roll").refused.items():
+        values = ", ".join(f"`{shown(value)}`" for value in refused.values or ()) or words.every_other
+        yield f"| `{dotted}` | {values} | {_reason(refused.why, language)} |\n"
 
 
 def _ignored_rows(language: Language) -> Iterator[str]:
-    """Give a row for each reason, with the keys that it is of."""
-    for above, keys in _IGNORED.items():
-        reasons: dict[str, list[str]] = {}
-        for key, why in keys.items():
-            reasons.setdefault(why, []).append(f"`{key}`")
-        for why, names in reasons.items():
-            yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {_reason(why, language)} |\n"
+    """Give a row for each reason and mapping, with the keys that it is of."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for dotted, accepted in table("roll").accepted.items():
+        above, _, key = dotted.rpartition(".")
+        reasons.setdefault((above, accepted.why), []).append(f"`{key}`")
+    for (above, why), names in reasons.items():
+        yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {_reason(why, language)} |\n"
 
 
 def _reason(why: str, language: Language) -> str:

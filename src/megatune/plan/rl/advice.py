@@ -77,7 +77,7 @@ def _smaller_batch(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[
     busy = max(group.held, key=lambda held: held.parts[phase].get("activations", 0)).role
     role = next((each for each in found.question.model_roles if each.name == busy), None)
     while role is not None and busy in (ACTOR, REFERENCE, CRITIC) and role.infer_batch_size > 1:
-        role = replace(role, infer_batch_size=role.infer_batch_size // 2)
+        role = role.model_copy(update={"infer_batch_size": role.infer_batch_size // 2})
         changes: dict[str, Any] = {busy: role}
         after = plan_rl(replace(found.question, settings=replace(settings, **changes)))
         held = max(each.total(phase) for each in after.groups)
@@ -102,5 +102,5 @@ def _room_for_cache(found: RLAnswer) -> Iterator[str]:
 
 def _with_share(found: RLAnswer, key: str, share: float) -> RLAnswer:
     settings = found.question.settings
-    infer = replace(settings.actor_infer, config={**settings.actor_infer.config, key: share})
+    infer = settings.actor_infer.model_copy(update={"config": {**settings.actor_infer.config, key: share}})
     return plan_rl(replace(found.question, settings=replace(settings, actor_infer=infer)))

@@ -60,7 +60,7 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
     settings, found = question.settings, [SYNC, SAMPLE]
     if settings.algorithm.enable_reference or settings.teachers:
         found.append(REFERENCE_PASS)
-    if settings.algorithm.recompute_old_log_probs:
+    if settings.algorithm.enable_old_logprobs_recompute:
         found.append(OLD_PASS)
     found += [VALUES, TRAIN_CRITIC] if settings.critic is not None else []
     return (*found, TRAIN)

@@ -109,8 +109,8 @@ class RLQuestionReader(PlanReader):
 
         rollout = settings.rollout
         prompt = self._tokens("prompt_tokens", rollout.prompt_length, _MEAN_PROMPT)
-        response = self._tokens("response_tokens", rollout.response_length, _MEAN_RESPONSE)
-        return Lengths(rollout.prompt_length, rollout.response_length, prompt, response)
+        response = self._tokens("response_tokens", rollout.max_response_length, _MEAN_RESPONSE)
+        return Lengths(rollout.prompt_length, rollout.max_response_length, prompt, response)
 
     def _tokens(self, name: str, longest: int, part: int) -> float:
         """Return tokens of the mean prompt or response."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatune.config.rl.settings import GroupFilter
+from megatune.config.rl.data import GroupFilter
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.pipeline.group_files import group_from, group_record
 from megatune.rl.pipeline.groups import Group
@@ -240,9 +240,7 @@ def passes(rule: GroupFilter, group: Group) -> bool:
         return True
     if len(scores) < 2:
         return False
-    if rule.type == "mean_filter":
-        return bool(rule.threshold_down < scores.mean() < rule.threshold_up)
-    return bool(scores.std(ddof=1) > rule.std_threshold)
+    return rule.keeps(float(scores.mean()), float(scores.std(ddof=1)))
 
 
 def _is_older(group: Group, oldest: int) -> bool:

@@ -66,7 +66,9 @@ class Driver:
 
     def __post_init__(self) -> None:
         run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
-        sampling = Sampling(infer.generating, run.seed, rollout.response_length, stop_token_ids=self.stop_token_ids)
+        sampling = Sampling(
+            infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=self.stop_token_ids
+        )
         self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
         order = ProblemOrder(self.problems.by_domain, run.seed)
         self._scorer = PoolScorer(self.pool, self.decode)
@@ -74,7 +76,7 @@ class Driver:
             self._sampler,
             self._scorer,
             order.at,
-            domain_batch_sizes(self.settings.data.domain_shares, rollout.rollout_batch_size),
+            domain_batch_sizes(self.settings.data.domain_interleave_probs, rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,
@@ -98,7 +100,7 @@ class Driver:
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
-        if self.validation is not None and run.rollout_mock != "mock":
+        if self.validation is not None and not run.rollout_mock.replays:
             with self._held():
                 self.note("sync", run.max_steps)
                 self.weights.sync(run.max_steps + 1)
@@ -109,13 +111,13 @@ class Driver:
     @property
     def _is_asynchronous(self) -> bool:
         run = self.settings.run
-        return self.settings.rollout.async_generation_ratio > 0 and run.rollout_mock != "mock"
+        return self.settings.rollout.async_generation_ratio > 0 and not run.rollout_mock.replays
 
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
         phases, run = Phases(lambda phase: self.note(phase, step + 1)), self.settings.run
         sync: Sync | None = None
-        if run.rollout_mock == "mock":
+        if run.rollout_mock.replays:
             taken = self._replayed(step)
         else:
             with self._held():
@@ -174,23 +176,21 @@ class Driver:
     def _replayed(self, step: int) -> Taken:
         """Read what was recorded of a step."""
         by_id = {(domain, each.id): each for domain, own in self.problems.by_domain.items() for each in own}
-        return Taken(replay_step(Path(self.settings.run.rollout_mock_dir or ""), step + 1, by_id), 0, 0)
+        return Taken(replay_step(Path(self.settings.run.rollout_mock.dump_dir), step + 1, by_id), 0, 0)
 
     def _keep(self, step: int, taken: Taken) -> None:
         """Write rollouts where that is asked for."""
         run = self.settings.run
         if run.rollout_dump_dir:
             dump_step(Path(run.rollout_dump_dir), step + 1, taken.groups)
-        if run.rollout_mock == "dump":
-            record_step(Path(run.rollout_mock_dir or ""), step + 1, taken.groups)
+        if run.rollout_mock.records:
+            record_step(Path(run.rollout_mock.dump_dir), step + 1, taken.groups)
 
     def _validate(self, step: int) -> None:
         assert self.validation is not None
         assert self.settings.validation is not None
-        began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating
-        length = rollout.response_length
-        if rollout.val_sequence_length is not None and rollout.val_prompt_length is not None:
-            length = rollout.val_sequence_length - rollout.val_prompt_length
+        began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating_args
+        length = rollout.val_max_response_length
         sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
         problems = self.validation.all()
         groups = sample_all(problems, self.roles.engines, self._scorer, sampling, rollout.max_running_requests)
@@ -226,8 +226,8 @@ class Driver:
             self.learner.save(self.roles.critic, step)
         path = self.learner.save(self.roles.policy, step, self.progress.file())
         self.reports.callbacks.on_save(path)
-        if self.settings.run.checkpoint_output_dir:
-            _copy(path, Path(self.settings.run.checkpoint_output_dir) / path.name)
+        if self.settings.run.checkpoint_config.output_dir:
+            _copy(path, Path(self.settings.run.checkpoint_config.output_dir) / path.name)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatune.config.rl.settings import Generating
+from megatune.config.rl.rollout import Generating
 from megatune.rl.samples import Problem, Request, Response, Sample
 
 
@@ -94,7 +94,7 @@ class Sampling:
             top_k=max(0, generating.top_k),
             repetition_penalty=generating.repetition_penalty,
             stop_token_ids=self.stop_token_ids,
-            stop_strings=generating.stop_strings,
+            stop_strings=tuple(generating.stop_strings),
             **so_far,
         )
 

@@ -115,7 +115,7 @@ class Learner:
         if self._teachers:
             with phases("teachers"):
                 known["teachers"] = {name: self._taught(group, samples) for name, group in self._teachers.items()}
-        if algorithm.recompute_old_log_probs:
+        if algorithm.enable_old_logprobs_recompute:
             with phases("old_log_probs"):
                 known["old_log_probs"] = self.log_probs(rollouts)
         if self._critic is not None:

@@ -8,7 +8,7 @@ from megatune.rl.rewards.code.sandbox import best_walls
 
 def start_lines(settings: RLSettings) -> list[str]:
     """Return lines on the roles, on a step, and on what log-probabilities are those of."""
-    generating, rollout, infer = settings.actor_infer.generating, settings.rollout, settings.actor_infer
+    generating, rollout, infer = settings.actor_infer.generating_args, settings.rollout, settings.actor_infer
     models = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
     ahead = rollout.async_generation_ratio
     turns = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
@@ -34,11 +34,11 @@ def reward_line(role: RewardRole) -> str:
 
 def _truncation(settings: RLSettings) -> str:
     """Say what becomes of tokens that top_p and top_k leave out."""
-    generating, algorithm = settings.actor_infer.generating, settings.algorithm
+    generating, algorithm = settings.actor_infer.generating_args, settings.algorithm
     said = "; log-probabilities are at this temperature"
     if generating.top_p >= 1 and generating.top_k <= 0:
         return said
-    corrected = algorithm.train_infer_is_weight.enabled or any(each.enabled for each in algorithm.train_infer_filters)
+    corrected = algorithm.train_infer_correction.corrects
     bounded = "train_infer_correction bounds" if corrected else "nothing bounds (train_infer_correction would)"
     return f"{said}, before top_p and top_k on both sides; {bounded} what sampling leaves out"
 

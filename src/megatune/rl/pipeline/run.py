@@ -120,7 +120,7 @@ def drive(
 
 def _bytes_in_flight(settings: RLSettings) -> int:
     """Return how large the objects are that are under way at once: four buckets of weights, and a step's samples."""
-    samples = settings.samples_per_step * settings.rollout.sequence_length * _BYTES_OF_A_TOKEN
+    samples = settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN
     return 4 * settings.run.model_update_buffer_size_mb * 2**20 + samples
 
 
@@ -147,11 +147,12 @@ def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | No
         "template": rollout.global_template,
         "tag_to_template": rollout.tag_to_template,
     }
-    trained = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **templates)
+    filtered = {**templates, "dataset_filter": rollout.dataset_filter}
+    trained = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
     if validation is None:
         return trained, None
     length = rollout.val_prompt_length or rollout.prompt_length
-    return trained, read_problems(validation.data, settings.rewards, tokenizer, length, **templates)
+    return trained, read_problems(validation.data_args, settings.rewards, tokenizer, length, **templates)
 
 
 @contextmanager

@@ -61,13 +61,13 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
             "model": model.settings.model.model_copy(update={"model_name_or_path": folder}),
             "run": model.settings.run.model_copy(update={"output_dir": str(output)}),
         }
-        return replace(role, settings=model.settings.model_copy(update=update))
+        return role.model_copy(update={"settings": model.settings.model_copy(update=update)})
 
     actor = trained(settings.actor_train, "")
     source = actor.settings.model.model_name_or_path
     infer = settings.actor_infer
     if infer.model_name_or_path == settings.actor_train.settings.model.model_name_or_path:
-        infer = replace(infer, model_name_or_path=str(source))
+        infer = infer.model_copy(update={"model_name_or_path": str(source)})
     changed = replace(
         settings,
         actor_train=actor,
@@ -87,13 +87,13 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
 def _sampled(role: InferRole) -> InferRole:
     """Return a role with a folder for its model."""
     name = role.model_name_or_path
-    return replace(role, model_name_or_path=str(open_model(name).fetch())) if is_hub_id(name) else role
+    return role.model_copy(update={"model_name_or_path": str(open_model(name).fetch())}) if is_hub_id(name) else role
 
 
 def _judge(role: InferRole) -> InferRole:
     """Return a judge with a folder for its model, whose weights no transfer brings: asleep it keeps them."""
     config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
-    return replace(_sampled(role), config=config, sleep_level=1)
+    return _sampled(role).model_copy(update={"config": config, "sleep_level": 1})
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
@@ -147,7 +147,6 @@ def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> 
 def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     rollout = settings.rollout
     is_judge = role is not settings.actor_infer
-    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     return RoleSpec(
         name=role.name,
         target=f"{_HOSTS}:engine",
@@ -155,7 +154,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
             "role": role,
             "seed": settings.run.seed,
             "max_running": role.infer_batch_size if is_judge else rollout.max_running_requests,
-            "length": judge_context(rollout, role) if is_judge else longest,
+            "length": judge_context(rollout, role) if is_judge else rollout.longest_sequence,
         },
         devices=role.devices,
         devices_per_actor=role.devices_per_engine,

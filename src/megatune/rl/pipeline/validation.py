@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatune.config.rl.settings import Generating
+from megatune.config.rl.rollout import Generating
 from megatune.rl.pipeline.collector import Scorer
 from megatune.rl.pipeline.engines import Engines
 from megatune.rl.pipeline.groups import Group, Sampling

@@ -67,6 +67,6 @@ class Weights:
         return gap
 
     def _request(self, place: int, version: int, prompt: np.ndarray) -> Request:
-        generating = self._settings.actor_infer.generating
-        most = min(_PROBE_TOKENS, self._settings.rollout.response_length)
+        generating = self._settings.actor_infer.generating_args
+        most = min(_PROBE_TOKENS, self._settings.rollout.max_response_length)
         return Request(f"probe-{version}-{place}-0", prompt, version, most, generating.temperature)

@@ -20,7 +20,8 @@ from megatune.rl.samples import Request, Response
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.rl.settings import Generating, InferRole, RewardRole, RLSettings, RolloutPart
+    from megatune.config.rl.rollout import Generating, RolloutSettings
+    from megatune.config.rl.settings import InferRole, RewardRole, RLSettings
 
 INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
 WAIT_SECONDS = 1.0  # of a thread, between looks whether the run ends
@@ -112,26 +113,25 @@ class EngineAsk:
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating
         ids = np.asarray(encode_prompts([self._write(messages)], self._tokenizer)[0], np.int64)
-        if len(ids) + generating.max_new_tokens > self._context:
+        if len(ids) + generating.max_tokens > self._context:
             raise RewardError(f"the judge would have to read {len(ids):,} tokens, its context is {self._context:,}")
         return Request(
             id=f"judge-{number}",
             prompt_ids=ids,
             seed=int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest()),  # whenever it is asked
-            max_new_tokens=generating.max_new_tokens,
+            max_new_tokens=generating.max_tokens,
             temperature=generating.temperature if generating.do_sample else 0.0,
             top_p=generating.top_p,
             top_k=generating.top_k,
             repetition_penalty=generating.repetition_penalty,
             stop_token_ids=self._stop,
-            stop_strings=generating.stop_strings,
+            stop_strings=tuple(generating.stop_strings),
         )
 
 
-def judge_context(rollout: RolloutPart, judge: InferRole) -> int:
+def judge_context(rollout: RolloutSettings, judge: InferRole) -> int:
     """Return the tokens that a judge reads and writes at most: a prompt, a response, and what it is asked."""
-    longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
-    return longest + INSTRUCTION_TOKENS + judge.generating.max_new_tokens
+    return rollout.longest_sequence + INSTRUCTION_TOKENS + judge.generating_args.max_tokens
 
 
 def asks_of(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[str, ModelAsk]:
@@ -149,7 +149,7 @@ def asks_of(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[s
         if judge.name not in asks:
             tokenizer = load_tokenizer(judge.model_name_or_path)
             context = judge_context(settings.rollout, judge)
-            asks[judge.name] = EngineAsk(engines[judge.name], tokenizer, judge.generating, context)
+            asks[judge.name] = EngineAsk(engines[judge.name], tokenizer, judge.generating_args, context)
     return {domain: asks[judge.name] for domain, judge in judges.items()}
 
 

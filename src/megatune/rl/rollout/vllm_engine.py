@@ -105,7 +105,7 @@ class VllmEngine(OutsideEngine):
         return cls(
             engine,
             checkpoint_shapes(folder),
-            role.generating.temperature if role.generating.do_sample else 1.0,
+            role.generating_args.temperature if role.generating_args.do_sample else 1.0,
             is_shared=shards > 1,
             has_weights=arguments.load_format != "dummy",
             can_sleep=can_sleep,

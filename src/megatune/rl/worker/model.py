@@ -176,7 +176,7 @@ class ModelWorker(ABC):
             same_length=same_length,
             per_token=per_token,
             per_sample=per_sample,
-            replay=self.role.router_replay,
+            replay=self.role.replays_routing,
         )
 
     def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:

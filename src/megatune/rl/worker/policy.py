@@ -40,7 +40,7 @@ class PolicyWorker(TrainedWorker):
             role.pg_variant,
             role.topr_positive_weight,
             role.topr_negative_weight,
-            norm_length=self.rl.rollout.sequence_length - 1,
+            norm_length=self.rl.rollout.max_sequence_length - 1,
             samples=num_samples,
         )
 

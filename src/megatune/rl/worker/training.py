@@ -132,7 +132,7 @@ class TrainedWorker(ModelWorker):
         optimizer, algorithm = self.settings.optimizer, self.rl.algorithm
         updates = math.ceil(self.rl.samples_per_step / self.samples_per_update) * algorithm.ppo_epochs
         total = self.rl.run.max_steps * updates
-        warmup = warmup_steps_of(self.role.warmup_steps or optimizer.warmup_steps, optimizer.warmup_ratio, total)
+        warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, total)
         shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
         return LearningRateSchedule(optimizer.learning_rate, *shape, warmup, total)
 

@@ -10,10 +10,86 @@ from megatune.config.setting import Count, Group, NonNegative, Positive
 
 Norm = Literal["batch", "group", "running"]
 Level = Literal["token", "segment", "geometric", "sequence"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class AlgorithmKeys(Group):
+class IsWeight(Group):
+    enabled: bool = False
+    """Weigh tokens by the trainer's probability over that of the engine that sampled them.
+    How: exp(log-probability of the trainer before its updates − that of the engine), bounded above by upper_bound.
+    When: With engines of another precision, with top_p or top_k, and with async_generation_ratio."""
+    weight_type: Level = "token"
+    """What the weight is of.
+    How: Sums and means are over the tokens of the response that count.
+    When: token is the mildest.
+    - token: each token's own
+    - segment: of each stretch between masked tokens
+    - geometric: the mean log-ratio of the response
+    - sequence: the sum of the response's log-ratios"""
+    upper_bound: Positive | None = 1.2
+    """The largest weight. null is no bound.
+    How: Larger ones are cut to it.
+    When: 2 is usual; without a bound single tokens decide the step."""
+    detach: bool = True
+    """Whether weights are constants.
+    How: They are computed before training, and so always are.
+    When: Leave it at true."""
+
+
+class CorrectionFilter(Group):
+    enabled: bool = False
+    """Leave tokens out of the loss whose two probabilities are too far apart.
+    How: What is left out leaves the denominators, too.
+    When: With models of experts and with low precision, where a few tokens are far off."""
+    agg_type: Level = "token"
+    """What is judged, and left out whole.
+    How: As weight_type of is_weight.
+    When: geometric judges responses whatever their length.
+    - token: each token
+    - segment: each stretch between masked tokens
+    - geometric: the response, by its mean log-ratio
+    - sequence: the response, by the sum of its log-ratios"""
+    ratio_enabled: bool = True
+    """Judge by the ratio of the two probabilities.
+    How: It must lie between ratio_low and ratio_high.
+    When: Leave it on."""
+    ratio_low: float = 0.8
+    """The lowest ratio that is kept.
+    How: See ratio_enabled.
+    When: 0.99 with agg_type: geometric."""
+    ratio_high: float = 1.2
+    """The highest ratio that is kept.
+    How: See ratio_enabled.
+    When: 1.01 with agg_type: geometric."""
+    diff_enabled: bool = False
+    """Judge by the difference of the two probabilities.
+    How: It must lie between diff_low and diff_high.
+    When: Where ratios of unlikely tokens should not matter."""
+    diff_low: float = -0.2
+    """The lowest difference that is kept.
+    How: See diff_enabled.
+    When: With diff_enabled."""
+    diff_high: float = 0.2
+    """The highest difference that is kept.
+    How: See diff_enabled.
+    When: With diff_enabled."""
+
+
+class TrainInferCorrection(Group):
+    is_weight: IsWeight = IsWeight()
+    filters: list[CorrectionFilter] = Field(default=[])
+
+    @property
+    def active(self) -> list[CorrectionFilter]:
+        return [each for each in self.filters if each.enabled]
+
+    @property
+    def corrects(self) -> bool:
+        return self.is_weight.enabled or bool(self.active)
+
+
+class AlgorithmSettings(Group):
     adv_estimator: Literal["gae", "reinforce", "grpo", "rloo", "reinforce_plus_plus"] = "gae"
     """How rewards become advantages of tokens.
     How: All but gae need no critic. Dr.GRPO is reinforce with norm_mean_type: group, norm_std_type: null and
@@ -134,9 +210,7 @@ class AlgorithmKeys(Group):
     """Advantages are clipped to ± this after whitening. null is no bound.
     How: It bounds what one response can do.
     When: 2 is usual."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
+    loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How losses of tokens become one number.
     How: Every denominator is of the whole global batch, so a layout or a micro-batch changes nothing. Masked tokens
     count in neither part; in ROLL's token-mean they do.
@@ -213,65 +287,13 @@ class AlgorithmKeys(Group):
     How: It needs `teacher`, student_train and student_infer. The advantage of a token is its log-probability by the
     teacher less its own, with gamma 0 and adv_estimator reinforce.
     When: To distil without any reward."""
+    train_infer_correction: TrainInferCorrection = TrainInferCorrection()
 
+    @property
+    def dual_clip(self) -> float:
+        return 1 + 2 * self.pg_clip
 
-class IsWeightKeys(Group):
-    enabled: bool = False
-    """Weigh tokens by the trainer's probability over that of the engine that sampled them.
-    How: exp(log-probability of the trainer before its updates − that of the engine), bounded above by upper_bound.
-    When: With engines of another precision, with top_p or top_k, and with async_generation_ratio."""
-    weight_type: Level = "token"
-    """What the weight is of.
-    How: Sums and means are over the tokens of the response that count.
-    When: token is the mildest.
-    - token: each token's own
-    - segment: of each stretch between masked tokens
-    - geometric: the mean log-ratio of the response
-    - sequence: the sum of the response's log-ratios"""
-    upper_bound: Positive | None = 1.2
-    """The largest weight. null is no bound.
-    How: Larger ones are cut to it.
-    When: 2 is usual; without a bound single tokens decide the step."""
-    detach: bool = True
-    """Whether weights are constants.
-    How: They are computed before training, and so always are.
-    When: Leave it at true."""
-
-
-class CorrectionFilterKeys(Group):
-    enabled: bool = False
-    """Leave tokens out of the loss whose two probabilities are too far apart.
-    How: What is left out leaves the denominators, too.
-    When: With models of experts and with low precision, where a few tokens are far off."""
-    agg_type: Level = "token"
-    """What is judged, and left out whole.
-    How: As weight_type of is_weight.
-    When: geometric judges responses whatever their length.
-    - token: each token
-    - segment: each stretch between masked tokens
-    - geometric: the response, by its mean log-ratio
-    - sequence: the response, by the sum of its log-ratios"""
-    ratio_enabled: bool = True
-    """Judge by the ratio of the two probabilities.
-    How: It must lie between ratio_low and ratio_high.
-    When: Leave it on."""
-    ratio_low: float = 0.8
-    """The lowest ratio that is kept.
-    How: See ratio_enabled.
-    When: 0.99 with agg_type: geometric."""
-    ratio_high: float = 1.2
-    """The highest ratio that is kept.
-    How: See ratio_enabled.
-    When: 1.01 with agg_type: geometric."""
-    diff_enabled: bool = False
-    """Judge by the difference of the two probabilities.
-    How: It must lie between diff_low and diff_high.
-    When: Where ratios of unlikely tokens should not matter."""
-    diff_low: float = -0.2
-    """The lowest difference that is kept.
-    How: See diff_enabled.
-    When: With diff_enabled."""
-    diff_high: float = 0.2
-    """The highest difference that is kept.
-    How: See diff_enabled.
-    When: With diff_enabled."""
+    @property
+    def rewards_kl(self) -> bool:
+        """Whether the divergence from the reference enters rewards."""
+        return self.add_token_level_kl and self.init_kl_coef > 0

@@ -9,7 +9,18 @@ from pydantic import Field
 from megatune.config.setting import Count, Group, NonNegative
 
 
-class RolloutKeys(Group):
+class DatasetFilter(Group):
+    source: list[str] = Field(default=[])
+    """Keep only rows whose column source is one of these. An empty list keeps all.
+    How: Rows are filtered before prompts are made.
+    When: To train on a part of a file."""
+    num_samples: Annotated[int, Field(ge=0), "rows"] = 0
+    """Keep only the first so many rows; 0 keeps all.
+    How: After source has chosen.
+    When: To try something out."""
+
+
+class RolloutSettings(Group):
     rollout_batch_size: Annotated[Count, "prompts"] = 128
     """Prompts of one step.
     How: A step trains on this many times num_return_sequences_in_group responses.
@@ -67,20 +78,29 @@ class RolloutKeys(Group):
     """Chat templates of single tags, by tag.
     How: Rows with another tag have global_template.
     When: Where data of one domain needs another system prompt."""
+    dataset_filter: DatasetFilter = DatasetFilter()
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The tokens of the longest prompt and response together."""
+        return self.sequence_length or self.prompt_length + (self.response_length or self.prompt_length)
+
+    @property
+    def max_response_length(self) -> int:
+        return self.max_sequence_length - self.prompt_length
+
+    @property
+    def val_max_response_length(self) -> int:
+        longest = self.val_sequence_length or self.max_sequence_length
+        return longest - (self.val_prompt_length or self.prompt_length)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The tokens of the longest prompt and response of training and of validation."""
+        return max(self.max_sequence_length, self.val_sequence_length or 0)
 
 
-class DatasetFilterKeys(Group):
-    source: list[str] = Field(default=[])
-    """Keep only rows whose column source is one of these. An empty list keeps all.
-    How: Rows are filtered before prompts are made.
-    When: To train on a part of a file."""
-    num_samples: Annotated[int, Field(ge=0), "rows"] = 0
-    """Keep only the first so many rows; 0 keeps all.
-    How: After source has chosen.
-    When: To try something out."""
-
-
-class GeneratingKeys(Group):
+class Generating(Group):
     temperature: NonNegative = 0.95
     """Divides logits before sampling: above 1 for more varied responses, below for surer ones; 0 takes the likeliest.
     How: The trainer computes log-probabilities at the same temperature. ROLL's trainer computes them at temperature 1,
@@ -115,3 +135,8 @@ class GeneratingKeys(Group):
     """Whether tokens are sampled; false takes the likeliest.
     How: The likeliest tokens give every response of a group the same text.
     When: false in validation, for a number that does not change."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens of a response, or of an answer of a model that judges."""
+        return self.max_new_tokens or 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Literal
 
 from pydantic import Field
@@ -9,7 +10,28 @@ from pydantic import Field
 from megatune.config.setting import Group
 
 
-class PromptDataKeys(Group):
+class GroupFilter(Group):
+    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
+    """Which groups of responses are dropped by their scores, before training.
+    How: filter_args has the bounds. With is_use_additional_prompts others are sampled in their place.
+    When: mean_filter or std_filter with rewards of 0 and 1.
+    - no_filter: none
+    - mean_filter: those whose mean is not between threshold_down and threshold_up
+    - std_filter: those whose standard deviation is not above std_threshold"""
+    filter_args: dict[str, Any] = Field(default={})
+    """The bounds: threshold_up and threshold_down, or std_threshold.
+    How: See type.
+    When: For instance {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""
+
+    def keeps(self, mean: float, std: float) -> bool:
+        """Tell whether a group is kept, by the mean and the standard deviation of its scores."""
+        bounds = self.filter_args
+        if self.type == "mean_filter":
+            return bool(bounds.get("threshold_down", -inf) < mean < bounds.get("threshold_up", inf))
+        return self.type == "no_filter" or bool(std > bounds.get("std_threshold", -inf))
+
+
+class PromptData(Group):
     file_name: list[str] = Field(default=[])
     """Files of problems: json, jsonl, csv, parquet.
     How: Paths are taken from the folder that the command runs in; dataset_dir is not put before them, as in ROLL.
@@ -44,7 +66,7 @@ class PromptDataKeys(Group):
     When: Where the data has another name for it."""
 
 
-class RewardKeys(Group):
+class RewardSettings(Group):
     code_url: str | None = None
     """Address of an HTTP sandbox that runs code.
     How: With use_local: false.
@@ -95,17 +117,4 @@ class RewardKeys(Group):
     """What a class of your own is made with, or max_tokens and window of worker_cls: length.
     How: They are keyword arguments; timeout is how many seconds one response may take.
     When: With worker_cls of your own."""
-
-
-class GroupFilterKeys(Group):
-    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
-    """Which groups of responses are dropped by their scores, before training.
-    How: filter_args has the bounds. With is_use_additional_prompts others are sampled in their place.
-    When: mean_filter or std_filter with rewards of 0 and 1.
-    - no_filter: none
-    - mean_filter: those whose mean is not between threshold_down and threshold_up
-    - std_filter: those whose standard deviation is not above std_threshold"""
-    filter_args: dict[str, Any] = Field(default={})
-    """The bounds: threshold_up and threshold_down, or std_threshold.
-    How: See type.
-    When: For instance {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""
+    query_filter_config: GroupFilter = GroupFilter()

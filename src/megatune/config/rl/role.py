@@ -6,10 +6,63 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import Generating
 from megatune.config.setting import Count, Group, NonNegative, Positive
 
+PolicyVariant = Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"]
 
-class RoleKeys(Group):
+
+class SequencePacking(Group):
+    algorithm: Literal["none", "load_balance"] = "none"
+    """What bounds the rows that samples are packed into.
+    How: Rows are of about equal work in both; in ROLL those of none are not.
+    When: Use load_balance, with the longest rows that memory allows.
+    - none: the samples of a micro-batch times sequence_length, unless the lengths below are written
+    - load_balance: the lengths below"""
+    max_packed_sequence_length_train: Annotated[Count, "tokens"] | None = None
+    """The longest row in training. null is per_device_train_batch_size times sequence_length.
+    How: At least sequence_length; context parallelism divides it.
+    When: What memory allows: longer rows use a GPU better."""
+    max_packed_sequence_length_forward: Annotated[Count, "tokens"] | None = None
+    """The longest row where nothing is trained. null is infer_batch_size times sequence_length.
+    How: As for training.
+    When: Longer than in training."""
+    min_num_micro_batches_train: Annotated[Count, "micro-batches"] = 1
+    """Micro-batches of an update at least.
+    How: More make rows shorter than they could be.
+    When: With a pipeline, which wants several times its stages."""
+    min_num_micro_batches_forward: Annotated[Count, "micro-batches"] = 1
+    """The same where nothing is trained.
+    How: As for training.
+    When: As for training."""
+
+
+class StrategySettings(Group):
+    strategy_name: Literal["megatron_train", "megatron_infer", "hf_infer", "builtin", "vllm", "sglang"] | None = None
+    """What computes the role.
+    How: strategy_config has its settings; those of megatron_train and megatron_infer are the engine's of every other
+    run, and `megatune explain` explains them.
+    When: Required for roles with a model.
+    - megatron_train: this program's engine, in any layout; actor_train and critic
+    - megatron_infer: the same, forward only; reference and teachers
+    - hf_infer: Transformers on one device each; of a role that samples the same as builtin
+    - builtin: this program's engine for sampling, one device each
+    - vllm: vLLM, in this environment or the one of py_executable
+    - sglang: SGLang, likewise"""
+
+
+class RouterReplay(Group):
+    mode: Literal["disable", "R2", "R3"] = "disable"
+    """Which experts training takes: its own choice, or that of the engine that sampled.
+    How: The choice of each token comes with the response, where the engine gives it.
+    When: R3 with models of experts, where the log-probability gap is large.
+    - disable: its own
+    - R2: that of the trainer's first forward pass
+    - R3: that of the engine that sampled"""
+
+
+class RoleSettings(Group):
     device_mapping: list[int] = Field(default=[])
     """Devices of the role, numbered over all machines: list(range(0,8)), [6, 7], or a sum of such lists.
     How: Roles with a device in common share it by turns, and leave its memory when it is not theirs; roles without one
@@ -45,7 +98,7 @@ class RoleKeys(Group):
     """The class of a role, as ROLL names it: ActorPGWorker switches pg_variant on. null is the role's usual one.
     How: Roles are this program's own; the name says which of ROLL's is meant.
     When: With pg_variant, and of rewards, where it says what scores."""
-    pg_variant: Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"] | None = None
+    pg_variant: PolicyVariant | None = None
     """The loss of actor_train. null is the clipped ratio that the other keys describe.
     How: ROLL reads it only with worker_cls of ActorPGWorker, and so does this program.
     When: To compare them.
@@ -91,48 +144,19 @@ class RoleKeys(Group):
     """Tags of the rows that a reward scores, or that a teacher teaches. Of a teacher, [] is all.
     How: A row's tag decides its domain; a row whose tag no reward has is scored by math_rule, as in ROLL.
     When: Required for rewards."""
+    strategy_args: StrategySettings = StrategySettings()
+    sequence_packing_args: SequencePacking = SequencePacking()
+    router_replay: RouterReplay = RouterReplay()
+    generating_args: Generating = Generating()
+    data_args: PromptData = PromptData()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Global numbers, each for one rank or a part of an engine; processes of the CPU where there is no GPU."""
+        return tuple(self.device_mapping)
 
 
-class PackingKeys(Group):
-    algorithm: Literal["none", "load_balance"] = "none"
-    """What bounds the rows that samples are packed into.
-    How: Rows are of about equal work in both; in ROLL those of none are not.
-    When: Use load_balance, with the longest rows that memory allows.
-    - none: the samples of a micro-batch times sequence_length, unless the lengths below are written
-    - load_balance: the lengths below"""
-    max_packed_sequence_length_train: Annotated[Count, "tokens"] | None = None
-    """The longest row in training. null is per_device_train_batch_size times sequence_length.
-    How: At least sequence_length; context parallelism divides it.
-    When: What memory allows: longer rows use a GPU better."""
-    max_packed_sequence_length_forward: Annotated[Count, "tokens"] | None = None
-    """The longest row where nothing is trained. null is infer_batch_size times sequence_length.
-    How: As for training.
-    When: Longer than in training."""
-    min_num_micro_batches_train: Annotated[Count, "micro-batches"] = 1
-    """Micro-batches of an update at least.
-    How: More make rows shorter than they could be.
-    When: With a pipeline, which wants several times its stages."""
-    min_num_micro_batches_forward: Annotated[Count, "micro-batches"] = 1
-    """The same where nothing is trained.
-    How: As for training.
-    When: As for training."""
-
-
-class StrategyKeys(Group):
-    strategy_name: Literal["megatron_train", "megatron_infer", "hf_infer", "builtin", "vllm", "sglang"] | None = None
-    """What computes the role.
-    How: strategy_config has its settings; those of megatron_train and megatron_infer are the engine's of every other
-    run, and `megatune explain` explains them.
-    When: Required for roles with a model.
-    - megatron_train: this program's engine, in any layout; actor_train and critic
-    - megatron_infer: the same, forward only; reference and teachers
-    - hf_infer: Transformers on one device each; of a role that samples the same as builtin
-    - builtin: this program's engine for sampling, one device each
-    - vllm: vLLM, in this environment or the one of py_executable
-    - sglang: SGLang, likewise"""
-
-
-class SamplerKeys(Group):
+class SamplerSettings(Group):
     py_executable: str | None = None
     """Python of the environment that vLLM or SGLang is installed in. null is this one.
     How: The role's processes run in it; Ray and Python must have the versions of this environment. The engine's version
@@ -146,11 +170,8 @@ class SamplerKeys(Group):
     - 2: the cache and the weights"""
 
 
-class RouterReplayKeys(Group):
-    mode: Literal["disable", "R2", "R3"] = "disable"
-    """Which experts training takes: its own choice, or that of the engine that sampled.
-    How: The choice of each token comes with the response, where the engine gives it.
-    When: R3 with models of experts, where the log-probability gap is large.
-    - disable: its own
-    - R2: that of the trainer's first forward pass
-    - R3: that of the engine that sampled"""
+class Validation(Group):
+    """What is sampled between updates, by actor_infer."""
+
+    data_args: PromptData = PromptData()
+    generating_args: Generating = Generating()

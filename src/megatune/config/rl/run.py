@@ -9,7 +9,85 @@ from pydantic import Field
 from megatune.config.setting import Count, Group, Positive
 
 
-class RunKeys(Group):
+class TrackerSettings(Group):
+    log_dir: str | None = None
+    """Folder of TensorBoard's event files, or of what wandb keeps on this machine. null is output_dir/runs.
+    How: A folder of exp_name's name is made in it.
+    When: To see several runs beside each other."""
+    project: str | None = None
+    """Project of wandb or swanlab.
+    How: Runs of a project are shown together.
+    When: With those trackers."""
+    name: str | None = None
+    """Name of the run there. null is exp_name.
+    How: TensorBoard shows exp_name.
+    When: Seldom."""
+    workspace: str | None = None
+    """Workspace of swanlab.
+    How: null is the account's own.
+    When: With several workspaces."""
+    mode: Literal["cloud", "local", "offline", "online", "disabled"] | None = None
+    """Where wandb or swanlab keeps the run.
+    How: swanlab takes cloud, local and offline; wandb online, offline and disabled.
+    When: offline without a network.
+    - cloud: on swanlab's server
+    - local: in a folder, to be shown by swanlab itself
+    - offline: in a folder, to be sent later
+    - online: on wandb's server
+    - disabled: nowhere"""
+    notes: str | None = None
+    """A note on the run, for wandb.
+    How: It is shown with the run.
+    When: To say what was tried."""
+    tags: list[str] = Field(default=[])
+    """Tags of the run, for wandb.
+    How: Runs can be found by them.
+    When: With many runs."""
+    api_key: str | None = None
+    """Key of the tracker's account; it is written nowhere.
+    How: WANDB_API_KEY and SWANLAB_API_KEY of the environment serve as well, and are not overwritten.
+    When: Where neither the environment nor the tracker's own login has it."""
+
+
+class CheckpointCopies(Group):
+    type: Literal["file_system"] | None = None
+    """Where else checkpoints go.
+    How: Without it they stay in output_dir.
+    When: With checkpoint_config.output_dir.
+    - file_system: a folder"""
+    output_dir: str | None = None
+    """A second folder that every checkpoint is copied to.
+    How: The copy is made beside training and is whole, or not there. ROLL adds a folder named by the time; here the
+    name stays, so that a run that is started again finds it.
+    When: Where output_dir is a disk of one machine."""
+
+
+class RolloutMock(Group):
+    enable: bool = False
+    """Whether rollouts are recorded, or replayed.
+    How: See mode.
+    When: To compare the numbers of two layouts, or of two versions, on the same responses."""
+    mode: Literal["dump", "mock"] = "dump"
+    """Which of the two.
+    How: A file a step in dump_dir.
+    When: dump once, then mock in each run that is compared.
+    - dump: writes what was sampled
+    - mock: reads it in place of sampling"""
+    dump_dir: str = "./rollout_mock_dumps"
+    """The folder of these files.
+    How: It holds one file a step.
+    When: Name one for each recording."""
+
+    @property
+    def replays(self) -> bool:
+        return self.enable and self.mode == "mock"
+
+    @property
+    def records(self) -> bool:
+        return self.enable and self.mode == "dump"
+
+
+class RLRunSettings(Group):
     pretrain: str | None = None
     """The model that is trained, that samples, and that stands as reference: a Hugging Face folder or a hub's id.
     How: A role's own model_args.model_name_or_path wins for that role. ROLL gives pretrain to all three of them unless
@@ -94,73 +172,6 @@ class RunKeys(Group):
     How: Tensors are gathered whole and sent in buckets of at most this size, so both sides hold one bucket beside
     their weights; a tensor that is larger travels alone.
     When: Smaller where a device is full during the update; larger ones save little time."""
-
-
-class TrackerKeys(Group):
-    log_dir: str | None = None
-    """Folder of TensorBoard's event files, or of what wandb keeps on this machine. null is output_dir/runs.
-    How: A folder of exp_name's name is made in it.
-    When: To see several runs beside each other."""
-    project: str | None = None
-    """Project of wandb or swanlab.
-    How: Runs of a project are shown together.
-    When: With those trackers."""
-    name: str | None = None
-    """Name of the run there. null is exp_name.
-    How: TensorBoard shows exp_name.
-    When: Seldom."""
-    workspace: str | None = None
-    """Workspace of swanlab.
-    How: null is the account's own.
-    When: With several workspaces."""
-    mode: Literal["cloud", "local", "offline", "online", "disabled"] | None = None
-    """Where wandb or swanlab keeps the run.
-    How: swanlab takes cloud, local and offline; wandb online, offline and disabled.
-    When: offline without a network.
-    - cloud: on swanlab's server
-    - local: in a folder, to be shown by swanlab itself
-    - offline: in a folder, to be sent later
-    - online: on wandb's server
-    - disabled: nowhere"""
-    notes: str | None = None
-    """A note on the run, for wandb.
-    How: It is shown with the run.
-    When: To say what was tried."""
-    tags: list[str] = Field(default=[])
-    """Tags of the run, for wandb.
-    How: Runs can be found by them.
-    When: With many runs."""
-    api_key: str | None = None
-    """Key of the tracker's account; it is written nowhere.
-    How: WANDB_API_KEY and SWANLAB_API_KEY of the environment serve as well, and are not overwritten.
-    When: Where neither the environment nor the tracker's own login has it."""
-
-
-class CheckpointKeys(Group):
-    type: Literal["file_system"] | None = None
-    """Where else checkpoints go.
-    How: Without it they stay in output_dir.
-    When: With checkpoint_config.output_dir.
-    - file_system: a folder"""
-    output_dir: str | None = None
-    """A second folder that every checkpoint is copied to.
-    How: The copy is made beside training and is whole, or not there. ROLL adds a folder named by the time; here the
-    name stays, so that a run that is started again finds it.
-    When: Where output_dir is a disk of one machine."""
-
-
-class RolloutMockKeys(Group):
-    enable: bool = False
-    """Whether rollouts are recorded, or replayed.
-    How: See mode.
-    When: To compare the numbers of two layouts, or of two versions, on the same responses."""
-    mode: Literal["dump", "mock"] = "dump"
-    """Which of the two.
-    How: A file a step in dump_dir.
-    When: dump once, then mock in each run that is compared.
-    - dump: writes what was sampled
-    - mock: reads it in place of sampling"""
-    dump_dir: str = "./rollout_mock_dumps"
-    """The folder of these files.
-    How: It holds one file a step.
-    When: Name one for each recording."""
+    tracker_kwargs: TrackerSettings = TrackerSettings()
+    checkpoint_config: CheckpointCopies = CheckpointCopies()
+    rollout_mock: RolloutMock = RolloutMock()

@@ -1,0 +1,163 @@
+"""What follows from the keys of the top level: of the run, of rollouts, of the algorithm and of trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatune.config.dialects.roll_reader import Part, Reader
+from megatune.config.groups.output import LoggingSettings
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import RoleSettings
+from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.run import RLRunSettings
+from megatune.config.values import is_variable
+
+_MODES = {"wandb": ("online", "offline", "disabled"), "swanlab": ("cloud", "local", "offline")}
+
+
+def run_settings(top: Part, reader: Reader) -> RLRunSettings:
+    """Return the keys of the run, without secrets, and with variables as the environment has them."""
+    run = top.of(RLRunSettings)
+    copies = run.checkpoint_config
+    if copies.type and not copies.output_dir:
+        fix = "write output_dir: FOLDER below checkpoint_config, or remove it"
+        where = top.where("checkpoint_config")
+        reader.find("checkpoint_config has no output_dir", where, "it says where checkpoints are copied to", fix)
+    variables, hub = environment(top, reader), run.model_download_type
+    if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
+        variables["USE_MODELSCOPE_HUB"] = "1"
+    trackers = run.tracker_kwargs.model_copy(update={"api_key": None})  # `tracker_variables` has it
+    return run.model_copy(update={"system_envs": variables, "tracker_kwargs": trackers})
+
+
+def environment(part: Part, reader: Reader) -> dict[str, str]:
+    """Write a part's system_envs as variables of the environment have them."""
+    written = part.of(RoleSettings).system_envs if part.name else part.of(RLRunSettings).system_envs
+    said = {str(key): str(value) for key, value in written.items() if value is not None}
+    for name in said:
+        if not is_variable(name):
+            what, fix = f"{part.key('system_envs')}: {name!r} is no name of a variable", "write NAME: value"
+            reader.find(what, part.where("system_envs"), fix=fix)
+    return said
+
+
+def rollout_settings(top: Part, reader: Reader) -> RolloutSettings:
+    """Return the keys of rollouts, with lengths that leave tokens for a response."""
+    asked = top.of(RolloutSettings)
+    prompt, response, whole = asked.prompt_length, asked.response_length, asked.sequence_length
+    longest, val_prompt, val_whole = asked.max_sequence_length, asked.val_prompt_length, asked.val_sequence_length
+    if response is None and whole is None:
+        if not {"response_length", "sequence_length"} & top.places.keys():
+            reader.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
+    elif response is not None and whole is not None and whole != prompt + response:
+        reader.lines.append(
+            f"response_length {response} does nothing beside sequence_length {whole}: {whole - prompt} tokens are left"
+        )
+    if longest <= prompt:
+        what = f"sequence_length {longest} leaves no token for a response beside prompt_length {prompt}"
+        where = top.where("sequence_length", "prompt_length")
+        reader.find(what, where, fix=f"write sequence_length: {2 * prompt}, or response_length: {prompt}")
+        longest = 2 * prompt
+    if (val_prompt is None) != (val_whole is None):
+        names = ("val_prompt_length", "val_sequence_length")
+        written, other = names if val_whole is None else names[::-1]
+        where, fix = top.where(written), f"write {other}, too"
+        reader.find(f"{written} without {other}", where, "ROLL takes both or neither", fix)
+        val_prompt = val_whole = None
+    if val_prompt is not None and val_whole is not None and val_whole <= val_prompt:
+        what = f"val_sequence_length {val_whole} leaves no token beside val_prompt_length {val_prompt}"
+        reader.find(what, top.where("val_sequence_length"), fix=f"write val_sequence_length: {2 * val_prompt}")
+        val_prompt = val_whole = None
+    ratio = asked.async_generation_ratio
+    if 0 < ratio < 1:
+        what, where = f"async_generation_ratio {ratio:g} is between 0 and 1", top.where("async_generation_ratio")
+        reader.find(what, where, "a rollout is whole updates ahead, or none", "write async_generation_ratio: 1, or 0")
+    lengths = {"sequence_length": longest, "val_prompt_length": val_prompt, "val_sequence_length": val_whole}
+    return asked.model_copy(update=lengths)
+
+
+def algorithm_settings(top: Part, reader: Reader, updates: int) -> AlgorithmSettings:
+    """Return the keys of the algorithm, as they count.
+
+    Args:
+        updates: of the policy in one step.
+    """
+    asked = top.of(AlgorithmSettings)
+    changes: dict[str, Any] = {}
+    if asked.is_pure_opd and asked.use_opd:
+        what, why = "is_pure_opd and use_opd", "one has rewards beside the teacher, the other has not"
+        reader.find(what, top.where("use_opd"), why, "keep one")
+    if asked.is_pure_opd:
+        changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}
+        changes["add_token_level_kl"] = False
+    elif asked.adv_estimator == "grpo":
+        for name in ("norm_mean_type", "norm_std_type"):
+            if getattr(asked, name) not in (None, "group"):
+                reader.lines.append(f"{name} {getattr(asked, name)} is group with adv_estimator grpo, as in ROLL")
+            changes[name] = "group"
+    if not asked.use_pg_clip_range:
+        changes |= {"pg_clip_low": asked.pg_clip, "pg_clip_high": asked.pg_clip}
+    low, high = asked.difficulty_low_threshold, asked.difficulty_high_threshold
+    if asked.difficulty_mask and low >= high:
+        what = f"difficulty_low_threshold {low:g} is not below difficulty_high_threshold {high:g}"
+        where = top.where("difficulty_low_threshold", "difficulty_high_threshold")
+        reader.find(what, where, "every group would be left out", "write 0.1 and 0.95")
+    settings = asked.model_copy(update=changes)
+    needs_reference = settings.use_kl_loss or settings.rewards_kl or settings.enable_reference
+    recomputes = _recomputes(settings, top, reader, updates)
+    return settings.model_copy(
+        update={"enable_reference": needs_reference, "enable_old_logprobs_recompute": recomputes}
+    )
+
+
+def _recomputes(settings: AlgorithmSettings, top: Part, reader: Reader, updates: int) -> bool:
+    """Tell whether the trainer computes log-probabilities before its updates."""
+    needs = {
+        "train_infer_correction": settings.train_infer_correction.corrects,
+        "add_token_level_kl": settings.rewards_kl,
+        "use_opd": settings.use_opd,
+        "is_pure_opd": settings.is_pure_opd,
+    }
+    needing = [name for name, needed in needs.items() if needed]
+    if not settings.force_disable_old_logprobs_recompute:
+        return settings.enable_old_logprobs_recompute or bool(needing) or updates > 1
+    if needing:
+        what = f"force_disable_old_logprobs_recompute with {needing[0]}"
+        why = "it is computed from the trainer's log-probabilities before its updates"
+        fix = f"remove force_disable_old_logprobs_recompute, or {needing[0]}"
+        reader.find(what, top.where("force_disable_old_logprobs_recompute"), why, fix)
+    return False
+
+
+def reported(logging: LoggingSettings, run: RLRunSettings) -> LoggingSettings:
+    """Return the settings of the log with what `track_with` and `tracker_kwargs` say."""
+    keys, names = run.tracker_kwargs, [name for name in run.track_with if name != "stdout"]
+    return logging.model_copy(
+        update={
+            "logging_steps": run.logging_steps,
+            "report_to": names or ["none"],
+            "tensorboard_dir": keys.log_dir,
+            "wandb_project": keys.project,
+            "wandb_save_dir": keys.log_dir if "wandb" in names else None,
+            "swanlab_project": keys.project,
+            "swanlab_workspace": keys.workspace,
+            "swanlab_mode": keys.mode if keys.mode in _MODES["swanlab"] else None,
+        }
+    )
+
+
+def tracker_variables(top: Part, reader: Reader) -> dict[str, str]:
+    """Return variables of the environment that say the rest of it, the account's key among them."""
+    run = top.of(RLRunSettings)
+    keys, names = run.tracker_kwargs, run.track_with
+    found = {}
+    for tracker, modes in _MODES.items():
+        if tracker in names and keys.mode and keys.mode not in modes:
+            fix = f"write mode: {' or '.join(modes)}"
+            reader.find(f"tracker_kwargs.mode {keys.mode} with {tracker}", top.where("tracker_kwargs.mode"), "", fix)
+        if tracker in names and keys.api_key:
+            found[f"{tracker.upper()}_API_KEY"] = keys.api_key
+    if "wandb" in names:
+        given = {"NOTES": keys.notes, "TAGS": ",".join(keys.tags), "MODE": keys.mode}
+        found |= {f"WANDB_{name}": value for name, value in given.items() if value}
+    return found
