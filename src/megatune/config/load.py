@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.table import foreign_keys
 from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
 from megatune.config.rules.finetuning import NOT_BUILT
@@ -348,7 +349,6 @@ def _with_accumulation(settings: Settings, steps: int) -> Settings:
 
 def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
     """Say what an unknown key could be: another program's name of a setting, or a misspelt one of any dialect."""
-    from megatune.config.dialects.others import foreign_keys  # dialects whose readers are above this module
 
     foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
     names = dict.fromkeys((*dialect.names, *foreign))

@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from megatune.config.dialects.dialect import Accepted, Alias, GlobalBatchSize, PooledLoss, Refused, Resolved, ValueMap
-from megatune.config.settings import all_settings
+from megatune.config.settings import all_settings, setting_paths
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
@@ -123,3 +123,19 @@ def table(system: str) -> Table:
     text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
     found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["keys"]
     return Table({key: Row(target=row) if isinstance(row, str) else Row(**row) for key, row in found.items()})
+
+
+@cache
+def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return each key of any system: what it is there, and "group.name" of the settings that it sets.
+
+    It is for messages on a key that the system in use does not know.
+    """
+    from megatune.config.rl.pages import rl_keys  # builds hundreds of fields, for a suggestion
+
+    of_roll = "a key of ROLL, whose files `megatune rl` runs"
+    found: dict[str, tuple[str, tuple[str, ...]]] = {key.rpartition(".")[2]: (of_roll, ()) for key in rl_keys()}
+    for system, what in (("swift", "a flag of Megatron-SWIFT"), ("llamafactory", "a key of LLaMA-Factory")):
+        meanings = {key: row.meaning for key, row in table(system).rows.items()}
+        found |= {key: (what, meaning.paths if meaning else ()) for key, meaning in meanings.items()}
+    return found | {name: ("a key of LLaMA-Factory", (path,)) for name, path in setting_paths().items()}
