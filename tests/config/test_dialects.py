@@ -153,19 +153,19 @@ MESSAGES = [
     # rules
     (
         ["--sequence_parallel"],
-        "flag: --sequence_parallel true with --tensor_model_parallel_size 1\n"
+        "--sequence_parallel: --sequence_parallel true with --tensor_model_parallel_size 1\n"
         "    why: it splits the sequence over the tensor-parallel processes; there is one\n"
         "    fix: write --tensor_model_parallel_size 2, or remove --sequence_parallel",
     ),
     (
         ["--recompute_granularity", "none", "--recompute_num_layers", "2"],
-        "flag: --recompute_num_layers 2 with --recompute_granularity none\n"
+        "--recompute_num_layers: --recompute_num_layers 2 with --recompute_granularity none\n"
         "    why: it says how whole layers are recomputed\n"
         "    fix: write --recompute_granularity full, or remove --recompute_num_layers",
     ),
     (
         ["--torch_dtype", "bfloat16", "--fp16"],
-        "flag: --fp16 true with --torch_dtype bfloat16\n"
+        "--fp16: --fp16 true with --torch_dtype bfloat16\n"
         "    why: the model computes in one of them\n"
         "    fix: remove --fp16: bf16 needs no loss scaling",
     ),
@@ -182,7 +182,7 @@ def test_a_fix_of_what_follows_from_a_global_batch_names_it():
              "--virtual_pipeline_model_parallel_size", "2"]  # fmt: skip
     # 24 rows are 6 micro-batches of 2 rows on 2 replicas.
     assert report(*flags, "--global_batch_size", "24", world_size=8) == (
-        "flag: gradient_accumulation_steps 6 (from --global_batch_size) is not a multiple of "
+        "--global_batch_size: gradient_accumulation_steps 6 (from --global_batch_size) is not a multiple of "
         "--pipeline_model_parallel_size 4\n"
         "    why: with virtual stages, micro-batches go through the pipeline in rounds of one for each stage\n"
         "    fix: write --global_batch_size 16 or 32"

@@ -139,6 +139,14 @@ def test_values_of_a_command_line(overrides, flags, path, expected):
 
 
 WRONG = [
+    (
+        "learning_rate: -1",
+        "run.yaml:1: learning_rate is -1\n    why: expected a number, at least 0\n    fix: write learning_rate: 5e-05",
+    ),
+    (
+        "cutoff_len: 0",
+        "run.yaml:1: cutoff_len is 0\n    why: expected a whole number, at least 2\n    fix: write cutoff_len: 2048",
+    ),
     ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    fix: did you mean learning_rate?"),
     (
         "zzz: 1",

@@ -429,7 +429,7 @@ def test_a_finding_points_at_the_line_that_was_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("dataset: d\nmodel_name_or_path: m\noutput_dir: o\n\nsequence_parallel: true\n")
     loaded = load("run.yaml", ["bf16=true"], ["--fp16"])
-    assert [finding.where for finding in loaded.check()] == ["run.yaml:5", "flag"]
+    assert [finding.where for finding in loaded.check()] == ["run.yaml:5", "--fp16"]
 
 
 def test_nearest_and_multiples():

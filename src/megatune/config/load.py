@@ -124,7 +124,7 @@ class Loaded:
         return check(
             *(self.settings, architecture, world_size),
             rules=rules,
-            origins=self.origins,
+            origins={path: entry.where for path, entry in self.entries.items()},
             invalid=invalid,
             written=self.written,
             phrase=self.phrased,

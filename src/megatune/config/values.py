@@ -252,7 +252,8 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     if whole and "lt" in info.bounds:
         highest = info.bounds["lt"] - 1
     if lowest is not None and value < lowest:
-        return lowest
+        # One of something is worth having; a learning rate of 0, or rows of 2 tokens, are not.
+        return lowest if lowest == 1 or info.default is None else info.default
     if highest is not None and value > highest:
         return highest
     return round(value) if whole and value == value and abs(value) != float("inf") else None
