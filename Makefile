@@ -1,6 +1,6 @@
 # make demo: fine-tune a small model on this machine's CPU, and ask it who it is.  make demo-rl: improve one by rewards.
 # make test: lint and tests.
-# Both need python3 (3.11 or 3.12) with venv, and nothing else; they install into .venv what is missing there.
+# Both need python3 (3.11 to 3.13) with venv, and nothing else; they install into .venv what is missing there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -38,8 +38,8 @@ help:
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and \
-		"megatune needs Python 3.11 or 3.12; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12), (3, 13)) and \
+		"megatune needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -26,10 +26,10 @@ BAD_ROWS = [  # name, the third line of the file, code, message, raw
     ("jsonl", b'{"a": "x', "invalid-json", "invalid JSON (unterminated string at column 7)", '{"a": "x'),
     (
         "jsonl",
-        b'{"a": 1,}\r',
+        b'{"a": 1, b}\r',
         "invalid-json",
-        "invalid JSON (expected property name enclosed in double quotes at column 9)",
-        '{"a": 1,}',
+        "invalid JSON (expected property name enclosed in double quotes at column 10)",
+        '{"a": 1, b}',
     ),
     ("jsonl", b'{"a": 1 "b"}', "invalid-json", "invalid JSON (expected ',' delimiter at column 9)", '{"a": 1 "b"}'),
     ("jsonl", b'{"a": }', "invalid-json", "invalid JSON (expected value at column 7)", '{"a": }'),
