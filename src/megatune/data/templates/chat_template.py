@@ -1,15 +1,16 @@
 """template: default - the chat template that comes with the model's tokenizer, and where its answers are.
 
 A template may mark answers with {% generation %}. In any other, answer k starts where the prompt of the messages before
-it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the whole rendering, and
-that what was said is in between, is checked for every row. A row that fails is refused.
+it ends, and stops where the rendering of the messages up to it ends; both are prefixes of the whole rendering. In a
+long conversation one more rendering shows where all answers are: see spans.py. That what was said is where it was found
+is checked for every row. A row that fails is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, render_marked, template_errors
+from megatune.data.templates.spans import spans_at_once
 from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
 from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
 
@@ -195,6 +197,11 @@ class _Rendering:
         plain = _with_plain_history(chat)
         if plain is not chat and self.text(plain) == whole:
             chat = plain
+        at_once = spans_at_once(whole, chat, self._prompts, self._stop)
+        return whole, self._each_found(whole, chat) if at_once is None else at_once
+
+    def _each_found(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
+        """Find the span of each answer by itself."""
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(chat):
             if message["role"] != "assistant":
@@ -208,7 +215,12 @@ class _Rendering:
                 reason = "the chat template writes an answer otherwise than it asks for it"
                 raise RowError("answer-not-found", reason, f"answer {len(spans) + 1}")
             spans.append((start, stop))
-        return whole, spans
+        return spans
+
+    def _prompts(self, before: Chat) -> Iterator[str]:
+        """Yield the prompts that an answer may follow, the longest first."""
+        choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
+        return (self.text(before, add_generation_prompt=True, thinking=thinking) for thinking in choices)
 
     def _start(self, whole: str, before: Chat, is_last: bool) -> int | None:
         """Find where generation starts after `before`.
@@ -217,9 +229,7 @@ class _Rendering:
         that thought part of the prompt. A prompt that opens a thought also fits an earlier answer without its
         reasoning, as the template shows it to the model.
         """
-        choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
-        for thinking in choices:
-            prompt = self.text(before, add_generation_prompt=True, thinking=thinking)
+        for prompt in self._prompts(before):
             if whole.startswith(prompt):
                 return len(prompt)
             opened = prompt.removesuffix(OPENING)
