@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,9 +104,6 @@ class ChatTemplate:
             raise beyond_limits(error) from error
         except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
-        if any(tool["function"]["name"] not in text for tool in tools or ()):
-            raise RowError("no-tools-in-template", "the chat template has no place for tools")
-        _check(text, spans, chat)
         trained = [message.trained for message in conversation.messages if message.role == "assistant"]
         ends = [0, *(stop for _, stop in spans)]
         return [
@@ -187,18 +185,25 @@ class _Rendering:
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
             raise RowError("not-marked", "the chat template marks not every answer", f"{len(spans)} of {answers}")
+        _check(text, spans, chat, self.tools)
         return text, spans
 
     def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat, and find the spans of its answers from their prompts."""
-        whole = self.text(chat)
+        whole, said = self.text(chat), chat
         # A template that leaves the reasoning of earlier answers out shows it until the next question, so a prompt with
         # it is no prefix of the whole. The same whole without it has prompts that are.
         plain = _with_plain_history(chat)
         if plain is not chat and self.text(plain) == whole:
             chat = plain
-        at_once = spans_at_once(whole, chat, self._prompts, self._stop)
-        return whole, self._each_found(whole, chat) if at_once is None else at_once
+        spans = spans_at_once(whole, chat, self._prompts, self._stop)
+        if spans is not None:
+            with suppress(RowError):
+                _check(whole, spans, said, self.tools)
+                return whole, spans
+        spans = self._each_found(whole, chat)
+        _check(whole, spans, said, self.tools)
+        return whole, spans
 
     def _each_found(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
         """Find the span of each answer by itself."""
@@ -269,12 +274,14 @@ def _without_thoughts(chat: Chat) -> Chat:
     ]
 
 
-def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat) -> None:
+def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat, tools: list[dict[str, Any]] | None) -> None:
     """Refuse a rendering that lost text someone wrote, which would be trained silently.
 
     What tools return is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
     earlier answers, which many leave out.
     """
+    if any(tool["function"]["name"] not in text for tool in tools or ()):
+        raise RowError("no-tools-in-template", "the chat template has no place for tools")
     for message in chat:
         if message["role"] in ("system", "user") and message["content"].strip() not in text:
             who = "system" if message["role"] == "system" else "user's"

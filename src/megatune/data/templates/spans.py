@@ -2,8 +2,8 @@
 
 The prompt of the last answer is rendered with marks around what the user and tools say. Where it is the beginning of
 the whole rendering without its marks, they show where these texts are. What a template writes between such a text and
-an answer, and between an answer and the next text, depends on the roles: it is read off a short conversation, the
-messages up to the first place of each kind, and must be written at all other places, too.
+an answer, and between an answer and the next text, depends on the roles and on the answer's shape: it is read off a
+short conversation, the messages up to the first place of each kind, and must be written at all other places, too.
 
 Each answer is looked for by itself, at the cost of two renderings, where any of this is not so.
 """
@@ -24,6 +24,7 @@ FEWEST_ANSWERS = 3  # fewer are found as fast by themselves
 _MARK = "Xq7zWk"
 _MARKS = re.compile(rf"{_MARK}(\d+)\.")
 _SPACE = re.compile(r"\s*")
+_TAGS = re.compile(r"(</?think>)")
 
 Chat = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -118,7 +119,7 @@ class _Frames:
         """Return where an answer stops, before what leads to the next text."""
         if index + 1 not in self.places:
             return None
-        kind = self.chat[index + 1]["role"], bool(self.chat[index].get("tool_calls"))
+        kind = self.chat[index + 1]["role"], _shape(self.chat[index])
         begin, _ = self.places[index + 1]
         if kind not in self.behind:
             stop = self.find_stop(self.whole, start, self.chat[: index + 1])
@@ -127,3 +128,10 @@ class _Frames:
             self.behind[kind] = self.whole[stop:begin].rstrip()
         text, end = self.behind[kind], start + len(self.whole[start:begin].rstrip())
         return end - len(text) if text and self.whole.endswith(text, start, end) else None
+
+
+def _shape(answer: dict[str, Any]) -> tuple[object, ...]:
+    """Return what a template may treat differently in an answer: tags of thoughts, white space beside them, calls."""
+    parts = _TAGS.split(answer["content"] or "")
+    edges = (tuple(part.partition(part.strip())[::2]) if part.strip() else part for part in parts[::2])
+    return (bool(answer.get("tool_calls")), *parts[1::2], *edges)
