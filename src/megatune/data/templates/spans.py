@@ -93,9 +93,7 @@ class _Frames:
     prompts: Callable[[Chat], Iterator[str]]
     find_stop: Callable[[str, int, Chat], int | None]
     before: dict[str, list[str]] = field(default_factory=dict)  # by the role of the text before
-    behind: dict[tuple[str, bool], str] = field(
-        default_factory=dict
-    )  # by that of the next one, and if tools are called
+    behind: dict[object, str] = field(default_factory=dict)  # by that of the next one, and the shape of the answer
 
     def start(self, index: int) -> int | None:
         """Return where an answer starts, behind the first generation prompt that fits."""
