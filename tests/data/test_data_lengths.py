@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatune.data.lengths import LengthReport
+from megatune.data.report import LengthReport
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.integers(2, 2000))

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, ParallelSettings, RunSettings, Settings
-from megatune.data.answer_weights import ANSWER_TOKEN_WEIGHTS
 from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.extras import ANSWER_TOKEN_WEIGHTS, scored_tokens
 from megatune.data.loader import StepLoader
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
 from megatune.data.rows import Document, TokenRows
-from megatune.data.scored_tokens import scored_tokens
 from megatune.data.steps import PreparedSteps
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest

@@ -20,10 +20,9 @@ from megatune.config.settings import (
 )
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.lengths import LengthReport
 from megatune.data.loader import step_batches
 from megatune.data.prepare import Prepared
-from megatune.data.report import DataReport, DatasetReport
+from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Document, TokenRows
 from megatune.data.statistics.counts import Statistics, describe, refuse_streaming, step_tokens
 from megatune.data.statistics.page import draw, lines

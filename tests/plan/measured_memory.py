@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
+from megatune.data.batch_pictures import deal
 from megatune.data.batches import Batch, Pictures, TokenValues
-from megatune.data.media.dealing import deal
-from megatune.data.scored_tokens import SCORED
+from megatune.data.extras import SCORED
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media.dealing import deal
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.pictures import unpacked
 
@@ -114,3 +114,21 @@ def collate_pictures(
     places = np.flatnonzero((flat == vision.image_token_id) | (flat == vision.video_token_id))
     found = (pixels, grids, np.array(owners, dtype=np.int64), places, ids.reshape(3, *input_ids.shape))
     return Pictures(*map(torch.from_numpy, found)), tuple(unreadable)
+
+
+def deal(patches: Sequence[int], size: int) -> list[int]:
+    """Return the owner of each picture, 0 to `size` - 1: the largest picture first, each to the rank with the fewest
+    patches.
+
+    Among equals the picture that comes first, and the lowest rank. Nothing but the arguments decides.
+
+    Args:
+        patches: of each picture.
+        size: number of ranks.
+    """
+    owners = [0] * len(patches)
+    loads = [(0, rank) for rank in range(size)]
+    for picture in sorted(range(len(patches)), key=lambda picture: -patches[picture]):
+        load, owners[picture] = loads[0]
+        heapq.heapreplace(loads, (load + patches[picture], owners[picture]))
+    return owners

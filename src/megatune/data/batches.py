@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from megatune.data.answer_weights import ANSWER_TOKEN_WEIGHTS, answer_token_weights
 from megatune.data.batch_pictures import Pictures, Share, Unreadable, collate_pictures
+from megatune.data.extras import ANSWER_TOKEN_WEIGHTS, SCORED, answer_token_weights, scored_tokens
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
-from megatune.data.scored_tokens import SCORED, scored_tokens
 
 if TYPE_CHECKING:
     from megatune.data.vision import VisionInput

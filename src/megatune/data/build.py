@@ -13,6 +13,7 @@ import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.checked import write_digests
+from megatune.data.extras import MARGIN
 from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import SOURCES_FILE, PictureWriter
 from megatune.data.report import TokenReport
@@ -28,7 +29,6 @@ from megatune.data.rows import (
     write_extra,
     write_rows,
 )
-from megatune.data.scored_tokens import MARGIN
 
 _FLUSH_TOKENS = 2**20
 

@@ -20,10 +20,9 @@ from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built
 from megatune.data.cache.key import prepared_key
-from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DataReport, DatasetReport, TokenReport
+from megatune.data.report import DataReport, DatasetReport, LengthReport, TokenReport
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource

@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -23,6 +21,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.pictures import DocumentPicture
+from megatune.data.processes import when_parent_ends
 from megatune.data.rows import Document
 from megatune.data.samples import NO_FACTS, Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
@@ -35,7 +34,6 @@ CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process include
 CHUNKS_AT_ONCE = 2  # in one process
 CHUNKS_AHEAD = 3  # for each other process, so that none waits
 MOST_CHUNKS = 64  # for each process, so that memory stays bounded
-PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 # What encoding starts from: an example, or the fields of a row that is read first.
 Item = Example | Mapping[str, Any]
@@ -210,15 +208,8 @@ def _start_worker(work: _Work, parent: int) -> None:
     _worker_work = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    when_parent_ends(parent, lambda: os._exit(1))  # it would wait for work for ever
     gc.freeze()
-
-
-def _end_with(parent: int) -> None:
-    """End with the parent: one that is killed cannot end its processes, and they would wait for work for ever."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_LOOK_SECONDS)
-    os._exit(1)
 
 
 def _encode_chunk(items: list[Item]) -> _Compact:

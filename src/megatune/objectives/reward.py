@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatune.data.scored_tokens import MARGIN, SCORED
+from megatune.data.extras import MARGIN, SCORED
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.preference import REWARDS, answer_tokens, in_pairs

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatune.data.lengths import LengthReport
-from megatune.data.report import DatasetReport, counted, table
+from megatune.data.report import DatasetReport, LengthReport, counted, table
 from megatune.data.statistics.counts import FILL_BINS, Statistics
 from megatune.picture import new_figure, write
 

@@ -1,15 +1,17 @@
 """template: null - the chat template that comes with the model's tokenizer, and where its answers are.
 
 A template may mark answers with {% generation %}. In any other, answer k starts where the prompt of the messages before
-it ends, and stops where the rendering of the messages up to it ends; that both are prefixes of the whole rendering, and
-that what was said is in between, is checked for every row. A row that fails is refused.
+it ends, and stops where the rendering of the messages up to it ends; both are prefixes of the whole rendering. In a
+long conversation one more rendering shows where all answers are: see spans.py. That what was said is where it was found
+is checked for every row. A row that fails is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, render_marked, template_errors
+from megatune.data.templates.spans import spans_at_once
 from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
 from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
 
@@ -102,9 +105,6 @@ class ChatTemplate:
             raise beyond_limits(error) from error
         except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
-        if any(tool["function"]["name"] not in text for tool in tools or ()):
-            raise RowError("no-tools-in-template", "the chat template has no place for tools")
-        _check(text, spans, chat)
         trained = [message.trained for message in conversation.messages if message.role == "assistant"]
         ends = [0, *(stop for _, stop in spans)]
         return [
@@ -186,16 +186,28 @@ class _Rendering:
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
             raise RowError("not-marked", "the chat template does not mark every answer", f"{len(spans)} of {answers}")
+        _check(text, spans, chat, self.tools)
         return text, spans
 
     def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat, and find the spans of its answers from their prompts."""
-        whole = self.text(chat)
+        whole, said = self.text(chat), chat
         # A template that leaves the reasoning of earlier answers out shows it until the next question, so a prompt with
         # it is no prefix of the whole. The same whole without it has prompts that are.
         plain = _with_plain_history(chat)
         if plain is not chat and self.text(plain) == whole:
             chat = plain
+        spans = spans_at_once(whole, chat, self._prompts, self._stop)
+        if spans is not None:
+            with suppress(RowError):
+                _check(whole, spans, said, self.tools)
+                return whole, spans
+        spans = self._each_found(whole, chat)
+        _check(whole, spans, said, self.tools)
+        return whole, spans
+
+    def _each_found(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
+        """Find the span of each answer by itself."""
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(chat):
             if message["role"] != "assistant":
@@ -209,7 +221,12 @@ class _Rendering:
                 reason = "the chat template writes an answer differently from its generation prompt"
                 raise RowError("answer-not-found", reason, f"answer {len(spans) + 1}")
             spans.append((start, stop))
-        return whole, spans
+        return spans
+
+    def _prompts(self, before: Chat) -> Iterator[str]:
+        """Yield the prompts that an answer may follow, the longest first."""
+        choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
+        return (self.text(before, add_generation_prompt=True, thinking=thinking) for thinking in choices)
 
     def _start(self, whole: str, before: Chat, is_last: bool) -> int | None:
         """Find where generation starts after `before`.
@@ -218,9 +235,7 @@ class _Rendering:
         that thought part of the prompt. A prompt that opens a thought also fits an earlier answer without its
         reasoning, as the template shows it to the model.
         """
-        choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
-        for thinking in choices:
-            prompt = self.text(before, add_generation_prompt=True, thinking=thinking)
+        for prompt in self._prompts(before):
             if whole.startswith(prompt):
                 return len(prompt)
             opened = prompt.removesuffix(OPENING)
@@ -260,12 +275,14 @@ def _without_thoughts(chat: Chat) -> Chat:
     ]
 
 
-def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat) -> None:
+def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat, tools: list[dict[str, Any]] | None) -> None:
     """Refuse a rendering that lost text someone wrote, which would be trained silently.
 
     What tools return is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
     earlier answers, which many leave out.
     """
+    if any(tool["function"]["name"] not in text for tool in tools or ()):
+        raise RowError("no-tools-in-template", "the chat template has no place for tools")
     for message in chat:
         if message["role"] in ("system", "user") and message["content"].strip() not in text:
             who = "system" if message["role"] == "system" else "user's"

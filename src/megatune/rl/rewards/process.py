@@ -13,15 +13,13 @@ import math
 import os
 import pickle
 import signal
-import threading
-import time
 from typing import Any, BinaryIO
 
+from megatune.data.processes import when_parent_ends
 from megatune.errors import MegatuneError
 from megatune.rl.rewards.answer import Answer, Reward, RewardError
 from megatune.rl.rewards.kinds import load_reward
 
-PARENT_LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # after its limit, when a process ends itself; its parent ends it at the limit
 
 
@@ -30,7 +28,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    when_parent_ends(os.getppid(), lambda: os.killpg(0, signal.SIGKILL))
     try:
         reward = load_reward(*pickle.load(requests))
     except MegatuneError as error:
@@ -64,12 +62,6 @@ def judged(reward: Reward, answer: Answer) -> dict[str, Any]:
 def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
     replies.write(json.dumps(reply, default=str).encode() + b"\n")
     replies.flush()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_LOOK_SECONDS)
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

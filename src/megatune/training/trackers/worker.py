@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -21,18 +20,18 @@ from typing import IO
 
 import psutil
 
+from megatune.data.processes import when_parent_ends
 from megatune.errors import without_secrets
 from megatune.launch.context import set_process_name
 from megatune.training.trackers import RunInfo, Tracker
 
 SAID_WHY = 3  # exit code of a worker that has printed a warning
 ORPHAN_SECONDS = 10.0
-_POLL_SECONDS = 0.5
 
 
 def main() -> int:
     target, parent, log, name = sys.argv[1:]
-    threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
+    when_parent_ends(int(parent), _end_soon)
     set_process_name(f"megatune-{name}")
     # Rank 0 decides when this process ends, and a Ctrl-C is for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,10 +64,8 @@ def _follow(orders: IO[str], target: str, name: str, terminal: IO[str]) -> None:
         tracker.finish("failed", {})
 
 
-def _end_after(parent: int) -> None:
-    """End this process and what it has started, some time after its parent has ended in whatever way."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
+def _end_soon() -> None:
+    """End this process and what it has started, some time after its parent has ended."""
     time.sleep(ORPHAN_SECONDS)
     end_family(os.getpid())
     os._exit(1)
