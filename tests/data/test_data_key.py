@@ -28,6 +28,7 @@ IRRELEVANT = {
     "disable_shuffling",
     "streaming",
     "buffer_size",
+    "max_bad_rows",
     "tokenized_path",
     "overwrite_cache",
     "preprocessing_num_workers",
@@ -109,6 +110,7 @@ def test_what_determines_the_rows_determines_the_key(folder: Path, name: str) ->
 OTHER_IRRELEVANT = {
     "group_by_length": True,
     "disable_shuffling": True,
+    "max_bad_rows": 0.5,
     "streaming": True,
     "buffer_size": 5,
     "tokenized_path": "rows",

@@ -317,7 +317,7 @@ def test_pretraining_cuts_texts_and_keeps_them_whole_in_the_split(folder: Path) 
 def test_worker_processes_change_nothing(folder: Path) -> None:
     rows = [{"instruction": f"q{i}", "output": f"a{i}"} if i % 5 else {"instruction": f"q{i}"} for i in range(600)]
     (folder / "many.json").write_text(json.dumps(rows))
-    options: dict[str, Any] = {"on_bad_row": "quarantine", "val_size": 0.1, "template": "qwen"}
+    options: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_rows": 120, "val_size": 0.1, "template": "qwen"}
     alone = files(prepared(folder, "many.json", tokenized_path=str(folder / "alone"), **options))
     both = prepared(folder, "many.json", tokenized_path=str(folder / "both"), preprocessing_num_workers=2, **options)
     assert files(both) == alone

@@ -23,7 +23,7 @@ from megatune.data.cache.key import prepared_key
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DataReport, DatasetReport, TokenReport
+from megatune.data.report import DataReport, DatasetReport, TokenReport, check_bad_rows
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource
@@ -74,7 +74,10 @@ def prepare(
     extras = extras or {}
     key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()}, vision)
     folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder, extras))
-    return replace(open_prepared(folder), key_parts=key.parts)
+    prepared = open_prepared(folder)
+    # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
+    check_bad_rows(prepared.report.datasets, settings.data)
+    return replace(prepared, key_parts=key.parts)
 
 
 def open_prepared(directory: Path) -> Prepared:

@@ -7,17 +7,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from megatune.data.bad_rows import TOO_LONG, RowError
 from megatune.data.lengths import LengthReport
 from megatune.data.pictures import PictureCounts
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.groups.data import DataSettings
 
 EXAMPLES_PER_REASON = 3
 NOTABLE_CUT = 0.1  # of all rows: a data set of which more are cut is trained on beginnings
 _BY_LENGTH = (TOO_LONG, "nothing-left")
+_LEFT_OUT = (TOO_LONG, "held-out-copy")  # codes of rows that the settings leave out, with which nothing is wrong
+_ALWAYS_ALLOWED = 10  # bad rows of a data set that a share never refuses
+_NAMED_REASONS = 3
 
 
 @dataclass(slots=True)
@@ -50,6 +57,21 @@ class DatasetReport:
         self.codes[error.reason] = error.code
         if self.dropped[error.reason] <= EXAMPLES_PER_REASON:
             self.examples.append(f"{where}: {error}")
+
+    def too_many_bad(self, most: float | None) -> Finding | None:
+        """Return the refusal of a data set with more bad rows than `max_bad_rows` allows; None where it has fewer."""
+        bad = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] not in _LEFT_OUT})
+        if most is None or bad.total() <= (max(most * self.read, _ALWAYS_ALLOWED) if 0 < most < 1 else most):
+            return None
+        named = bad.most_common(_NAMED_REASONS)
+        reasons = [f"{count:,} x {reason} ({', '.join(self._places(reason))})" for reason, count in named]
+        reasons += [f"{len(bad) - len(named)} more reasons"] * (len(bad) > len(named))
+        what = f"{self.name}: {bad.total():,} of {self.read:,} rows cannot be trained on, max_bad_rows is {most:g}"
+        fix = "correct the rows (`megatune data preview` shows them), or raise max_bad_rows; null allows any number"
+        return Finding(what, why="; ".join(reasons), fix=fix)
+
+    def _places(self, reason: str) -> list[str]:
+        return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
         """Count rows that are dropped although nothing is wrong with them."""
@@ -186,6 +208,17 @@ class DataReport:
     def load(cls, path: Path) -> DataReport:
         """Read what `save` wrote."""
         return TypeAdapter(cls).validate_json(path.read_text(encoding="utf-8"))
+
+
+def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None:
+    """Refuse data sets with more bad rows than max_bad_rows allows; on_bad_row: error refuses them by itself.
+
+    Raises:
+        MegatuneError: there are such data sets (exit code 65).
+    """
+    most = data.max_bad_rows if data.on_bad_row != "error" else None
+    if findings := [finding for report in reports if (finding := report.too_many_bad(most)) is not None]:
+        raise MegatuneError(findings, ExitCode.DATA)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

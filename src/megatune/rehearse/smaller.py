@@ -86,6 +86,7 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     yield "data.tokenized_path", None, "the file's folder stays as it is"
     yield "data.overwrite_cache", False, ""
     yield "data.on_bad_row", "skip", "act 1 names bad rows"
+    yield "data.max_bad_rows", None, ""
 
 
 def _steps(settings: Settings) -> _Changes:

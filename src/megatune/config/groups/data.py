@@ -127,6 +127,12 @@ class DataSettings(Group):
     - skip: counts and reports them
     - quarantine: also writes them with their reasons to bad_rows.jsonl in output_dir
     - error: ends the run and names them"""
+    max_bad_rows: Annotated[NonNegative, "rows, or a share below 1"] | None = 0.01
+    """Refuse a data set with more bad rows than this: a share of its rows below 1, or a number of rows.
+    How: Each data set is counted by itself, without rows that truncation_strategy: drop leaves out; with streaming at
+    every block of the first pass. A share always allows 10 rows, so that one bad row does not refuse a small file. The
+    refusal names the three commonest reasons with the first lines of each.
+    When: Raise it only for data that is known to be dirty. 0 allows none; null allows any number."""
     tokenized_path: str | None = None
     """Folder for the prepared rows, made if it is not there and opened if it is. null keeps them in the cache,
     $MEGATUNE_CACHE or ~/.cache/megatune.

@@ -39,10 +39,11 @@ def held_out(context: Context) -> Iterator[Problem]:
         what = f"val_size {data.val_size:g} and eval_dataset"
         why = "both say what to evaluate on"
         yield Problem(_HELD_OUT, what, why, "remove val_size, so that all of the training data is trained on")
-    if data.val_size >= 1 and not data.val_size.is_integer():
-        whole = round(data.val_size)
-        what = f"val_size {data.val_size:g} is neither a share below 1 nor a number of rows"
-        yield Problem(("val_size",), what, "", f"write val_size: {whole} for {whole} rows")
+    for key in ("val_size", "max_bad_rows"):
+        value = getattr(data, key) or 0.0
+        if value >= 1 and not value.is_integer():
+            what = f"{key} {value:g} is neither a share below 1 nor a number of rows"
+            yield Problem((key,), what, "", f"write {key}: {round(value)} for {round(value)} rows")
 
 
 def mixing(context: Context) -> Iterator[Problem]:
@@ -124,6 +125,9 @@ def without_effect(context: Context) -> Iterator[Problem]:
         what = f"buffer_size {data.buffer_size} without streaming"
         why = "prepared rows are shuffled all together"
         yield Problem(("buffer_size", "streaming"), what, why, "remove buffer_size, or write streaming: true")
+    if data.max_bad_rows != DataSettings().max_bad_rows and data.on_bad_row == "error":
+        what, why = "max_bad_rows with on_bad_row: error", "error refuses every bad row"
+        yield Problem(("max_bad_rows", "on_bad_row"), what, why, "remove one of the two")
     is_preference = settings.run.stage in (*PAIR_STAGES, "kto")
     if data.preserve_thinking and not (data.mask_history or is_preference or data.swift_version):
         what = "preserve_thinking: true without mask_history"

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
-from megatune.data.report import DatasetReport, TokenReport
+from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -82,7 +82,9 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        return HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        held_out = HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        check_bad_rows(held_out.reports, settings.data)
+        return held_out
 
     def _hold_out(self, folder: Path) -> None:
         """Write the first samples of the training data, which training then leaves out; or all of eval_dataset."""
