@@ -352,6 +352,32 @@ def test_the_producer_ends_with_the_process_that_started_it(datasets: list[str],
     assert not asked.folder.path.exists()
 
 
+@pytest.mark.parametrize(("place", "hours", "left"), [("elsewhere-1-77", 1, True), ("elsewhere-1-77", 25, False)])
+def test_folders_of_other_machines_stay_whatever_their_locks_say(
+    place: str, hours: int, left: bool, tmp_path: Path
+) -> None:
+    """A file system may keep locks to each machine: what another one has locked looks free from here."""
+    folder = tmp_path / f".k-0.megatune-partial-{place}"
+    folder.mkdir()
+    for path in (folder / "alive", folder):
+        path.touch()
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    StreamFolder.make(tmp_path, "k")
+    assert folder.exists() is left
+
+
+def test_the_folder_of_a_process_that_is_gone_is_removed(tmp_path: Path) -> None:
+    alive = StreamFolder.make(tmp_path, "k")
+    child = os.fork()
+    if not child:
+        StreamFolder.make(tmp_path, "k")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    second = StreamFolder.make(tmp_path, "k")
+    assert set(tmp_path.iterdir()) == {alive.path, second.path}
+
+
 def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[str], tmp_path: Path) -> None:
     folder = request(tmp_path, datasets).folder
     lock = folder.lock()
@@ -361,6 +387,3 @@ def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[s
     os.close(lock)
     assert "it was filling block 3" in str(slowness.value)
     assert slowness.value.exit_code == ExitCode.PROCESS_DIED
-    assert folder.path.exists()
-    request(tmp_path, datasets)
-    assert not folder.path.exists(), "the next run removes what a killed one left"

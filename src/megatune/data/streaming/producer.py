@@ -43,6 +43,7 @@ EVALUATION = "evaluation"  # the part of the rows that are held out
 _EVALUATION_META = "evaluation.json"
 _POLL_SECONDS = 0.02
 _PARENT_SECONDS = 0.5  # between looks at whether the parent lives
+_TOUCH_SECONDS = 600.0  # between signs of life for other machines
 _SAY_SECONDS = 0.5
 
 
@@ -195,8 +196,12 @@ def _stop(*_: object) -> None:
 
 
 def _watch_parent(parent: int, folder: StreamFolder) -> None:
+    touched = time.monotonic()
     while os.getppid() == parent:
         time.sleep(_PARENT_SECONDS)
+        if time.monotonic() - touched > _TOUCH_SECONDS:
+            touched = time.monotonic()
+            folder.touch()
     os.kill(os.getpid(), END_SIGNAL)
     time.sleep(END_SECONDS)
     folder.remove()
