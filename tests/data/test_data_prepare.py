@@ -456,3 +456,20 @@ def test_pairs_are_prepared(folder: Path) -> None:
     both = [*result.train, *(result.evaluation or ())]
     said = [tuple(TOKENIZER.decode(labels[labels != -100]) for _, labels, _ in row) for row in both]
     assert sorted(said) == [(f"{i} it is.<|im_end|>\n", "No.<|im_end|>\n") for i in range(1, 4)]
+
+
+def test_damaged_rows_are_prepared_again(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Damage that changes no size shows when the rows are opened, or when a step reads the tokens."""
+    first = prepared(folder, "good", template="qwen")
+    whole = files(first)
+    for name in ("train/documents.npy", "report.json", "tokens.bin"):
+        path = first.directory / name
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 0x7F
+        path.write_bytes(content)
+        if name == "tokens.bin":
+            with pytest.raises(MegatuneError, match="is not what was written"):
+                list(TokenRows(first.directory / "train"))
+        again = prepared(folder, "good", template="qwen")
+        assert files(again) == whole
+        assert "are damaged, and made again" in capfd.readouterr().err

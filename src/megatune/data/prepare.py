@@ -18,7 +18,7 @@ import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
-from megatune.data.cache.folder import KEY_FILE, built
+from megatune.data.cache.folder import KEY_FILE, built, mark_damaged
 from megatune.data.cache.key import prepared_key
 from megatune.data.lengths import LengthReport
 from megatune.data.mixing import mixed_order
@@ -73,8 +73,16 @@ def prepare(
     """
     extras = extras or {}
     key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()}, vision)
-    folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder, extras))
-    prepared = open_prepared(folder)
+
+    def built_folder() -> Path:
+        return built(settings, key.name, lambda it: _build(Pipeline.of(settings, tokenizer, vision), it, extras))
+
+    folder = built_folder()
+    try:
+        prepared = open_prepared(folder)
+    except MegatuneError:
+        mark_damaged(folder)
+        prepared = open_prepared(built_folder())
     # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
