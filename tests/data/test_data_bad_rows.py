@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
+from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.prepare import Prepared, prepare
+from megatune.data.readers import Position, RawRow
+from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.training.quarantine import Quarantine
 
@@ -80,6 +85,23 @@ def test_quarantined_rows_are_kept_with_their_reasons(folder: Path) -> None:
         ("data.jsonl:4", "too-long", "q"),
         ("data.jsonl:5", "wrong-type", "今天"),
     ]
+
+
+def test_pictures_inside_quarantined_rows_are_kept_as_digests(tmp_path: Path) -> None:
+    """As text, 1 MB of bytes is 3.5 MB; the row's place says where they are."""
+    content = bytes(range(256)) * 4096
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    fields = {"images": [{"bytes": content, "path": None}], "messages": [{"content": [{"image_url": {"url": url}}]}]}
+    row = RawRow("rows.parquet:row 7", fields, next=Position(7))
+    with BadRows("quarantine", "drop", tmp_path) as bad_rows:
+        bad_rows.add(Sample(row.where, None, 1, row), RowError("picture-count", "too few tags"))
+    (line,) = (tmp_path / "bad_rows.jsonl").read_text().splitlines()
+    assert len(line) < 1000
+    kept = json.loads(line)
+    assert kept["where"] == "rows.parquet:row 7"
+    digest = f"<{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}>"
+    assert kept["row"]["images"] == [{"bytes": digest, "path": None}]
+    assert kept["row"]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,<")
 
 
 def test_a_run_that_asks_for_skipped_rows_finds_them_prepared(folder: Path) -> None:
