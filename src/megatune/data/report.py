@@ -34,6 +34,7 @@ class DatasetReport:
     Attributes:
         samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
+        tags_added: rows with pictures that have no tag, among those trained or held out.
         tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
         dropped: number of rows by reason.
         codes: each reason's code.
@@ -47,6 +48,7 @@ class DatasetReport:
     samples: int = 0
     truncated: int = 0
     tokens: int = 0
+    tags_added: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     codes: dict[str, str] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
@@ -72,6 +74,12 @@ class DatasetReport:
 
     def _places(self, reason: str) -> list[str]:
         return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
+
+    def tags_note(self) -> str:
+        """Say that rows have pictures without a tag; "" where none has."""
+        has = "1 row has images" if self.tags_added == 1 else f"{self.tags_added:,} rows have images"
+        what = f"{self.name}: {has} or videos without a tag; tags are added in front of the first message"
+        return what if self.tags_added else ""
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
         """Count rows that are dropped although nothing is wrong with them."""
@@ -158,6 +166,7 @@ class DataReport:
             for reason, count in dataset.dropped.most_common():
                 yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
             yield from (f"    {example}" for example in dataset.examples)
+            yield from ([f"note: {note}"] if (note := dataset.tags_note()) else [])
         if self.lengths is not None:
             yield self.lengths.line()
         for name, tokens in (("train", self.train), ("evaluation", self.evaluation)):

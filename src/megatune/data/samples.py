@@ -54,6 +54,7 @@ class Facts(NamedTuple):
     missing: tuple[str, ...] = ()  # placeholders in it that have no value
     desirable: bool | None = None  # see `Conversation`
     rank: int = 0  # see `rank`; 0 where nothing is held out
+    tags_added: bool = False  # it has pictures without a tag
 
 
 NO_FACTS = Facts()
@@ -87,9 +88,10 @@ class RowReader:
         except (RowError, UnsupportedRow) as error:
             return error, NO_FACTS
         desirable = example.desirable if isinstance(example, Conversation) else None
-        if self.seed is None and desirable is None and not missing:
+        added = not isinstance(example, str) and any(picture.tag_added for picture in example.pictures)
+        if self.seed is None and desirable is None and not missing and not added:
             return example, NO_FACTS
-        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed))
+        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added)
 
     def refused(self, sample: Sample, unsupported: UnsupportedRow) -> MegatuneError:
         """Return the error that ends a run over a row that needs what is not built."""
@@ -115,7 +117,7 @@ def with_examples(samples: Iterator[Sample], reader: RowReader) -> Iterator[Samp
 def rank(example: Example, seed: int) -> int:
     """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
-    for _, value in () if isinstance(example, str) else example.pictures:
+    for _, value, _ in () if isinstance(example, str) else example.pictures:
         named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
         state.update(named if isinstance(named, bytes) else repr(named).encode())
     return int.from_bytes(state.digest(), "little")

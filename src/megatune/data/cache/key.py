@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 # Data settings that determine the rows by their values.
 BY_VALUE = frozenset((
