@@ -218,14 +218,17 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
-    from megatune.data.order import sample_order  # numpy, which a look at the first rows does without
+    import numpy as np  # which a look at the first rows does without
+
+    from megatune.data.order import sample_order
 
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:
         return
     rounds, rest = divmod(source.num_samples, num_rows)
-    extra = set(range(rest) if seed is None else sample_order(num_rows, seed)[:rest].tolist())
+    extra = np.zeros(num_rows, dtype=bool)  # a byte a row, where a set of numbers takes 60
+    extra[slice(rest) if seed is None else sample_order(num_rows, seed)[:rest]] = True
     for index, (row, position) in enumerate(source.rows_from()):
-        if copies := rounds + (index in extra):
+        if copies := rounds + int(extra[index]):
             yield row, position, copies
