@@ -21,6 +21,7 @@ from megatune.data.build import ExtraSource, RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built, mark_damaged
 from megatune.data.cache.key import prepared_key
 from megatune.data.lengths import LengthReport
+from megatune.data.mismatched import MismatchedRows
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
 from megatune.data.report import DataReport, DatasetReport, TokenReport, check_bad_rows
@@ -148,6 +149,9 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
                 one.report.evaluation = len(one.copies)
             held_out = [np.flatnonzero(split.held_out), *(one.numbers for one in evaluated)]
             report.evaluation = builder.write_part(EVALUATION_FOLDER, np.concatenate(held_out))
+    if settings.run.stage == "kto":
+        for part in (TRAIN_FOLDER, *([EVALUATION_FOLDER] if report.evaluation is not None else [])):
+            MismatchedRows(folder / part, data.cutoff_len).write_partners()
     report.save(folder / REPORT_FILE)
 
 
