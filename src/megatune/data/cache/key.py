@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -190,14 +191,17 @@ def _template_content(name: str | None) -> Any:
 
 
 def _declared(value: Any) -> Any:
-    """Return a declaration as JSON can hold it: functions by their names."""
+    """Return a declaration as JSON can hold it: functions by their names and sources, which change under a name."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _declared(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):
         return [_declared(item) for item in value]
     if isinstance(value, dict):
         return {str(name): _declared(item) for name, item in value.items()}
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+    if not callable(value):
+        return value
+    code = value if hasattr(value, "__qualname__") else type(value)
+    return [code.__qualname__, inspect.getsource(code)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
