@@ -80,7 +80,7 @@ class MismatchedRows(TokenRows):
     def _find_partners(self) -> np.ndarray:
         rows = np.arange(len(self))
         same = self._prompts[:-1] == self._prompts[1:]
-        same[same] = [self._is_same_prompt(row) for row in np.flatnonzero(same)]
+        same[same] = [self._is_same_prompt(row) for row in np.flatnonzero(same).tolist()]
         begins = np.concatenate(([0], 1 + np.flatnonzero(~same)))
         sizes = np.diff(np.append(begins, len(self)))
         run = np.repeat(np.arange(len(begins)), sizes)
