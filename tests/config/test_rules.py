@@ -34,6 +34,7 @@ def messages(*overrides: str, architecture: Architecture | None = QWEN, world_si
 
 
 VALID = [
+    ["cutoff_len=8192", "packing=true"],  # documents of a packed row count positions from 0
     [],
     ["tensor_model_parallel_size=2", "sequence_parallel=true", "pipeline_model_parallel_size=2", "bf16=true"],
     ["tensor_model_parallel_size=12"],  # a multiple of the key/value heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
+from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.prepare import Prepared, prepare
+from megatune.data.readers import Position, RawRow
+from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.training.quarantine import Quarantine
 
@@ -82,6 +87,23 @@ def test_quarantined_rows_are_kept_with_their_reasons(folder: Path) -> None:
     ]
 
 
+def test_pictures_inside_quarantined_rows_are_kept_as_digests(tmp_path: Path) -> None:
+    """As text, 1 MB of bytes is 3.5 MB; the row's place says where they are."""
+    content = bytes(range(256)) * 4096
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    fields = {"images": [{"bytes": content, "path": None}], "messages": [{"content": [{"image_url": {"url": url}}]}]}
+    row = RawRow("rows.parquet:row 7", fields, next=Position(7))
+    with BadRows("quarantine", "drop", tmp_path) as bad_rows:
+        bad_rows.add(Sample(row.where, None, 1, row), RowError("picture-count", "too few tags"))
+    (line,) = (tmp_path / "bad_rows.jsonl").read_text().splitlines()
+    assert len(line) < 1000
+    kept = json.loads(line)
+    assert kept["where"] == "rows.parquet:row 7"
+    digest = f"<{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}>"
+    assert kept["row"]["images"] == [{"bytes": digest, "path": None}]
+    assert kept["row"]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,<")
+
+
 def test_a_run_that_asks_for_skipped_rows_finds_them_prepared(folder: Path) -> None:
     """And goes on from the checkpoints of one that skipped them: they have the same key."""
     skipped = prepared(folder)
@@ -149,3 +171,34 @@ def test_rows_that_all_lose_their_labels(folder: Path, strategy: str, code: str)
         "too-long": "longer than cutoff_len",
     }
     assert message.splitlines()[:2] == ["long.jsonl: 0 usable of 3 rows", f"    why: 3 x {reasons[code]}"]
+
+
+def mostly_bad(folder: Path, num_good: int, num_bad: int) -> str:
+    lines = ['{"instruction": "q", "output": "a"}'] * num_good + ["[]", '{"instruction": "q"}', "{"] * (num_bad // 3)
+    (folder / "mostly.jsonl").write_text("\n".join(lines))
+    return "mostly.jsonl"
+
+
+def test_a_data_set_of_bad_rows_is_refused_by_its_commonest_reasons(folder: Path) -> None:
+    """Whether its rows are prepared now or found; a higher bound finds them prepared."""
+    name = mostly_bad(folder, 5, 495)
+    expected = (
+        "mostly.jsonl: 495 of 500 rows cannot be trained on, max_bad_rows is 0.01\n"
+        "    why: 165 x not a JSON object (mostly.jsonl:6, mostly.jsonl:9, mostly.jsonl:12); "
+        "165 x field 'output' is missing (mostly.jsonl:7, mostly.jsonl:10, mostly.jsonl:13); "
+        "165 x invalid JSON (mostly.jsonl:8, mostly.jsonl:11, mostly.jsonl:14)\n"
+        "    fix: correct the rows (`megatune data preview` shows them), or raise max_bad_rows; null allows any number"
+    )
+    assert refusal(folder, name) == expected
+    assert refusal(folder, name) == expected
+    assert refusal(folder, name, on_bad_row="quarantine") == expected
+    (cached,) = {prepared(folder, name, max_bad_rows=most).directory for most in (495, 0.99, None)}
+    assert cached.is_dir()
+    assert "max_bad_rows is 494" in refusal(folder, name, max_bad_rows=494)
+
+
+def test_a_share_of_bad_rows_allows_ten(folder: Path) -> None:
+    assert prepared(folder, mostly_bad(folder, 5, 9)).report.datasets[0].dropped.total() == 9
+    assert "12 of 17 rows" in refusal(folder, mostly_bad(folder, 5, 12))
+    assert "9 of 14 rows" in refusal(folder, mostly_bad(folder, 5, 9), max_bad_rows=0)
+    assert prepared(folder, mostly_bad(folder, 1_500, 15)).report.datasets[0].trained == 1_500

@@ -101,6 +101,21 @@ def test_tags_and_files_differ_in_number(row: dict[str, Any], message: str) -> N
     assert complaint(row, QUERY) == message
 
 
+@pytest.mark.parametrize(
+    ("row", "form", "stage"),
+    [
+        ({"query": "What?", "response": "x"}, QUERY, "sft"),
+        (openai(said("user", "What?"), said("assistant", "x")), OPENAI, "sft"),
+        ({"instruction": "What?", "chosen": "A.", "rejected": "B."}, Form("alpaca", ranking=True), "dpo"),
+    ],
+)
+def test_images_without_a_tag_get_one_in_front(row: dict[str, Any], form: Form, stage: str) -> None:
+    example = read({**row, "images": ["1.jpg", "2.jpg"]}, form, stage)
+    chat = example.chosen if isinstance(example, PreferencePair) else example
+    assert chat.messages[0].content == "<image><image>What?"
+    assert example.pictures == (RowPicture("image", "1.jpg", True), RowPicture("image", "2.jpg", True))
+
+
 def test_a_thought_beside_parts_has_no_tags() -> None:
     row = openai(said("user", [{"type": "image", "image": "1.jpg"}]), said("assistant", reasoning_content="<image>?"))
     assert complaint(row, OPENAI).startswith("picture-count: the row has different numbers of <image> tags")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ IRRELEVANT = {
     "disable_shuffling",
     "streaming",
     "buffer_size",
+    "max_bad_rows",
     "tokenized_path",
     "preprocessing_num_workers",
     "dataloader_num_workers",
@@ -114,6 +117,7 @@ def test_what_determines_the_rows_determines_the_key(folder: Path, name: str) ->
 OTHER_IRRELEVANT = {
     "group_by_length": True,
     "disable_shuffling": True,
+    "max_bad_rows": 0.5,
     "streaming": True,
     "buffer_size": 5,
     "tokenized_path": "rows",
@@ -265,3 +269,17 @@ def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, counted:
     remembered_digest(path, notes)
     remembered_digest(path, notes)
     assert len(counted) == 2
+
+
+def test_a_template_function_that_changes_under_its_name_changes_the_key(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, qwen = [], NAMED_TEMPLATES["qwen"]
+    assert qwen.tool_format is not None
+    for text in ("one", "two"):
+        path = tmp_path / f"{text}.py"
+        path.write_text(f"def write(*_):\n    return {text!r}\n")
+        tools = replace(qwen.tool_format, offer=runpy.run_path(str(path))["write"])
+        monkeypatch.setitem(NAMED_TEMPLATES, "qwen", replace(qwen, tool_format=tools))
+        keys.append(key(folder, template="qwen"))
+    assert keys[0] != keys[1]

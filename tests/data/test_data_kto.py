@@ -142,6 +142,18 @@ def test_tags_are_kept_beside_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_cache")
+def test_partners_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When rows are prepared, not in every rank and worker."""
+    prepared = prepare(settings_of(tmp_path, rows_of([True, False] * 4), val_size=2), TOKENIZER)
+    parts = [prepared.directory / part for part in ("train", "evaluation")]
+    computed = [MismatchedRows(part, 64)._find_partners().tolist() for part in parts]
+    monkeypatch.delattr(MismatchedRows, "_find_partners")
+    rows = [MismatchedRows(part, 64) for part in parts]
+    assert [each._partners.tolist() for each in rows] == computed == [[1, 2, 3, 4, 5, 0], [1, 0]]
+    assert [len(list(each)) for each in rows] == [6, 2]
+
+
+@pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize("tag", [True, False])
 def test_answers_of_one_kind_are_noted(tmp_path: Path, tag: bool) -> None:
     prepared = prepare(settings_of(tmp_path, rows_of([tag] * 3)), TOKENIZER)

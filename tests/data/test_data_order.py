@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from megatune.data.order import epoch_order, grouped_order, sample_order, steps_per_epoch, weight_order
+from megatune.data.samples import drawn_rows
 
 SEEDS = st.integers(0, 2**32)
 
@@ -60,3 +66,28 @@ def test_grouped_batches_have_rows_of_similar_length() -> None:
 def test_the_last_step_of_an_epoch_may_be_short(num_rows: int, batch: int) -> None:
     steps = steps_per_epoch(num_rows, batch)
     assert (steps - 1) * batch < num_rows <= steps * batch
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_drawing_rows_takes_a_few_bytes_a_row(seed: int | None) -> None:
+    """A Python set of their numbers took 60, in addition to the order of the draw."""
+    number, size = 400_000, 300_000
+
+    class Source:
+        num_samples = size
+
+        def rows(self) -> Iterator[None]:
+            return repeat(None, number)
+
+        def rows_from(self) -> Iterator[tuple[int, None]]:
+            return ((row, None) for row in range(number))
+
+    source: Any = Source()
+    tracemalloc.start()
+    drawn = sum(copies for _, _, copies in drawn_rows(source, seed))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn == size
+    assert peak < 30 * number  # most of it for the order of the draw
+    chosen = [row for row, _, _ in drawn_rows(source, seed)]
+    assert chosen == sorted(range(size) if seed is None else sample_order(number, seed)[:size].tolist())

@@ -323,7 +323,7 @@ def test_pretraining_cuts_texts_and_keeps_them_whole_in_the_split(folder: Path) 
 def test_worker_processes_change_nothing(folder: Path) -> None:
     rows = [{"instruction": f"q{i}", "output": f"a{i}"} if i % 5 else {"instruction": f"q{i}"} for i in range(600)]
     (folder / "many.json").write_text(json.dumps(rows))
-    options: dict[str, Any] = {"on_bad_row": "quarantine", "val_size": 0.1, "template": "qwen"}
+    options: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_rows": 120, "val_size": 0.1, "template": "qwen"}
     alone = files(prepared(folder, "many.json", tokenized_path=str(folder / "alone"), **options))
     both = prepared(folder, "many.json", tokenized_path=str(folder / "both"), preprocessing_num_workers=2, **options)
     assert files(both) == alone
@@ -462,3 +462,20 @@ def test_pairs_are_prepared(folder: Path) -> None:
     both = [*result.train, *(result.evaluation or ())]
     said = [tuple(TOKENIZER.decode(labels[labels != -100]) for _, labels, _ in row) for row in both]
     assert sorted(said) == [(f"{i} it is.<|im_end|>\n", "No.<|im_end|>\n") for i in range(1, 4)]
+
+
+def test_damaged_rows_are_prepared_again(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Damage that changes no size shows when the rows are opened, or when a step reads the tokens."""
+    first = prepared(folder, "good", template="qwen")
+    whole = files(first)
+    for name in ("train/documents.npy", "report.json", "tokens.bin"):
+        path = first.directory / name
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 0x7F
+        path.write_bytes(content)
+        if name == "tokens.bin":
+            with pytest.raises(MegatuneError, match="is not what was written"):
+                list(TokenRows(first.directory / "train"))
+        again = prepared(folder, "good", template="qwen")
+        assert files(again) == whole
+        assert "are damaged, and made again" in capfd.readouterr().err

@@ -155,6 +155,18 @@ def test_every_block_is_a_function_of_where_it_begins(
     assert whole[0][0].line() is not None
 
 
+def test_bad_rows_of_the_first_pass_are_bounded(datasets: list[str], tmp_path: Path) -> None:
+    """Over all blocks, those before a resume too; later passes repeat them, and are not counted."""
+    data = {"mix_strategy": "interleave_over", "disable_shuffling": True}
+    whole = list(islice(blocks(request(tmp_path, datasets, **data, max_bad_rows=6)), 14))
+    assert max(report.dropped.total() for report in whole[-1][0].end.reports) > 6
+    last = next(n for n, (meta, _) in enumerate(whole) if meta.end.reports[0].dropped.total() > 4)
+    for state in (None, whole[last][0].start):
+        stream = blocks(request(tmp_path, datasets, state, **data, max_bad_rows=4))
+        with pytest.raises(MegatuneError, match=r"a: 6 of \d+ rows cannot be trained on, max_bad_rows is 4"):
+            list(islice(stream, last + 1 if state is None else 1))
+
+
 def test_packed_rows_hold_every_sample_once(datasets: list[str], tmp_path: Path) -> None:
     asked = request(tmp_path, datasets, packing=True, cutoff_len=64)
     meta, rows = next(blocks(asked))
@@ -208,6 +220,7 @@ def test_evaluation_data_is_taken_whole(datasets: list[str], tmp_path: Path) -> 
         ({"val_size": 22}, ExitCode.SETTINGS, "val_size leaves nothing of .* to train on"),
         ({"val_size": 12, "mix_strategy": "interleave_over"}, ExitCode.SETTINGS, "val_size leaves nothing of .*c to"),
         ({"on_bad_row": "error"}, ExitCode.DATA, r"of \d+ rows cannot be trained on"),
+        ({"max_bad_rows": 0}, ExitCode.DATA, r"of \d+ rows cannot be trained on, max_bad_rows is 0"),
         ({"max_samples": 1, "on_bad_row": "error", "buffer_size": 3}, None, ""),
     ],
 )
@@ -339,6 +352,32 @@ def test_the_producer_ends_with_the_process_that_started_it(datasets: list[str],
     assert not asked.folder.path.exists()
 
 
+@pytest.mark.parametrize(("place", "hours", "left"), [("elsewhere-1-77", 1, True), ("elsewhere-1-77", 25, False)])
+def test_folders_of_other_machines_stay_whatever_their_locks_say(
+    place: str, hours: int, left: bool, tmp_path: Path
+) -> None:
+    """A file system may keep locks to each machine: what another one has locked looks free from here."""
+    folder = tmp_path / f".k-0.megatune-partial-{place}"
+    folder.mkdir()
+    for path in (folder / "alive", folder):
+        path.touch()
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    StreamFolder.make(tmp_path, "k")
+    assert folder.exists() is left
+
+
+def test_the_folder_of_a_process_that_is_gone_is_removed(tmp_path: Path) -> None:
+    alive = StreamFolder.make(tmp_path, "k")
+    child = os.fork()
+    if not child:
+        StreamFolder.make(tmp_path, "k")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    second = StreamFolder.make(tmp_path, "k")
+    assert set(tmp_path.iterdir()) == {alive.path, second.path}
+
+
 def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[str], tmp_path: Path) -> None:
     folder = request(tmp_path, datasets).folder
     lock = folder.lock()
@@ -348,6 +387,3 @@ def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[s
     os.close(lock)
     assert "it was filling block 3" in str(slowness.value)
     assert slowness.value.exit_code == ExitCode.PROCESS_DIED
-    assert folder.path.exists()
-    request(tmp_path, datasets)
-    assert not folder.path.exists(), "the next run removes what a killed one left"

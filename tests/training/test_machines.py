@@ -49,7 +49,7 @@ def open_data(by_machine: list[Settings], model: Path, run_dir: Path, steps: int
     """
     from megatune.launch.context import RankContext
     from megatune.launch.world import RankEnv
-    from megatune.training.feed import opened_data
+    from megatune.training.feed import ModelLimits, opened_data
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     local = world // len(by_machine)
@@ -60,7 +60,7 @@ def open_data(by_machine: list[Settings], model: Path, run_dir: Path, steps: int
     try:
         with opened_data(context, by_machine[node_rank], model, None) as data:
             schedule: Any = SimpleNamespace(global_batch_size=BATCH, total_steps=steps)
-            feed = data.feed(schedule, 10**6)
+            feed = data.feed(schedule, ModelLimits(10**6, 10**6))
             for step in range(steps):
                 assert feed.follower is not None
                 feed.follower.before(step)

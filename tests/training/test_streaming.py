@@ -12,12 +12,13 @@ from pool import RankPool
 from runs import assert_same_tensors, evaluations, metrics, settings_of, train
 
 from megatune.config.settings import Settings
+from megatune.data.report import TokenReport
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
-from megatune.training.feed import StreamFollower, open_stream
+from megatune.training.feed import ModelLimits, StreamFollower, check_limits, open_stream
 from megatune.training.run_schedule import RunSchedule
 
 DP2 = {"gradient_accumulation_steps": 2}
@@ -131,9 +132,19 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_with_its_block(
     settings = streamed(model, data, tmp_path / "out")
     stream = open_stream(context, settings, model, None)
     try:
-        follower = StreamFollower(stream, context, settings, RunSchedule(8, None, 1, 0, 0), 100, None)
+        follower = StreamFollower(
+            stream, context, settings, RunSchedule(8, None, 1, 0, 0), ModelLimits(100, 10**6), None
+        )
         with pytest.raises(MegatuneError, match=r"token id \d+ is beyond the model's vocabulary of 100") as refusal:
             follower.before(0)
     finally:
         stream.close()
     assert refusal.value.exit_code == ExitCode.INPUT
+
+
+def test_a_document_beyond_the_models_positions_is_refused() -> None:
+    """Packed rows may be longer than the model's positions, their documents may not."""
+    check_limits(TokenReport(longest=4096, capacity=8192), ModelLimits(100, 4096))
+    with pytest.raises(MegatuneError, match="has 4097 tokens, the model 4096 positions") as refusal:
+        check_limits(TokenReport(longest=4097, capacity=8192), ModelLimits(100, 4096))
+    assert refusal.value.exit_code == ExitCode.DATA

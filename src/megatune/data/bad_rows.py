@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -97,7 +99,7 @@ class BadRows:
             # What JSON spells as half of a surrogate pair is written as it was: backslash, u, four digits.
             self._file = open(self._path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         # A row that could not be parsed is kept as its text.
-        row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": sample.row.fields}
+        row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": _without_media(sample.row.fields)}
         entry = {"where": sample.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
         self._file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
@@ -120,3 +122,18 @@ class BadRows:
                 findings += [*named, Finding(f"{more}{count} of {num_read} {what}", fix=fix)]
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
+
+
+def _without_media(value: Any) -> Any:
+    """Return a row's value with a digest in place of encoded images and videos: `where` has the place of the row."""
+    if isinstance(value, Mapping):
+        return {name: _without_media(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_media(part) for part in value]
+    if isinstance(value, str) and value.startswith("data:") and ";base64," in value[:100]:
+        return f"{value[: value.index(',') + 1]}{_digest(value.encode(errors='surrogatepass'))}"
+    return _digest(bytes(value)) if isinstance(value, bytes | bytearray | memoryview) else value
+
+
+def _digest(content: bytes) -> str:
+    return f"<{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}>"

@@ -45,6 +45,7 @@ class RowPicture(NamedTuple):
 
     kind: Kind
     value: Any
+    tag_added: bool = False  # the row has no tag for it, and got one in front of its first message
 
 
 @dataclass(frozen=True, slots=True)

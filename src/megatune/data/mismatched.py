@@ -16,6 +16,8 @@ import numpy as np
 
 from megatune.data.rows import ColumnFile, Document, TokenRows
 
+_PARTNERS_FILE = "partners.npy"
+
 
 class MismatchedRows(TokenRows):
     """Row i is the prompt of row i of the folder and, behind it, the answer of another row, cut to cutoff_len.
@@ -67,9 +69,19 @@ class MismatchedRows(TokenRows):
 
     @cached_property
     def _partners(self) -> np.ndarray:
-        """The row that each row's answer is from: int64 [rows]."""
+        """The row that each row's answer is from, int64 [rows]: as noted when they were prepared, or computed here."""
+        path = self.directory / _PARTNERS_FILE
+        return np.load(path, mmap_mode="r", allow_pickle=False) if path.exists() else self._find_partners()
+
+    def write_partners(self) -> None:
+        """Compute the partners once, which takes minutes for millions of rows, and keep them beside the rows."""
+        np.save(self.directory / _PARTNERS_FILE, self._find_partners(), allow_pickle=False)
+
+    def _find_partners(self) -> np.ndarray:
         rows = np.arange(len(self))
-        begins = np.concatenate(([0], 1 + np.flatnonzero([not self._is_same_prompt(row) for row in rows[:-1]])))
+        same = self._prompts[:-1] == self._prompts[1:]
+        same[same] = [self._is_same_prompt(row) for row in np.flatnonzero(same).tolist()]
+        begins = np.concatenate(([0], 1 + np.flatnonzero(~same)))
         sizes = np.diff(np.append(begins, len(self)))
         run = np.repeat(np.arange(len(begins)), sizes)
         following = (run + 1) % len(begins)
@@ -83,9 +95,7 @@ class MismatchedRows(TokenRows):
         return np.minimum(self._prompts + answers[self._partners], self._cutoff_len)
 
     def _is_same_prompt(self, row: int) -> bool:
-        """Return whether this row and the next have the same prompt."""
-        if self._prompts[row] != self._prompts[row + 1]:
-            return False
+        """Return whether this row and the next, whose prompts are equally long, have the same prompt."""
         (start, other), size = self._documents[row : row + 2, 0], self._prompts[row]
         if not np.array_equal(self._tokens[start : start + size], self._tokens[other : other + size]):
             return False

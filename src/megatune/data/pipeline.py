@@ -175,6 +175,7 @@ class DatasetReader:
         assert taken is not None
         self._state.usable += 1
         self.report.truncated += taken[1].truncated
+        self.report.tags_added += taken[0].facts is not None and taken[0].facts.tags_added
         self._pass_by(taken[0])
         return taken
 

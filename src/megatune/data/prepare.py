@@ -18,11 +18,12 @@ import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import ExtraSource, RowsBuilder
-from megatune.data.cache.folder import KEY_FILE, built
+from megatune.data.cache.folder import KEY_FILE, built, mark_damaged
 from megatune.data.cache.key import prepared_key
+from megatune.data.mismatched import MismatchedRows
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DataReport, DatasetReport, LengthReport, TokenReport
+from megatune.data.report import DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource
@@ -72,8 +73,19 @@ def prepare(
     """
     extras = extras or {}
     key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()}, vision)
-    folder = built(settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder, extras))
-    return replace(open_prepared(folder), key_parts=key.parts)
+
+    def built_folder() -> Path:
+        return built(settings, key.name, lambda it: _build(Pipeline.of(settings, tokenizer, vision), it, extras))
+
+    folder = built_folder()
+    try:
+        prepared = open_prepared(folder)
+    except MegatuneError:
+        mark_damaged(folder)
+        prepared = open_prepared(built_folder())
+    # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
+    check_bad_rows(prepared.report.datasets, settings.data)
+    return replace(prepared, key_parts=key.parts)
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -136,6 +148,9 @@ def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) 
                 one.report.evaluation = len(one.copies)
             held_out = [np.flatnonzero(split.held_out), *(one.numbers for one in evaluated)]
             report.evaluation = builder.write_part(EVALUATION_FOLDER, np.concatenate(held_out))
+    if settings.run.stage == "kto":
+        for part in (TRAIN_FOLDER, *([EVALUATION_FOLDER] if report.evaluation is not None else [])):
+            MismatchedRows(folder / part, data.cutoff_len).write_partners()
     report.save(folder / REPORT_FILE)
 
 

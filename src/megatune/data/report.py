@@ -8,19 +8,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from megatune.data.bad_rows import TOO_LONG, RowError
 from megatune.data.pictures import PictureCounts
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.groups.data import DataSettings
 
 EXAMPLES_PER_REASON = 3
 NOTABLE_CUT = 0.1  # of all rows: a data set of which more are cut is trained on beginnings
 _BY_LENGTH = (TOO_LONG, "nothing-left")
 _MOST_BINS = 16
 _BARS = "▁▂▃▄▅▆▇█"
+_LEFT_OUT = (TOO_LONG, "held-out-copy")  # codes of rows that the settings leave out, with which nothing is wrong
+_ALWAYS_ALLOWED = 10  # bad rows of a data set that a share never refuses
+_NAMED_REASONS = 3
 
 
 @dataclass(slots=True)
@@ -30,6 +37,7 @@ class DatasetReport:
     Attributes:
         samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
+        tags_added: rows with pictures that have no tag, among those trained or held out.
         tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
         dropped: number of rows by reason.
         codes: each reason's code.
@@ -43,6 +51,7 @@ class DatasetReport:
     samples: int = 0
     truncated: int = 0
     tokens: int = 0
+    tags_added: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     codes: dict[str, str] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
@@ -53,6 +62,27 @@ class DatasetReport:
         self.codes[error.reason] = error.code
         if self.dropped[error.reason] <= EXAMPLES_PER_REASON:
             self.examples.append(f"{where}: {error}")
+
+    def too_many_bad(self, most: float | None) -> Finding | None:
+        """Return the refusal of a data set with more bad rows than `max_bad_rows` allows; None where it has fewer."""
+        bad = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] not in _LEFT_OUT})
+        if most is None or bad.total() <= (max(most * self.read, _ALWAYS_ALLOWED) if 0 < most < 1 else most):
+            return None
+        named = bad.most_common(_NAMED_REASONS)
+        reasons = [f"{count:,} x {reason} ({', '.join(self._places(reason))})" for reason, count in named]
+        reasons += [f"{len(bad) - len(named)} more reasons"] * (len(bad) > len(named))
+        what = f"{self.name}: {bad.total():,} of {self.read:,} rows cannot be trained on, max_bad_rows is {most:g}"
+        fix = "correct the rows (`megatune data preview` shows them), or raise max_bad_rows; null allows any number"
+        return Finding(what, why="; ".join(reasons), fix=fix)
+
+    def _places(self, reason: str) -> list[str]:
+        return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
+
+    def tags_note(self) -> str:
+        """Say that rows have pictures without a tag; "" where none has."""
+        has = "1 row has images" if self.tags_added == 1 else f"{self.tags_added:,} rows have images"
+        what = f"{self.name}: {has} or videos without a tag; tags are added in front of the first message"
+        return what if self.tags_added else ""
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
         """Count rows that are dropped although nothing is wrong with them."""
@@ -139,6 +169,7 @@ class DataReport:
             for reason, count in dataset.dropped.most_common():
                 yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
             yield from (f"    {example}" for example in dataset.examples)
+            yield from ([f"note: {note}"] if (note := dataset.tags_note()) else [])
         if self.lengths is not None:
             yield self.lengths.line()
         for name, tokens in (("train", self.train), ("evaluation", self.evaluation)):
@@ -189,6 +220,17 @@ class DataReport:
     def load(cls, path: Path) -> DataReport:
         """Read what `save` wrote."""
         return TypeAdapter(cls).validate_json(path.read_text(encoding="utf-8"))
+
+
+def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None:
+    """Refuse data sets with more bad rows than max_bad_rows allows; on_bad_row: error refuses them by itself.
+
+    Raises:
+        MegatuneError: there are such data sets (exit code 65).
+    """
+    most = data.max_bad_rows if data.on_bad_row != "error" else None
+    if findings := [finding for report in reports if (finding := report.too_many_bad(most)) is not None]:
+        raise MegatuneError(findings, ExitCode.DATA)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

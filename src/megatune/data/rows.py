@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 import xxhash
 
+from megatune.data.cache.folder import mark_damaged
 from megatune.data.checked import CheckedFile, map_file
 from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -257,7 +258,8 @@ class TokenRows:
         return f"{len(column.values)} values of {name} for {size} {column.per}s"
 
     def _not_whole(self, why: str) -> MegatuneError:
-        what, fix = "the folder of token rows is incomplete", f"delete {self.directory.parent}; it is recreated"
+        mark_damaged(self.directory.parent)
+        what, fix = "the folder of token rows is incomplete", "run the command again: it prepares the rows again"
         return MegatuneError(Finding(what, str(self.directory), why, fix), ExitCode.INPUT)
 
 

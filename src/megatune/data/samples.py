@@ -54,6 +54,7 @@ class Facts(NamedTuple):
     missing: tuple[str, ...] = ()  # placeholders in it that have no value
     desirable: bool | None = None  # see `Conversation`
     rank: int = 0  # see `rank`; 0 where nothing is held out
+    tags_added: bool = False  # it has pictures without a tag
 
 
 NO_FACTS = Facts()
@@ -87,9 +88,10 @@ class RowReader:
         except (RowError, UnsupportedRow) as error:
             return error, NO_FACTS
         desirable = example.desirable if isinstance(example, Conversation) else None
-        if self.seed is None and desirable is None and not missing:
+        added = not isinstance(example, str) and any(picture.tag_added for picture in example.pictures)
+        if self.seed is None and desirable is None and not missing and not added:
             return example, NO_FACTS
-        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed))
+        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added)
 
     def refused(self, sample: Sample, unsupported: UnsupportedRow) -> MegatuneError:
         """Return the error that ends a run over a row that needs what is not built."""
@@ -115,7 +117,7 @@ def with_examples(samples: Iterator[Sample], reader: RowReader) -> Iterator[Samp
 def rank(example: Example, seed: int) -> int:
     """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
-    for _, value in () if isinstance(example, str) else example.pictures:
+    for _, value, _ in () if isinstance(example, str) else example.pictures:
         named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
         state.update(named if isinstance(named, bytes) else repr(named).encode())
     return int.from_bytes(state.digest(), "little")
@@ -216,14 +218,17 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
-    from megatune.data.order import sample_order  # numpy, which a look at the first rows does without
+    import numpy as np  # which a look at the first rows does without
+
+    from megatune.data.order import sample_order
 
     # Read twice, so that no more than one row has to be kept.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:
         return
     rounds, rest = divmod(source.num_samples, num_rows)
-    extra = set(range(rest) if seed is None else sample_order(num_rows, seed)[:rest].tolist())
+    extra = np.zeros(num_rows, dtype=bool)  # a byte a row, where a set of numbers takes 60
+    extra[slice(rest) if seed is None else sample_order(num_rows, seed)[:rest]] = True
     for index, (row, position) in enumerate(source.rows_from()):
-        if copies := rounds + (index in extra):
+        if copies := rounds + int(extra[index]):
             yield row, position, copies

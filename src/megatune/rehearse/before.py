@@ -130,6 +130,7 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
     changes = {
         "data.max_samples": min(data.max_samples or CHECKED_ROWS, CHECKED_ROWS),
         "data.on_bad_row": "quarantine",
+        "data.max_bad_rows": data.max_bad_rows if data.on_bad_row != "error" else None,
         "data.preprocessing_num_workers": None,
         "data.tokenized_path": None,
         "data.streaming": False,

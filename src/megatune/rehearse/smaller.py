@@ -85,6 +85,7 @@ def _data(settings: Settings, architecture: Architecture) -> _Changes:
     yield "data.dataloader_num_workers", 0, "processes of their own would share two cores with the ranks"
     yield "data.tokenized_path", None, "the file's folder stays as it is"
     yield "data.on_bad_row", "skip", "stage 1 names bad rows"
+    yield "data.max_bad_rows", None, ""
 
 
 def _steps(settings: Settings) -> _Changes:

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # What `load_tokenizer` imports: here ranks, which are forks of the process that imports this, share it.
 import transformers.models.auto.tokenization_auto  # noqa: F401
@@ -63,6 +63,13 @@ class Feed:
     mismatched_evaluation: TokenRows | None = None
 
 
+class ModelLimits(NamedTuple):
+    """What a model can take."""
+
+    vocab_size: int  # rows of its embedding
+    positions: int  # of a document
+
+
 @dataclass(frozen=True, slots=True)
 class RunData:
     """The data of a run, before its model is there."""
@@ -72,9 +79,10 @@ class RunData:
     num_rows: int | None  # to train; None where nobody knows
     pictures: PictureCounts | None  # of rows to train; None where nobody knows
     lengths: RowLengths | None  # of them; None where nobody knows
-    # Makes what the trainer takes rows from, of the run's steps and the model's vocabulary. Collective. Raises
-    # MegatuneError where a token id is beyond the vocabulary (exit code 66), or the rows do not come.
-    feed: Callable[[RunSchedule, int], Feed]
+    # Makes what the trainer takes rows from, of the run's steps and the model's limits. Collective. Raises
+    # MegatuneError where a token id is beyond the vocabulary (exit code 66), a document beyond the positions (65), or
+    # the rows do not come.
+    feed: Callable[[RunSchedule, ModelLimits], Feed]
 
 
 @contextmanager
@@ -121,11 +129,12 @@ def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) 
 
 
 def _prepared_feed(
-    prepared: Prepared, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
+    prepared: Prepared, settings: Settings, resumed: bool, schedule: RunSchedule, limits: ModelLimits
 ) -> Feed:
     quarantine = _quarantine(settings, resumed)
     parts = [part for part in (prepared.report.train, prepared.report.evaluation) if part is not None]
-    _check_token_ids(max(part.largest_id for part in parts), vocab_size)
+    for part in parts:
+        check_limits(part, limits)
     lines = list(prepared.report.lines())
     if on_rank_0(lambda: quarantine is not None and quarantine.copy(prepared.directory)):
         lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
@@ -144,11 +153,11 @@ def _prepared_feed(
 
 
 def _streamed_feed(
-    stream: Stream, context: RankContext, settings: Settings, resumed: bool, schedule: RunSchedule, vocab_size: int
+    stream: Stream, context: RankContext, settings: Settings, resumed: bool, schedule: RunSchedule, limits: ModelLimits
 ) -> Feed:
     size, data = schedule.global_batch_size, settings.data
     quarantine = _quarantine(settings, resumed)
-    follower = StreamFollower(stream, context, settings, schedule, vocab_size, quarantine)
+    follower = StreamFollower(stream, context, settings, schedule, limits, quarantine)
     evaluation = follower.evaluation()
     order = "in the order of the data" if data.disable_shuffling else "shuffled"
     lines = [f"streaming: {', '.join(data.dataset)}, {order} in blocks of {data.buffer_size} samples"]
@@ -206,7 +215,7 @@ class StreamFollower:
     """What a rank does about its stream beside each step.
 
     Args:
-        vocab_size: of the model.
+        limits: of the model.
         quarantine: the run's file of bad rows; None where this rank keeps none.
     """
 
@@ -216,12 +225,12 @@ class StreamFollower:
         context: RankContext,
         settings: Settings,
         schedule: RunSchedule,
-        vocab_size: int,
+        limits: ModelLimits,
         quarantine: Quarantine | None,
     ) -> None:
         self._stream, self._context, self.summary = stream, context, stream.summary
         self._size, self._last = schedule.global_batch_size, schedule.global_batch_size * schedule.total_steps
-        self._vocab_size = vocab_size
+        self._limits = limits
         self._quarantine = quarantine
 
     def evaluation(self) -> TokenRows | None:
@@ -231,7 +240,7 @@ class StreamFollower:
             return None
         wait_for_machines(self._context, "evaluation", "" if self._context.local_rank == 0 else None)
         check_same(self._context, "evaluation rows", _rows_contents(held_out.tokens, rows))
-        _check_token_ids(held_out.tokens.largest_id, self._vocab_size)
+        check_limits(held_out.tokens, self._limits)
         self._keep_bad_rows(held_out.folder)
         return rows
 
@@ -242,7 +251,7 @@ class StreamFollower:
             # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
-            _check_token_ids(meta.tokens.largest_id, self._vocab_size)
+            check_limits(meta.tokens, self._limits)
             if self._context.rank == 0 and (line := meta.line()) is not None:
                 print(line, flush=True)
                 self._keep_bad_rows(folder)
@@ -273,10 +282,15 @@ def _rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict
     return {**counts, f"the digest of the {part}rows": rows.digest}
 
 
-def _check_token_ids(largest: int, vocab_size: int) -> None:
-    """Refuse a token id that the model has no embedding for."""
-    if largest >= vocab_size:
-        what = f"token id {largest} is beyond the model's vocabulary of {vocab_size}"
+def check_limits(tokens: TokenReport, limits: ModelLimits) -> None:
+    """Refuse a token id that the model has no embedding for, and a document of more positions than it was made for."""
+    if tokens.largest_id >= limits.vocab_size:
+        what = f"token id {tokens.largest_id} is beyond the model's vocabulary of {limits.vocab_size}"
         why = "the tokenizer and the weights belong to different models"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.INPUT)
+    if tokens.longest > limits.positions:
+        what = f"the longest packed document has {tokens.longest} tokens, the model {limits.positions} positions"
+        why = "each document of a packed row counts its positions from 0"
+        fix = f"write cutoff_len: {limits.positions}, or leave out rows of more tokens"
+        raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.DATA)

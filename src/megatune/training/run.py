@@ -35,7 +35,7 @@ from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.decoding import loader_workers
-from megatune.training.feed import Feed, RunData, opened_data
+from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loaders import Loaders
 from megatune.training.loop import Trainer
@@ -192,7 +192,8 @@ def _build_trainer(
         load_architecture(source),
         *([reference.architecture] if reference is not None else []),
     ]
-    feed = data.feed(schedule, min(model.vocab_size for model in models))
+    limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
+    feed = data.feed(schedule, limits)
     loaders, note = _loaders(context, settings, source, place, feed)
     begin(schedule)
 

@@ -17,6 +17,7 @@ _NOT_KEPT = Needs(_STREAMING, (False,), "rows are trained as they are read, and 
 _BLOCKS = Needs(_STREAMING, (True,), "prepared rows are shuffled all together")
 _OTHER_MIX = "write `mix_strategy: interleave_over` and `interleave_probs`, or remove `streaming`"
 _NO_WEIGHTS = Needs(_STREAMING, (False,), _NO_EPOCH, _OTHER_MIX)
+_NOT_REFUSED = Needs("data.on_bad_row", ("skip", "quarantine"), "error refuses every bad row")
 _STEPS = Needs("optimizer.max_steps", why=_NO_EPOCH, fix="write `max_steps: N`", least=1)
 _ALL_ROWS = "the reference, and the other row whose answer a prompt gets, are known where all rows are prepared"
 _NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm"), _ALL_ROWS, "remove `streaming`")
@@ -196,6 +197,12 @@ class DataSettings(Group):
     - skip: counts and reports them
     - quarantine: also writes them with their reasons to bad_rows.jsonl in output_dir
     - error: ends the run and names them"""
+    max_bad_rows: Annotated[NonNegative, "rows, or a share below 1", _NOT_REFUSED] | None = 0.01
+    """Refuse a data set with more bad rows than this: a share of its rows below 1, or a number of rows.
+    How: Each data set is counted by itself, without rows that truncation_strategy: drop leaves out; with streaming at
+    every block of the first pass. A share always allows 10 rows, so that one bad row does not refuse a small file. The
+    refusal names the three commonest reasons with the first lines of each.
+    When: Raise it only for data that is known to be dirty. 0 allows none; null allows any number."""
     tokenized_path: Annotated[str, Mark.NAME, Mark.MACHINE, _NOT_KEPT] | None = None
     """Folder for the prepared rows, made if it is not there and opened if it is. null keeps them in the cache,
     $MEGATUNE_CACHE or ~/.cache/megatune.

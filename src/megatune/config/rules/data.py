@@ -22,15 +22,16 @@ def required(context: Context) -> Iterator[Problem]:
 
 
 def held_out(context: Context) -> Iterator[Problem]:
-    """Evaluation rows are a whole number or a share of the training data."""
-    size, names = context.settings.data.val_size, ("val_size", "streaming")
-    if size >= 1 and not size.is_integer():
-        what = f"`val_size {size:g}` is neither a share below 1 nor a number of rows"
-        yield Problem(names[:1], what, "", f"write `val_size: {round(size)}` for {round(size)} rows")
-    if 0 < size < 1 and context.settings.data.streaming:
+    """Evaluation rows, and bad rows that pass, are a whole number or a share of the data."""
+    data, names = context.settings.data, ("val_size", "streaming")
+    for key, size in (("val_size", data.val_size), ("max_bad_rows", data.max_bad_rows or 0.0)):
+        if size >= 1 and not size.is_integer():
+            what = f"`{key} {size:g}` is neither a share below 1 nor a number of rows"
+            yield Problem((key,), what, "", f"write `{key}: {round(size)}` for {round(size)} rows")
+    if 0 < data.val_size < 1 and data.streaming:
         why = "how many rows there are is not known while they are read"
         fix = "write `val_size` as a number of rows, or name an `eval_dataset`"
-        yield Problem(names, f"`streaming: true` with `val_size {size:g}`", why, fix)
+        yield Problem(names, f"`streaming: true` with `val_size {data.val_size:g}`", why, fix)
 
 
 def mixing(context: Context) -> Iterator[Problem]:

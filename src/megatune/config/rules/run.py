@@ -205,7 +205,9 @@ def steps(context: Context) -> Iterator[Problem]:
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
-    """Positions beyond those the model was made for mean nothing to it."""
+    """Positions beyond those the model was made for mean nothing to it; documents of a packed row count from 0."""
+    if context.settings.packing and context.settings.run.stage != "pt":  # which cuts its texts to cutoff_len
+        return
     architecture, length = context.architecture, context.settings.data.cutoff_len
     if architecture is not None and length > architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings

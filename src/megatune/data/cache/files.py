@@ -1,4 +1,8 @@
-"""How a folder comes into being whole: a lock between processes, a partial folder beside its place, and a rename."""
+"""How a folder comes into being whole: a lock between processes, a partial folder beside its place, and a rename.
+
+A folder that one process owns has the name of its machine and its number in its own name, so that another process can
+tell whether it is abandoned. A lock cannot tell: file systems shared by machines may have none, or keep them local.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
@@ -71,6 +76,17 @@ def _is_in_use(file: int, path: Path) -> bool:
         return False
 
 
+def owned_folder(parent: Path, name: str) -> Path:
+    """Make a new, empty folder that `remove_abandoned` leaves alone while this process lives.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = parent / f".{name}-{uuid4().hex[:8]}{_MARK}{_place()}-{os.getpid()}"
+    folder.mkdir()
+    return folder
+
+
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
     """Yield a new, empty folder beside `folder`; what is left of it at the end is removed.
@@ -78,9 +94,7 @@ def partial_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
-    partial = folder.with_name(f".{folder.name}{_MARK}{_place()}-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial = owned_folder(folder.parent, folder.name)
     try:
         yield partial
     finally:
@@ -111,7 +125,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the partial folders in `parent` that nobody fills any more."""
+    """Remove the folders in `parent` whose process is gone; those of other machines after a day without a change."""
     for partial in parent.glob(f".*{_MARK}*"):
         place, _, process = partial.name.partition(_MARK)[2].removesuffix("-old").rpartition("-")
         if process.isdigit() and (_is_old(partial) if place != _place() else not psutil.pid_exists(int(process))):

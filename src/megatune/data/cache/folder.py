@@ -88,6 +88,12 @@ def is_whole(folder: Path, key: str) -> bool:
     return whole and _stored_key(folder) == key
 
 
+def mark_damaged(folder: Path) -> None:
+    """Let the next `built` make a folder again whose content is not what was written, as far as that can be noted."""
+    with suppress(OSError):
+        (folder / FILES_FILE).unlink()
+
+
 def is_full(error: OSError) -> bool:
     """Tell whether a disk, or a quota of it, is full; numpy says so without a number: 1024 requested and 0 written."""
     return error.errno in _FULL or (error.errno is None and str(error).endswith("written"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
@@ -178,7 +179,7 @@ def _template_content(name: str | None) -> Any:
 
 
 def _declared(value: Any) -> Any:
-    """Return a declaration as JSON can hold it: functions by their names."""
+    """Return a declaration as JSON can hold it: functions by their names and sources, which change under a name."""
     if is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in fields(value) if field.name not in _UNKEYED)
         return {name: _declared(getattr(value, name)) for name in names}
@@ -186,7 +187,10 @@ def _declared(value: Any) -> Any:
         return [_declared(item) for item in value]
     if isinstance(value, dict):
         return {str(name): _declared(item) for name, item in value.items()}
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+    if not callable(value):
+        return value
+    code = value if hasattr(value, "__qualname__") else type(value)
+    return [code.__qualname__, inspect.getsource(code)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

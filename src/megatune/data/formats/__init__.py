@@ -117,7 +117,7 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
         return replace(messages.conversation(row, form, answer, pictures=pictures), desirable=desirable)
     # The history's answers are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
-    found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
@@ -156,7 +156,7 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
     name = columns.response or "output" if form.formatting == "alpaca" else None
     name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name
     label = optional_string(row, name) if name is not None else ""
-    found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Question(Conversation(turns, _system(row, form), tools(row, columns.tools), found), label or None)
 
 
@@ -313,10 +313,10 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system or None
     answers = (chosen.message, rejected.message)
-    found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
+    asked, found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
     if found:
         check_without(answers)
-    return PreferencePair.of_answers(prompt.messages, *answers, system, tools(row, columns.tools), found)
+    return PreferencePair.of_answers(asked, *answers, system, tools(row, columns.tools), found)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:

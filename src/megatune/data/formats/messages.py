@@ -70,8 +70,8 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
-    found = pictures_of(row, columns, chat.messages, chat.inline, wanted=pictures)
-    return Conversation(chat.messages, system or None, tools(row, columns.tools), found)
+    said, found = pictures_of(row, columns, chat.messages, chat.inline, wanted=pictures)
+    return Conversation(said, system or None, tools(row, columns.tools), found)
 
 
 def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:

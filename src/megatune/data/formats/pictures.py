@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
@@ -39,8 +40,10 @@ def part_value(part: Mapping[str, Any]) -> object:
 
 def pictures_of(
     row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, *, wanted: bool
-) -> tuple[RowPicture, ...]:
-    """Return the pictures of a row in the order of their tags, images and videos mixed.
+) -> tuple[tuple[Message, ...], tuple[RowPicture, ...]]:
+    """Return the messages of a row, and its pictures in the order of their tags, images and videos mixed.
+
+    A row with images and not one `<image>` tag gets a tag for each image in front of its first message.
 
     Args:
         wanted: see `to_example`.
@@ -51,12 +54,16 @@ def pictures_of(
     """
     files = {IMAGE: _listed(row, columns.images), VIDEO: _listed(row, columns.videos)}
     if not any(files.values()) and not inline:
-        return ()
+        return tuple(messages), ()
     if not wanted:
         raise UnsupportedRow(
             "its rows have images or videos, but the model reads text only",
             'train a vision-language model, or turn the columns off in dataset_info.json: "images": null',
         )
+    added = bool(files[IMAGE]) and not inline and not any(IMAGE in message.content for message in messages)
+    if added:
+        first, *others = messages
+        messages = (replace(first, content=IMAGE * len(files[IMAGE]) + first.content), *others)
     tagged: list[tuple[str, object]] = []
     for index, message in enumerate(messages):
         tags = tags_of(message.content)
@@ -69,7 +76,8 @@ def pictures_of(
     for tag, listed in files.items():
         check_count(tag, sum(each == (tag, None) for each in tagged), len(listed))
     left = {tag: iter(listed) for tag, listed in files.items()}
-    return tuple(RowPicture(_KINDS[tag], next(left[tag]) if value is None else value) for tag, value in tagged)
+    found = ((tag, next(left[tag]) if value is None else value) for tag, value in tagged)
+    return tuple(messages), tuple(RowPicture(_KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
 
 
 def check_count(tag: str, tags: int, files: int) -> None:

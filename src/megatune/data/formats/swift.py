@@ -337,14 +337,15 @@ def _pictures(
     if not files[IMAGE]:
         files[IMAGE] = _tagged_paths(messages)
     text = "\n".join((system or "", *(message.content for message in messages)))
+    added = {tag: len(files[tag]) - text.count(tag) for tag in _KINDS}
     for tag in reversed(_KINDS):
-        if (missing := len(files[tag]) - text.count(tag)) > 0:
+        if added[tag] > 0:
             first = messages[0]
-            messages[0] = replace(first, content=tag * missing + first.content)
+            messages[0] = replace(first, content=tag * added[tag] + first.content)
     left = {tag: iter(values) for tag, values in files.items()}
     tags = [tag for text in (system or "", *(message.content for message in messages)) for tag in tags_of(text)]
     found = [(tag, next(left[tag], None)) for tag in tags]
-    return tuple(RowPicture(_KINDS[tag], value) for tag, value in found if value is not None)
+    return tuple(RowPicture(_KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
 
 
 def _tagged_paths(messages: list[Message]) -> list[Any]:

@@ -23,7 +23,7 @@ from megatune.data.encode import Encoded
 from megatune.data.mixing import draws
 from megatune.data.order import block_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DatasetReport, TokenReport
+from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 PART = "train"
@@ -134,6 +134,7 @@ class MixedStream:
             if not drawn.has_next():
                 if self.strategy == "interleave_once":
                     continue
+                self._check_bad_rows([drawn])
                 drawn.begin(drawn.state.passes + 1)
             return _take(drawn)
         return None
@@ -149,6 +150,7 @@ class MixedStream:
         shuffled = not settings.data.disable_shuffling
         samples = islice(self._rest_of_epoch(), settings.data.buffer_size)
         tokens = self.write_part(folder, PART, samples, progress, lambda size: self._order(size, shuffled))
+        self._check_bad_rows(self.sets)
         # Packing sorts by length; the rows it makes are shuffled once more.
         order = self._order(tokens.rows, shuffled and settings.packing)
         np.save(folder / ORDER_FILE, order, allow_pickle=False)
@@ -203,7 +205,13 @@ class MixedStream:
             yield taken
             taken = self.next()
 
+    def _check_bad_rows(self, readers: Iterable[DatasetReader]) -> None:
+        """Refuse more bad rows than max_bad_rows allows, of data sets in their first pass: later ones repeat them."""
+        first = (reader.report for reader in readers if not (self._now.epoch or reader.state.passes))
+        check_bad_rows(first, self._pipeline.settings.data)
+
     def _begin_epoch(self) -> None:
+        self._check_bad_rows(self.sets)
         now, first_row = self._now, self.state.first_row
         rows = first_row - now.epoch_first_row
         self._now = replace(now, epoch=now.epoch + 1, draws=0, epoch_first_row=first_row, epoch_rows=rows)

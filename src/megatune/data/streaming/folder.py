@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatune.data.cache.files import owned_folder, remove_abandoned
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")
@@ -32,7 +33,6 @@ Meanwhile = Callable[[], None]  # called now and then while waiting
 
 _BLOCK = re.compile(r"block-(\d+)-(\d+)-(\d+)")
 _REACHED = "reached-"
-_ABANDONED_SECONDS = 3600.0  # of a folder that its run had no time to lock
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5  # between looks at whether the producer lives
 
@@ -72,8 +72,8 @@ class StreamFolder:
         """
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(parent)
-            return cls(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)))
+            remove_abandoned(parent)
+            return cls(owned_folder(parent, name))
         except OSError as error:
             try:
                 return cls(Path(tempfile.mkdtemp(prefix=f"megatune-stream-{name}-")))
@@ -203,6 +203,11 @@ class StreamFolder:
 
     # Life
 
+    def touch(self) -> None:
+        """Show other machines, which see no process and perhaps no lock of this one, that the folder is in use."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
     def lock(self) -> int:
         """Open and lock the file that shows that the producer lives; it does while anyone has this descriptor."""
         descriptor = os.open(self.path / ALIVE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -223,12 +228,3 @@ class StreamFolder:
         finally:
             os.close(descriptor)
         return False
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of runs that were killed: nobody holds their lock any more."""
-    for path in parent.iterdir():
-        with contextlib.suppress(OSError):
-            old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
-            if not StreamFolder(path).is_alive() and ((path / ALIVE_FILE).exists() or old):
-                shutil.rmtree(path, ignore_errors=True)

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
-from megatune.data.report import DatasetReport, TokenReport
+from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -43,6 +43,7 @@ EVALUATION = "evaluation"  # the part of the rows that are held out
 _EVALUATION_META = "evaluation.json"
 _POLL_SECONDS = 0.02
 _PARENT_SECONDS = 0.5  # between looks at whether the parent lives
+_TOUCH_SECONDS = 600.0  # between signs of life for other machines
 _SAY_SECONDS = 0.5
 
 
@@ -82,7 +83,9 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        return HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        held_out = HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        check_bad_rows(held_out.reports, settings.data)
+        return held_out
 
     def _hold_out(self, folder: Path) -> None:
         """Write the first samples of the training data, which training then leaves out; or all of eval_dataset."""
@@ -193,8 +196,12 @@ def _stop(*_: object) -> None:
 
 
 def _watch_parent(parent: int, folder: StreamFolder) -> None:
+    touched = time.monotonic()
     while os.getppid() == parent:
         time.sleep(_PARENT_SECONDS)
+        if time.monotonic() - touched > _TOUCH_SECONDS:
+            touched = time.monotonic()
+            folder.touch()
     os.kill(os.getpid(), END_SIGNAL)
     time.sleep(END_SECONDS)
     folder.remove()
