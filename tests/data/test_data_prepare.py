@@ -478,4 +478,4 @@ def test_damaged_rows_are_prepared_again(folder: Path, capfd: pytest.CaptureFixt
                 list(TokenRows(first.directory / "train"))
         again = prepared(folder, "good", template="qwen")
         assert files(again) == whole
-        assert "are damaged, and made again" in capfd.readouterr().err
+        assert "are damaged and are recreated" in capfd.readouterr().err
