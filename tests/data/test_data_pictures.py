@@ -13,8 +13,10 @@ from hostile_videos import write_video
 from pictures_kit import Model, asks, draw, make_model, write_rows
 from PIL import Image
 
+from megatune.config.setting import Mark
+from megatune.config.settings import marked
 from megatune.data.bad_rows import RowError
-from megatune.data.cache.key import BY_PICTURES, prepared_key
+from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, make_encoder
 from megatune.data.media.sources import PictureSource, picture_source
@@ -309,7 +311,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(BY_PICTURES))
+@pytest.mark.parametrize("name", sorted(path.partition(".")[2] for path in marked(Mark.PICTURES)))
 def test_what_determines_pictures_determines_the_key(model: Model, data: Path, name: str) -> None:
     write_rows(data / "rows.jsonl", [asks("What?")])
 
