@@ -255,7 +255,7 @@ def test_a_text_that_shows_a_placeholder_is_refused_in_stage_pt(model: Model, da
     assert list(report.codes.values()) == ["placeholder-in-text"]
     assert report.trained == 2
     write_rows(data / "pictures.jsonl", [{"text": "<image>", "images": ["a.png"]}])
-    with pytest.raises(MegatuneError, match="stage pt trains text, and field 'images' has pictures"):
+    with pytest.raises(MegatuneError, match="stage pt trains text, and field 'images' has images or videos"):
         model.prepared(data, "pictures.jsonl", stage="pt")
 
 
@@ -367,7 +367,7 @@ def test_a_damaged_table_is_named(model: Model, data: Path) -> None:
     found = model.prepared(data, mixed(data))
     with open(found.directory / "sources.bin", "ab") as file:
         file.write(b"x")
-    with pytest.raises(MegatuneError, match=r"not whole[\s\S]*sources\.bin") as caught:
+    with pytest.raises(MegatuneError, match=r"incomplete[\s\S]*sources\.bin") as caught:
         TokenRows(found.directory / "train")
     assert caught.value.exit_code == ExitCode.INPUT
 
