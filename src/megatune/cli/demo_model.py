@@ -42,8 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     # Refused by the demo room, with the nearest name: argparse's own choices would end without one.
     parser.add_argument("--family", required=True, metavar="F",
                         help="llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mixtral, deepseek_v3, "
-                        "deepseek_r1_distill_qwen, deepseek_r1_distill_llama, qwen2_vl, qwen2_5_vl, qwen3_vl or "
-                        "qwen3_vl_moe")  # fmt: skip
+                        "deepseek_r1_distill_qwen, deepseek_r1_distill_llama, qwen3_next, qwen2_vl, qwen2_5_vl, "
+                        "qwen3_vl, qwen3_vl_moe, qwen3_5 or qwen3_5_moe")  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to make")
     sizes = parser.add_argument_group("sizes")
     for flag, name, default, text in _SIZES:

@@ -23,6 +23,10 @@ def megatron_form(context: Context) -> Iterator[Problem]:
         why = "a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read"
         fix = "write save_format: hf and merge_lora: true, then megatune export --to_mcore true of output_dir/merged"
         yield Problem(("save_format", "finetuning_type"), "save_format torch_dist with finetuning_type lora", why, fix)
+    if (architecture := context.architecture) is not None and architecture.delta is not None:
+        what = f"save_format torch_dist with a {architecture.model_type}"
+        why = "Megatron-Core has rows of gated delta nets in another order than Hugging Face checkpoints"
+        yield Problem(("save_format",), what, why, "write save_format: hf")
     if settings.run.stage == "rm":
         why = "Megatron-Core's language model has no place for the score of a reward model"
         yield Problem(("save_format", "stage"), "save_format torch_dist with stage rm", why, "write save_format: hf")
