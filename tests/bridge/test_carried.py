@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from bridging import tensors
-from megatune.training.train_state import TrainState
 from safetensors.torch import load_file, save_file
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import ParallelSettings, PrecisionSettings, RunSettings, Settings
 from megatune.training.checkpoint import CheckpointFiles
+from megatune.training.train_state import TrainState
 
 
 def with_mtp(model: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -24,12 +24,12 @@ def arguments(s: int, dtype: torch.dtype, decay: float = 16.0) -> tuple[list[Ten
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    query, key, value = draw(s, 2, 2, 12), draw(s, 2, 2, 12), draw(s, 2, 4, 8)
+    query, key, value = draw(s, 2, 2, 12), draw(s, 2, 2, 12), draw(s, 2, 2, 2, 8)
     key[1::3] = key[:-1:3] if s > 1 and len(key[1::3]) == len(key[:-1:3]) else key[1::3]
-    scale = torch.rand(4, generator=generator, dtype=torch.float64) * decay
-    beta = (draw(s, 2, 4) * 4).sigmoid()
-    tensors = query, key, value, -scale * torch.nn.functional.softplus(draw(s, 2, 4)), beta
-    return [each.to(dtype).requires_grad_() for each in tensors], draw(s, 2, 4, 8).to(dtype)
+    scale = torch.rand(2, 2, generator=generator, dtype=torch.float64) * decay
+    beta = (draw(s, 2, 2, 2) * 4).sigmoid()
+    tensors = query, key, value, -scale * torch.nn.functional.softplus(draw(s, 2, 2, 2)), beta
+    return [each.to(dtype).requires_grad_() for each in tensors], draw(s, 2, 2, 2, 8).to(dtype)
 
 
 def computed(rule, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
@@ -65,9 +65,10 @@ def test_chunked_equals_transformers(length):
 
         def theirs(query, key, value, decay, beta, rule=rule):
             rows = [each.repeat_interleave(2, 2) for each in (query, key)]
-            rows = [each.transpose(0, 1) for each in (*rows, value, decay, beta)]
+            rows += [each.flatten(2, 3) for each in (value, decay, beta)]
+            rows = [each.transpose(0, 1) for each in rows]
             options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-            return rule(*rows[:3], g=rows[3], beta=rows[4], **options)[0].transpose(0, 1)
+            return rule(*rows[:3], g=rows[3], beta=rows[4], **options)[0].transpose(0, 1).unflatten(2, (2, 2))
 
         assert_close(found, computed(theirs, inputs, weights), 1e-5)
 

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from megatune.architecture import MultimodalRope
-from megatune.families import qwen3_next
+from megatune.families import qwen3_next, qwen3_vl
 from megatune.families.delta import DELTA_NETS, DIMENSIONS
 from megatune.families.dense import DECODER, QK_NORMS
 from megatune.families.family import Family
-from megatune.families.qwen3_vl import ENCODER, VISION
 from megatune.families.vision import as_decoder
 from megatune.families.weights import Stack
 
@@ -22,18 +21,14 @@ _TEXT = Family(
     carried_keys=qwen3_next.FAMILY.carried_keys,
     delta_nets=qwen3_next.FAMILY.delta_nets,
 )
-TOWER = tuple(weight for weight in ENCODER if weight.stack is not Stack.DEEPSTACK)
-FAMILY = replace(
-    _TEXT,
-    model_type="qwen3_5",
-    weights=(*as_decoder(_TEXT.weights), *TOWER),
-    vision=replace(
-        VISION,
-        encoder="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
-        defaults={
-            "image_token_id": 248056, "video_token_id": 248057,
-            "vision_start_token_id": 248053, "vision_end_token_id": 248054,
-        },
-        mrope=MultimodalRope(section=(11, 11, 10), interleaved=True),
-    ),
+VISION = replace(
+    qwen3_vl.VISION,
+    encoder="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
+    defaults={
+        "image_token_id": 248056, "video_token_id": 248057,
+        "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    },
+    mrope=MultimodalRope(section=(11, 11, 10), interleaved=True),
 )  # fmt: skip
+TOWER = tuple(weight for weight in qwen3_vl.ENCODER if weight.stack is not Stack.DEEPSTACK)
+FAMILY = replace(_TEXT, model_type="qwen3_5", weights=(*as_decoder(_TEXT.weights), *TOWER), vision=VISION)

@@ -31,8 +31,7 @@ FAMILY = replace(
     aliases=qwen3_next.FAMILY.aliases,
     experts=qwen3_next.FAMILY.experts,
     vision=replace(
-        qwen3_5.FAMILY.vision,
-        encoder="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel",
+        qwen3_5.VISION, encoder="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel"
     ),
     forms=(
         AS_MAPPED,

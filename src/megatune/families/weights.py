@@ -157,11 +157,10 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
     if not weight.per_layer:
         return [0]
     layers = range(attrgetter(weight.num_layers)(architecture))
-    return [
-        layer
-        for layer in layers
-        if is_in_layer(weight, architecture.is_delta_layer(layer), architecture.is_moe_layer(layer))
-    ]
+    if weight.layers is Layers.ALL:
+        return list(layers)
+    kinds = ((architecture.is_delta_layer(layer), architecture.is_moe_layer(layer)) for layer in layers)
+    return [layer for layer, kind in zip(layers, kinds, strict=True) if is_in_layer(weight, *kind)]
 
 
 def is_in_layer(weight: Weight, is_delta: bool, is_sparse: bool) -> bool:

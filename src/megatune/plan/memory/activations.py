@@ -219,7 +219,7 @@ def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tup
         return memory_of(operators)
     heads = heads_of(shapes)
     made = heads.query + heads.key + heads.value
-    *before, (_, (*core, context)), (_, (projection,)) = (
+    *before, (_, (*core, context)), (_, behind) = (
         (module, [operator.memory for operator in same])
         for module, same in groupby(operators, lambda operator: operator.module in ("core_attn", "context"))
     )
@@ -233,7 +233,7 @@ def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tup
         discarded = made - (heads.value if shapes.kernel == "padded" else 0)
         kept, forward, backward = attended
         attended = Memory(kept - discarded, forward + discarded, backward + discarded + made)
-    return chain((*(memory for _, memories in before for memory in memories), attended, projection))
+    return chain((*(memory for _, memories in before for memory in memories), attended, *behind))
 
 
 def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:

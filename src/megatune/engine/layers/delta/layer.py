@@ -60,16 +60,16 @@ class GatedDeltaNet(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.delta, self.tp_group, self.eps = delta, pg_collection.tp, config.layernorm_epsilon
-        tp_size, options = config.tensor_model_parallel_size, {"device": torch.cuda.current_device()}
+        tp_size = config.tensor_model_parallel_size
         linear = {"config": config, "bias": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj, config.hidden_size, delta.qkvz_size + delta.ba_size, init_method=config.init_method,
             gather_output=False, **linear,
         )  # fmt: skip
         channels, heads = delta.conv_size // tp_size, delta.num_value_heads // tp_size
-        self.conv_weight = torch.nn.Parameter(torch.empty(channels, 1, delta.conv_kernel_size, **options))
-        self.A_log, self.dt_bias = (torch.nn.Parameter(torch.empty(heads, **options)) for _ in range(2))
-        self.norm_weight = torch.nn.Parameter(torch.empty(delta.value_head_dim, **options))
+        self.conv_weight = _parameter(channels, 1, delta.conv_kernel_size)
+        self.A_log, self.dt_bias = _parameter(heads), _parameter(heads)
+        self.norm_weight = _parameter(delta.value_head_dim)
         self.out_proj = build_module(
             submodules.out_proj, delta.value_size, config.hidden_size, init_method=config.output_layer_init_method,
             input_is_parallel=True, skip_bias_add=True, **linear,
@@ -103,12 +103,16 @@ class GatedDeltaNet(torch.nn.Module):
         mixed = _keeping_inputs(_convolve, qkv, conv_weight, documents.taps)
         query, key, value = mixed.split((d, d, r * e), -1)
         decay = -wide_of(A_log).exp() * F.softplus(wide_of(a) + wide_of(dt_bias))
-        heads = value.reshape(*value.shape[:2], -1, e)
-        output = chunked(query, key, heads, decay.flatten(2), b.sigmoid().flatten(2), documents)
+        # Heads of values are never moved: a copy would be kept beside the projection.
+        output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), documents)
         # Every tensor-parallel rank has the norm's weight, and the gradient from its own heads.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        gated = _keeping_inputs(_normalize_and_gate, output, z.reshape(output.shape), weight, self.eps)
-        return gated.reshape(*rows.shape[:3], -1)
+        gated = _keeping_inputs(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
+        return gated.flatten(3)
+
+
+def _parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device()))
 
 
 def _convolve(qkv: Tensor, weight: Tensor, taps: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ the token's key.
 `chunked` computes it for C tokens at a time: inside a chunk by one triangular system and matrix products, from chunk to
 chunk by the state. `recurrent` is the definition, token by token, which tests compare with.
 
-Legend: s tokens of a whole row, b rows, C tokens of a chunk, N chunks, k key heads and n value heads of this rank (n is
-a multiple r of k: value head j has key head j // r), d channels of a query and a key, e channels of a value.
+Legend: s tokens of a whole row, b rows, C tokens of a chunk, N chunks, k key heads of this rank, r value heads of each
+key head, d channels of a query and a key, e channels of a value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,14 @@ def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tens
 
     Args:
         query: [s, b, k, d], as key.
-        value: [s, b, n, e].
-        decay: [s, b, n], the logarithm g of what the state is multiplied by, finite and at most 0.
-        beta: [s, b, n], from 0 to 1.
+        value: [s, b, k, r, e].
+        decay: [s, b, k, r], the logarithm g of what the state is multiplied by, finite and at most 0.
+        beta: [s, b, k, r], from 0 to 1.
 
     Returns:
-        [s, b, n, e] in the dtype of the value.
+        [s, b, k, r, e] in the dtype of the value.
     """
-    output: Tensor = _Chunked.apply(query, key, value, decay, beta, documents)
+    output: Tensor = _Chunked.apply(query.unsqueeze(3), key.unsqueeze(3), value, decay, beta, documents)
     return output
 
 
@@ -46,21 +47,20 @@ def recurrent(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: tuple[int, ...]
 ) -> Tensor:
     """Apply the rule token by token, for arguments as those of `chunked`."""
-    repeats = value.shape[2] // key.shape[2]
-    query, key = (_normalize(wide_of(each)).repeat_interleave(repeats, 2) for each in (query, key))
+    query, key = (_normalize(wide_of(each)).unsqueeze(3).expand(*value.shape[:4], -1) for each in (query, key))
     wide, outputs = wide_of(value), []
-    state = wide.new_zeros(*value.shape[1:3], key.shape[-1], value.shape[-1])
+    state = wide.new_zeros(*value.shape[1:4], key.shape[-1], value.shape[-1])
     for token in range(len(value)):
         state = state * (wide_of(decay[token]).exp() * (token not in boundaries))[..., None, None]
-        correction = wide[token] - torch.einsum("bnde,bnd->bne", state, key[token])
+        correction = wide[token] - torch.einsum("bkrde,bkrd->bkre", state, key[token])
         correction = correction * wide_of(beta[token])[..., None]
-        state = state + torch.einsum("bnd,bne->bnde", key[token], correction)
-        outputs.append(torch.einsum("bnde,bnd->bne", state, query[token] * key.shape[-1] ** -0.5))
+        state = state + torch.einsum("bkrd,bkre->bkrde", key[token], correction)
+        outputs.append(torch.einsum("bkrde,bkrd->bkre", state, query[token] * key.shape[-1] ** -0.5))
     return torch.stack(outputs).to(value.dtype)
 
 
 class _Chunks(NamedTuple):
-    """What chunks compute without the state, each [N, H, ...] with H = b · n.
+    """What chunks compute without the state, each [N, H, ...] with H = b · k · r.
 
     With the state S before a chunk, X = corrections − readings S, outputs = queries S + scores X, and the next state is
     decay S + keysᵀ X.
@@ -88,12 +88,11 @@ class _Chunked(torch.autograd.Function):
         states, outputs = [], []
         for part in _parts(documents):
             states.append(state)
-            chunks = _inside(*(_cut(each, part) for each in rows), _of(documents, part))
+            chunks = _inside([_cut(each, part) for each in rows], _of(documents, part))
             before, state, corrections = _through(chunks, state)
             outputs.append(_outputs(chunks, before, corrections))
         ctx.save_for_backward(*rows, *states)
-        output = torch.cat(outputs).unflatten(1, value.shape[1:3])
-        return output.permute(0, 3, 1, 2, 4).flatten(0, 1)[: len(value)].to(value.dtype)
+        return _joined((torch.cat(outputs).unflatten(1, value.shape[1:4]),), value).to(value.dtype)
 
     @staticmethod
     @once_differentiable
@@ -105,8 +104,8 @@ class _Chunked(torch.autograd.Function):
         for part, state in reversed(list(zip(_parts(documents), states, strict=True))):
             inputs = [_cut(each, part).detach().requires_grad_() for each in rows]
             with torch.enable_grad():
-                chunks = _inside(*inputs, _of(documents, part))
-            grad_outputs = wide_of(_cut(grad, part)).flatten(1, 2)
+                chunks = _inside(inputs, _of(documents, part))
+            grad_outputs = wide_of(_cut(grad, part)).flatten(1, 3)
             grad_chunks, grad_state = _backward_through(
                 _Chunks(*(each.detach() for each in chunks)), state, grad_outputs, grad_state
             )
@@ -122,43 +121,43 @@ def _parts(documents: Documents) -> list[slice]:
 
 
 def _of(documents: Documents, part: slice) -> Documents:
-    return Documents(*(mask[part] for mask in documents[:4]), documents.taps)
+    sees, continues, lasts, carries, taps = documents
+    return Documents(sees[part], continues[part], lasts[part], carries[part], taps)
 
 
 def _first_state(key: Tensor, value: Tensor) -> Tensor:
     """Return zeros [H, d, e]."""
-    b, n, e = value.shape[1:]
-    return wide_of(value.new_zeros(())).new_zeros(b * n, key.shape[-1], e)
+    b, k, r, e = value.shape[1:]
+    return wide_of(value.new_zeros(())).new_zeros(b * k * r, key.shape[-1], e)
 
 
 def _cut(row: Tensor, part: slice) -> Tensor:
-    """Cut tokens [s, b, heads, ...] into chunks of a part: [N, b, k, heads / k, C, ...], with zeros after the end."""
+    """Cut tokens [s, b, k, r or 1, ...] into chunks of a part: [N, b, k, r or 1, C, ...], with zeros after the end."""
     tokens = row[part.start * CHUNK : part.stop * CHUNK]
     missing = -len(tokens) % CHUNK
     if missing:
         tokens = torch.cat((tokens, tokens.new_zeros(missing, *tokens.shape[1:])))
-    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 3)
+    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4)
 
 
 def _joined(parts: tuple[Tensor, ...], row: Tensor) -> Tensor:
     """Undo `_cut` of all parts of a row."""
-    return torch.cat(parts).movedim(3, 1).flatten(0, 1)[: len(row)]
+    return torch.cat(parts).movedim(4, 1).flatten(0, 1)[: len(row)]
 
 
 def _normalize(channels: Tensor) -> Tensor:
     return channels * torch.rsqrt(channels.square().sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
-def _inside(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Documents) -> _Chunks:
-    """Compute what chunks have without the state: [N, b, heads, C, channels], and [N, b, n, C] of decay and beta.
+def _inside(rows: Sequence[Tensor], documents: Documents) -> _Chunks:
+    """Compute what chunks have without the state.
 
     Every exponent is at most 0: differences of logarithms, never a quotient of powers.
     """
-    n, k = value.shape[2], key.shape[2]
-    by_key_head = (k, n // k)
-    query, key = (_normalize(wide_of(each)).unsqueeze(3) for each in (query, key))
+    query, key, value, decay, beta = rows
+    query, key = (_normalize(wide_of(each)) for each in (query, key))
     query = query * key.shape[-1] ** -0.5
-    value, decay, beta = (wide_of(each).unflatten(2, by_key_head) for each in (value, decay, beta))
+    value, decay, beta = (wide_of(each) for each in (value, decay, beta))
 
     def masked(exponent: Tensor, mask: Tensor) -> Tensor:
         return exponent.masked_fill(~mask[:, None, None, None], -torch.inf).exp()
