@@ -80,8 +80,10 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = model_class(model_type).from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # a state that is gone after a token has hardly a gradient, but its rounding
+                parameter.uniform_(-3, 0)
+            elif parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -79,6 +79,30 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Two value heads for each key head; rows longer than a chunk are in tests of the layer itself.
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    # The first tokens' outputs nearly cancel, and the norm behind them would make much of their rounding: with 1e-6
+    # Transformers' own gradients in fp32 are 7e-5 off those in fp64.
+    "rms_norm_eps": 1e-3,
+    # Both kinds of layers in every half of the decoder.
+    "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+FAMILY_SIZES |= {
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [2],
+    },
+}
+
 # Encoders of vision-language families, whose decoders are above. Small patches, and windows of 2 x 2 tokens.
 _ENCODER: dict[str, Any] = {"depth": 4, "num_heads": 2, "patch_size": 4, "initializer_range": 0.2}
 VISION_SIZES: dict[str, dict[str, Any]] = {
@@ -102,15 +126,26 @@ VISION_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
+VISION_SIZES["qwen3_5"] = {
+    name: size for name, size in VISION_SIZES["qwen3_vl"].items() if name != "deepstack_visual_indexes"
+}
+VISION_SIZES["qwen3_5_moe"] = VISION_SIZES["qwen3_5"]
 PICTURE_TOKENS = {
     "image_token_id": 297, "video_token_id": 298, "vision_start_token_id": 299, "vision_end_token_id": 300
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_PARTIAL_MROPE = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
 FAMILY_SIZES |= {
     # As wide as hidden_size / num_attention_heads: these have no other head dimension.
     "qwen2_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
     "qwen2_5_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
     "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True}},
+    "qwen3_5": _DELTA | {"rope_parameters": _PARTIAL_MROPE},
+    "qwen3_5_moe": {
+        **{name: size for name, size in FAMILY_SIZES["qwen3_next"].items() if name != "mlp_only_layers"},
+        "initializer_range": 0.1,
+        "rope_parameters": _PARTIAL_MROPE,
+    },
     "qwen3_vl_moe": {
         **FAMILY_SIZES["qwen3_moe"],
         "rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},

@@ -92,6 +92,60 @@ class MultiLatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated delta nets (arXiv:2412.06464) in the place of attention in some layers (Qwen3-Next).
+
+    Attributes:
+        layers: whether each layer has one; the others have attention.
+        num_key_heads: heads of queries and of keys.
+        num_value_heads: a multiple; consecutive ones share a key head.
+        conv_kernel_size: tokens that the convolution before the rule mixes.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_size: int
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values, and of their gates."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def qkvz_size(self) -> int:
+        """Rows of the projection to queries, keys, values and gates."""
+        return self.conv_size + self.value_size
+
+    @property
+    def ba_size(self) -> int:
+        """Rows of the projection to what corrects and what decays the state."""
+        return 2 * self.num_value_heads
+
+    @property
+    def rows_of_key_head(self) -> int:
+        """Rows of both projections that belong to a key head."""
+        return (self.qkvz_size + self.ba_size) // self.num_key_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalRope:
     """Rotary embedding by three positions, of time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
@@ -183,9 +237,14 @@ class Architecture:
         kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
+        rotary_channels: of a head that rotary embedding turns, its first ones; None for all.
+        zero_centered_norms: a norm multiplies by 1 + its weight.
+        attention_output_gate: each head's output is multiplied by the sigmoid of a gate, which the query's projection
+            has behind the head's query.
         qk_layernorm: an RMSNorm over each head's query and key, before rotary embedding.
         tie_word_embeddings: the output layer is the word embedding, transposed.
         torch_dtype: the dtype the checkpoint was published in ("bfloat16", "float16", "float32").
+        delta: None where every layer has attention.
         moe: None for a dense model.
         mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
         vision: None for a language model.
@@ -208,10 +267,14 @@ class Architecture:
     rotary_base: float
     rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None
     add_qkv_bias: bool = False
+    rotary_channels: int | None = None
+    zero_centered_norms: bool = False
+    attention_output_gate: bool = False
     qk_layernorm: bool = False
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     torch_dtype: str = "bfloat16"
+    delta: DeltaNet | None = None
     moe: MixtureOfExperts | None = None
     mla: MultiLatentAttention | None = None
     vision: Vision | None = None
@@ -221,6 +284,20 @@ class Architecture:
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, is sparse."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def is_delta_layer(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has a gated delta net in the place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def num_turned(self) -> int:
+        """Channels of a head that rotary embedding turns."""
+        return self.rotary_channels or self.kv_channels
+
+    @property
+    def gated_query_size(self) -> int:
+        """Rows of the query projection with the gates of its output."""
+        return self.query_size * (1 + self.attention_output_gate)
 
     @property
     def query_size(self) -> int:

@@ -40,11 +40,12 @@ def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None
     assert (config.vocab_size, config.max_position_embeddings) == (300, 512)
     assert config.tie_word_embeddings == family.tie_word_embeddings
     head_dim = 8 if family.wide_heads else 4
-    attention = model.model.layers[0].self_attn
+    attention = model.model.layers[1].self_attn
     if family.has_latent_attention:
         assert attention.kv_b_proj.weight.shape == (8 * (head_dim + head_dim), 16)
     else:
-        assert attention.q_proj.weight.shape == (8 * head_dim, 32)
+        # Gated attention has a gate behind each query.
+        assert attention.q_proj.weight.shape == (8 * head_dim * (1 + family.has_delta_nets), 32)
         assert attention.k_proj.weight.shape == (4 * head_dim, 32)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -167,7 +167,7 @@ def test_what_is_read_is_what_transformers_builds(family, tmp_path):
     assert vision.timestamps == family.startswith("qwen3")
     assert vision.tokens_per_second == (2 if family == "qwen2_5_vl" else None)
     interleaved = family.startswith("qwen3")
-    section = (6, 3, 3) if interleaved else (2, 3, 3)
+    section = (2, 2, 2) if architecture.delta else (6, 3, 3) if interleaved else (2, 3, 3)
     assert architecture.mrope == MultimodalRope(section=section, interleaved=interleaved)
 
 

@@ -93,6 +93,8 @@ CASES = [
     ("mixtral", False, "LoRA", "etp2"),
     *(("qwen3_vl", False, "of pictures", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp", "cp2 tp2 sp")),
     ("qwen2_5_vl", False, "LoRA", "tp2 sp"),
+    *(("qwen3_next", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "cp2 ep2, packed")),
+    *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
 ]
 
 

@@ -90,6 +90,8 @@ OF_FAMILY = {
     "qwen2_5_vl": LAYOUTS | {name: each for name, each in MORE_LAYOUTS.items() if "recompute" not in name},
     "qwen3_vl": LAYOUTS | MORE_LAYOUTS,
     "qwen3_vl_moe": LAYOUTS | EXPERT_LAYOUTS,
+    "qwen3_5": LAYOUTS,
+    "qwen3_5_moe": {"1": LAYOUTS["1"], **EXPERT_LAYOUTS},
 }
 
 
@@ -136,8 +138,9 @@ def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout)
     assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])
 
 
+# Of qwen3_5_moe Transformers' own logits are 60 % off in 16 bits, as tokens go to other experts: a ratio says nothing.
 @pytest.mark.extended("qwen2_vl", "qwen2_5_vl")
-@pytest.mark.parametrize("family", OF_FAMILY)
+@pytest.mark.parametrize("family", [family for family in OF_FAMILY if family != "qwen3_5_moe"])
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
     """As the proof of text models, tests/parity/test_parity.py."""
     model = model_dir(family, num_hidden_layers=NUM_LAYERS)

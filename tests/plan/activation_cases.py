@@ -10,7 +10,7 @@ from layouts import Layout
 from measured_memory import DOCUMENTS, GRID
 from model_sizes import tiny_config
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import BatchSettings, DataSettings, Settings
 from megatune.families import read_architecture
@@ -55,6 +55,15 @@ LARGE_VOCABULARY = architecture(num_layers=2, vocab_size=31900)
 WIDE = architecture(hidden_size=512, ffn_hidden_size=1408, kv_channels=64)
 DEEP = architecture(num_layers=8)
 SPARSE = architecture(model_type="qwen3_moe", moe=experts())
+DELTA = architecture(
+    model_type="qwen3_5",
+    qk_layernorm=True,
+    zero_centered_norms=True,
+    attention_output_gate=True,
+    delta=DeltaNet(
+        layers=(True,) * 4, num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=32, conv_kernel_size=4
+    ),
+)
 SHARED = architecture(
     model_type="qwen2_moe", moe=experts(shared_expert_intermediate_size=512, shared_expert_gate=True, pre_softmax=True)
 )

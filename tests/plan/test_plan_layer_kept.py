@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from activation_cases import DENSE, QWEN3, SHARED, SP, TP2, Measured
+from activation_cases import DELTA, DENSE, QWEN3, SHARED, SP, TP2, Measured
 from layouts import Layout
 from live_bytes import LiveBytes
 
@@ -20,7 +20,7 @@ from megatune.engine.model import build_model
 from megatune.plan.memory.activations import attention_memory
 from megatune.plan.operators.decoder import decoder_layer
 from megatune.plan.operators.operator import memory_of
-from megatune.plan.operators.shapes import shapes_of
+from megatune.plan.operators.shapes import of_layer, shapes_of
 
 LENGTH = 128
 TP2_SP = Layout(2, TP2 | SP)
@@ -37,6 +37,9 @@ CASES: dict[str, tuple[Architecture, Layout]] = {
     "plain norms of heads": (QWEN3, PLAIN_NORMS),
     "norms, one key/value head, tp2 sp": (replace(QWEN3, num_query_groups=1), TP2_SP),
     "shared experts": (SHARED, Layout(1)),
+    "gated delta net": (DELTA, Layout(1)),
+    "gated delta net, tp2 sp": (DELTA, TP2_SP),
+    "gated attention": (replace(DELTA, delta=None), Layout(1)),
 }
 
 
@@ -78,7 +81,7 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> in
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
-    shapes, moe = shapes_of(one.case), architecture.moe is not None
+    shapes, moe = of_layer(shapes_of(one.case), architecture.is_delta_layer(0), True), architecture.moe is not None
     (_, *attends, _), (_, *rest, _) = decoder_layer(shapes, moe)
     predicted = attention_memory(shapes, attends, one.settings.recompute.selective_modules).kept
     # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.adapters import weight_sources
+from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
@@ -44,6 +45,7 @@ class LoadedModel:
         parameters: each parameter of theirs, and each buffer that checkpoints hold, as entries of the family's weight
             map.
         form: names and arrangement of the tensors in the checkpoint's files.
+        carried: tensors of the checkpoint that the model does not use, and that are written back as they were read.
     """
 
     architecture: Architecture
@@ -51,9 +53,10 @@ class LoadedModel:
     model: list[Chunk]
     parameters: list[LocalParameter]
     form: CheckpointForm
+    carried: CarriedTensors = NOTHING_CARRIED
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Assembly(LoadedModel):
     """A model with its optimizer, ready to train."""
 
@@ -104,14 +107,21 @@ def load_model(
         sources = (source for source in (beside, base) if source is not None and source.has(name))
         source = next(sources, None) or InitialScore(architecture, settings.run.seed)
         load_weights(source, [local], architecture)
-    return LoadedModel(architecture, place, model, parameters, form)
+    return LoadedModel(architecture, place, model, parameters, form, _carried(folder, architecture))
 
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     """Build the optimizer of a trained model. After its weights are loaded: master weights are made from them."""
     of_settings = settings.optimizer, settings.parallel, settings.precision, settings.finetuning.loraplus_lr_ratio
     optimizer = build_optimizer(loaded.model, *of_settings)
-    return Assembly(loaded.architecture, loaded.place, loaded.model, loaded.parameters, loaded.form, optimizer)
+    return Assembly(**{each.name: getattr(loaded, each.name) for each in fields(LoadedModel)}, optimizer=optimizer)
+
+
+def _carried(folder: ModelFolder, architecture: Architecture) -> CarriedTensors:
+    patterns = FAMILIES[architecture.model_type].carried_keys
+    carried = re.compile("|".join(patterns))
+    names = sorted(name for name in folder.names() if carried.fullmatch(name)) if patterns else []
+    return CarriedTensors(folder, tuple(names))
 
 
 def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[ModelFolder, CheckpointForm]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
 from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of, send_expert
 from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
 from megatune.engine import groups
@@ -114,6 +115,7 @@ class FileSet:
         dtype: of all tensors; None for those of the parameters.
         provide: (piece, kind) -> this rank's elements of it, [n]; zero for other replicas' elements where `is_split`.
         is_split: whether every replica provides a part of each piece; otherwise each provides all of it.
+        carried: further tensors, in the last file, which rank 0 writes.
     """
 
     stem: str
@@ -126,7 +128,9 @@ class FileSet:
     place: RankCoordinates
     max_file_bytes: int = MAX_FILE_BYTES
     form: CheckpointForm = AS_MAPPED
+    carried: CarriedTensors = NOTHING_CARRIED
     _planned: list[_File] = field(init=False)
+    _of_carried: TensorFile | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._planned = self._plan([local for local in self.parameters if not local.is_copy])
@@ -135,7 +139,8 @@ class FileSet:
     def num_bytes(self) -> int:
         """Of the tensors that this rank writes."""
         mine = (file for file in self._planned if self._is_mine(file))
-        return sum(entry.num_bytes for file in mine for piece in file.pieces for entry in self._entries(piece))
+        entries = [entry for file in mine for piece in file.pieces for entry in self._entries(piece)]
+        return sum(entry.num_bytes for entry in [*entries, *self._carried_entries()])
 
     def files(self) -> Iterator[WrittenFile]:
         """Yield the files that this rank writes; collective over all ranks.
@@ -154,7 +159,12 @@ class FileSet:
             else:
                 for _ in self._tensors(file):
                     raise AssertionError("only the writing rank holds whole tensors")
+        if self._of_carried is not None:
+            yield self._of_carried
         yield from self._index()
+
+    def _carried_entries(self) -> Sequence[TensorEntry]:
+        return self._of_carried.entries if self._of_carried is not None else ()
 
     @staticmethod
     def _is_mine(file: _File) -> bool:
@@ -181,7 +191,10 @@ class FileSet:
                 contents[-1].append(piece)
                 sizes[holders] += num_bytes
         counts = united({holders.key: len(contents) for holders, contents in by_holders.items()})
-        total = sum(counts.values())
+        total = sum(counts.values()) + bool(self.carried.names)
+        if self.carried.names and self.place.rank == 0:
+            name = f"{self.stem}-{total:05d}-of-{total:05d}.safetensors"
+            self._of_carried = TensorFile(name, self.carried.entries, self.carried.tensors())
         files = []
         for holders, contents in by_holders.items():
             first = sum(count for key, count in counts.items() if key < holders.key)
@@ -240,6 +253,8 @@ class FileSet:
             for piece in file.pieces
             for entry in self._entries(piece)
         }
+        if (carried := self._of_carried) is not None:
+            mine |= {entry.name: (carried.name, entry.num_bytes) for entry in carried.entries}
         merged = united(mine)
         if self.place.rank != 0 or len({file for file, _ in merged.values()}) == 1:
             return

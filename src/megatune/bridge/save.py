@@ -15,6 +15,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER, AS_IN_PEFT
 from megatune.bridge.adapter_writer import is_rewritten, join_adapter
+from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
 from megatune.bridge.file_set import MAX_FILE_BYTES, FileSet, united
 from megatune.bridge.parameters import LocalParameter, Piece
 from megatune.engine import groups
@@ -30,14 +31,17 @@ def weight_files(
     place: RankCoordinates,
     *,
     form: CheckpointForm = AS_MAPPED,
+    carried: CarriedTensors = NOTHING_CARRIED,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> FileSet:
     """Return the model's weights, in their dtype, as `model*.safetensors`.
 
     Args:
         form: names and arrangement of the tensors in the files.
+        carried: further tensors beside them.
     """
-    return FileSet("model", ("",), None, _elements, False, parameters, architecture, place, max_file_bytes, form)
+    layout = architecture, place, max_file_bytes, form, carried
+    return FileSet("model", ("",), None, _elements, False, parameters, *layout)
 
 
 def save_weights(

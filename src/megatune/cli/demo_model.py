@@ -17,7 +17,8 @@ class DemoOptions(Group):
 
     family: Annotated[str | None, Flag("F")] = None
     """llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mixtral, deepseek_v3, deepseek_r1_distill_qwen,
-    deepseek_r1_distill_llama, qwen2_vl, qwen2_5_vl, qwen3_vl or qwen3_vl_moe"""
+    deepseek_r1_distill_llama, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5 or
+    qwen3_5_moe"""
     output: Annotated[str | None, Flag("DIR")] = None
     """the folder to create"""
     dtype: str = "float32"

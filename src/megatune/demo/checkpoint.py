@@ -132,7 +132,7 @@ def _write(
         publish_tokenizer_config(beside, family.tokenizer_class)
         if family.vision is not None:
             write_processors(family.vision, beside)
-            if family.has_experts:
+            if family.has_experts and family.vision.deepstack:
                 _publish_experts(beside)
         if output.exists():
             output.rename(replaced)

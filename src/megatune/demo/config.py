@@ -58,6 +58,10 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         # Latents that are no wider than they must be to differ from everything else.
         arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
         arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
+    if family.has_delta_nets:
+        arguments |= {"linear_num_key_heads": sizes.num_attention_heads, "full_attention_interval": 2}
+        arguments |= {"linear_num_value_heads": 2 * sizes.num_attention_heads}
+        arguments |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
     if family.has_experts:
         arguments |= _experts(family.model_type, sizes)
     return arguments
@@ -74,8 +78,12 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
     if family.has_latent_attention:
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         parameters |= stretch
+    head_dim = sizes.head_dim or 0
+    if family.has_delta_nets:
+        head_dim //= 2
+        parameters["partial_rotary_factor"] = 0.5
     if family.vision:
-        parameters |= mrope_parameters(family.vision, sizes.head_dim or 0)
+        parameters |= mrope_parameters(family.vision, head_dim)
     return parameters
 
 
@@ -83,7 +91,7 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
     # Families with experts have defaults.
     num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
     match model_type:
-        case "qwen2_moe":
+        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe":
             own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
         case "qwen3_moe" | "qwen3_vl_moe":
             own = {"num_experts": num_experts, "norm_topk_prob": True}

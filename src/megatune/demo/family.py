@@ -35,6 +35,7 @@ class DemoFamily:
         wide_heads: head_dim is twice hidden_size / num_attention_heads, so that nobody takes the two for equal.
         has_experts: feed-forwards are mixtures of experts.
         has_latent_attention: keys and values come from a narrow latent, and rotary embeddings are stretched by YaRN.
+        has_delta_nets: every second layer has a gated delta net, and half of a head's channels are turned.
         vision: None for a language model.
     """
 
@@ -55,6 +56,7 @@ class DemoFamily:
     wide_heads: bool = False
     has_experts: bool = False
     has_latent_attention: bool = False
+    has_delta_nets: bool = False
     vision: DemoVision | None = None
 
 
@@ -117,6 +119,13 @@ _QWEN2_VL = replace(
 )
 _QWEN3_VL = replace(
     _QWEN3, model_type="qwen3_vl", chat_template="qwen3_vl.jinja", rope_theta=5_000_000.0, vision=QWEN3_VL
+)
+_QWEN3_5 = replace(
+    _QWEN3_VL,
+    model_type="qwen3_5",
+    rope_theta=10_000_000.0,
+    has_delta_nets=True,
+    vision=replace(QWEN3_VL, deepstack=False),
 )
 _LLAMA = DemoFamily(
     model_type="llama",
@@ -215,10 +224,20 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "qwen3_next": replace(
+        _QWEN3,
+        model_type="qwen3_next",
+        tie_word_embeddings=False,
+        rope_theta=10_000_000.0,
+        has_experts=True,
+        has_delta_nets=True,
+    ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": replace(_QWEN3_VL, model_type="qwen3_vl_moe", tie_word_embeddings=False, has_experts=True),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, model_type="qwen3_5_moe", tie_word_embeddings=False, has_experts=True),
 }
 
 

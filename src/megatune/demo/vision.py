@@ -23,7 +23,8 @@ class DemoVision:
         mrope_section: frequencies of height, and of width, among 64; the rest are of time.
         mrope_interleaved: frequencies of time, height and width take turns.
         windows: patches attend within windows, except in some layers.
-        deepstack: layers of the encoder feed the decoder's first ones, and positions are in a table.
+        deepstack: layers of the encoder feed the decoder's first ones.
+        table: positions are in a table.
     """
 
     processor: Mapping[str, Any]
@@ -32,6 +33,7 @@ class DemoVision:
     mrope_interleaved: bool = False
     windows: bool = False
     deepstack: bool = False
+    table: bool = False
 
 
 _CLIP = {
@@ -69,6 +71,7 @@ QWEN3_VL = DemoVision(
     mrope_section=20,
     mrope_interleaved=True,
     deepstack=True,
+    table=True,
 )
 
 
@@ -82,17 +85,20 @@ def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
         # As the decoder's: attention is far from uniform.
         "initializer_range": hidden**-0.5,
     }
-    if not (vision.windows or vision.deepstack):
+    if not (vision.windows or vision.table):
         return {**arguments, "embed_dim": hidden, "hidden_size": sizes.hidden_size}
     # No width that another matrix has too.
     arguments |= {"hidden_size": hidden, "out_hidden_size": sizes.hidden_size, "intermediate_size": hidden * 5 // 2}
     if vision.windows:
         every = max(2, depth // 4)
         return arguments | {"fullatt_block_indexes": list(range(every - 1, depth, every)), "tokens_per_second": 2}
+    arguments["num_position_embeddings"] = 16 * 16
+    if not vision.deepstack:
+        return arguments
     every = max(1, depth // 4)
     fed = min(3, depth, sizes.num_layers)
     indexes = [every * number - 1 for number in range(1, fed + 1)]
-    return arguments | {"deepstack_visual_indexes": indexes, "num_position_embeddings": 16 * 16}
+    return arguments | {"deepstack_visual_indexes": indexes}
 
 
 def mrope_parameters(vision: DemoVision, head_dim: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture, MultiLatentAttention
 from megatune.engine.layers.attention.core import CoreAttention
+from megatune.engine.layers.delta.layer import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
@@ -63,7 +64,7 @@ def block_spec(
     layers = [
         TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_self_attention(architecture, config),
+            self_attention=_mixer(architecture, config, first + index),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=_mlp(architecture, config, first, index),
@@ -82,6 +83,16 @@ def _mlp(architecture: Architecture, config: TransformerConfig, first: int, inde
     # Full recomputation in blocks keeps the layers beyond the first of each chunk.
     keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
     return RecomputedMoELayer if keeps and config.moe_layer_recompute else MoELayer
+
+
+def _mixer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+    """Return what mixes the tokens of a layer, counted from 0 in the whole model."""
+    if not architecture.is_delta_layer(layer):
+        return _self_attention(architecture, config)
+    linear = (linear_layer(kind, config) for kind in (ColumnParallelLinear, RowParallelLinear))
+    return ModuleSpec(
+        module=GatedDeltaNet, params={"delta": architecture.delta}, submodules=DeltaNetSubmodules(*linear)
+    )
 
 
 def _self_attention(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:

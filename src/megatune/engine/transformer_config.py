@@ -55,12 +55,13 @@ def _finalize_with_dealt(model: list[DistributedDataParallel], *args: Any, **kwa
 def _model(architecture: Architecture) -> dict[str, Any]:
     shared = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "qk_layernorm", "add_qkv_bias",
+        "qk_layernorm", "add_qkv_bias", "attention_output_gate",
     )  # fmt: skip
     return {
         **_same(architecture, shared),
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,

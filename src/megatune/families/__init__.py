@@ -17,7 +17,10 @@ from megatune.families import (
     qwen2_moe,
     qwen2_vl,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
 )
@@ -28,7 +31,8 @@ from megatune.hub.models import no_folder
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
-        llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe
+        llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
+        qwen3_vl_moe, qwen3_5, qwen3_5_moe,
     )
 }  # fmt: skip
 

@@ -140,11 +140,12 @@ def _beside(weight: Weight, names: set[str], selection: Selection) -> AdapterWei
     def entry(which: str, layout: TensorLayout, *hf: HFTensor) -> Weight:
         return Weight(
             f"{head}.adapter{tail}.{which}", layout, hf, weight.layers, weight.exists, weight.stack, Role.ADAPTER,
-            weight.num_layers,
+            weight.num_layers, groups=weight.groups,
         )  # fmt: skip
 
     def named(tensor: HFTensor, which: str, *shape: str | int) -> HFTensor:
-        return HFTensor(f"{module_path(tensor)}.{which}" if tensor.name in names else "", shape)
+        blocks = () if which == LORA_A else tensor.blocks
+        return HFTensor(f"{module_path(tensor)}.{which}" if tensor.name in names else "", shape, blocks)
 
     of_inputs = TensorLayout.COLUMNS if cuts_inputs else TensorLayout.REPLICATED
     of_rows = TensorLayout.REPLICATED if cuts_inputs else weight.layout

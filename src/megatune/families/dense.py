@@ -74,34 +74,38 @@ MLP = (
     ),
 )
 
-# Grouped-query attention.
+# Grouped-query attention, of the layers that have attention.
 ATTENTION = (
     layer_weight(
         "self_attention.linear_qkv.weight",
-        TensorLayout.QKV,
-        ("self_attn.q_proj.weight", "query_size", "hidden_size"),
+        TensorLayout.GROUPED,
+        ("self_attn.q_proj.weight", "gated_query_size", "hidden_size"),
         ("self_attn.k_proj.weight", "key_value_size", "hidden_size"),
         ("self_attn.v_proj.weight", "key_value_size", "hidden_size"),
+        layers=Layers.ATTENTION,
     ),
     layer_weight(
         "self_attention.linear_proj.weight",
         TensorLayout.COLUMNS,
         ("self_attn.o_proj.weight", "hidden_size", "query_size"),
+        layers=Layers.ATTENTION,
     ),
 )
 QKV_BIAS = layer_weight(
     "self_attention.linear_qkv.bias",
-    TensorLayout.QKV,
+    TensorLayout.GROUPED,
     ("self_attn.q_proj.bias", "query_size"),
     ("self_attn.k_proj.bias", "key_value_size"),
     ("self_attn.v_proj.bias", "key_value_size"),
     exists=lambda architecture: architecture.add_qkv_bias,
+    layers=Layers.ATTENTION,
 )
 QK_NORMS = tuple(
     layer_weight(
         f"self_attention.{which}_layernorm.weight",
         TensorLayout.REPLICATED,
         (f"self_attn.{which}_norm.weight", "kv_channels"),
+        layers=Layers.ATTENTION,
     )
     for which in "qk"
 )

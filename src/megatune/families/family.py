@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention, Vision
 from megatune.errors import Finding
+from megatune.families.delta import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import context_length, rope_parameters, rope_problems, rope_scaling
 from megatune.families.scores import num_labels, score_problems
@@ -42,10 +43,14 @@ class Family:
         rope_types: the kinds of rotary scaling it may ask for.
         ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
             {num_layers} is replaced by the number of layers.
+        carried_keys: regular expressions of checkpoint keys that this model does not use, and that are written back as
+            they were read.
+        partial_rotary: config.json's partial_rotary_factor may leave channels of a head unturned.
         head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
         experts: reads the mixture of experts; None from it where no layer is sparse.
         latent_attention: reads multi-head latent attention.
+        delta_nets: reads gated delta nets; None from it where every layer has attention.
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
         forms: how checkpoints name and arrange tensors; the first where several fit.
@@ -62,10 +67,13 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "yarn")
     ignored_keys: tuple[str, ...] = ()
+    carried_keys: tuple[str, ...] = ()
+    partial_rotary: bool = False
     head_dim_key: str = "head_dim"
     head_dim_default: int | None = None
     experts: Callable[[Config], MixtureOfExperts | None] | None = None
     latent_attention: Callable[[Config], MultiLatentAttention] | None = None
+    delta_nets: Callable[[Config], DeltaNet | None] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
     forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
@@ -81,7 +89,7 @@ class Family:
         # Published checkpoints with tied embeddings may carry an output layer all the same.
         # A reward model has none, and may be made from a language model.
         without = architecture.tie_word_embeddings or architecture.num_labels
-        return [*patterns, *([r"lm_head\.weight"] if without else [])]
+        return [*patterns, *self.carried_keys, *([r"lm_head\.weight"] if without else [])]
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
@@ -105,14 +113,17 @@ class Family:
                 what = f"{key} = {config[key]!r} is not supported"
                 why = f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers"
                 findings.append(Finding(what, where, why, "train a checkpoint without it"))
-        findings += _findings(_computation_problems(config), where, "train a checkpoint without it")
+        findings += _findings(self._computation_problems(config), where, "train a checkpoint without it")
         fix = "remove rope_scaling to train at the published context length"
-        findings += _findings(rope_problems(rope_parameters(config), self.rope_types), where, fix)
+        findings += _findings(
+            rope_problems(rope_parameters(config), self.rope_types, partial=self.partial_rotary), where, fix
+        )
         if not findings and self.problems is not None:
             findings += _findings(self.problems(config), where, published)
         if not findings:
             architecture = self.architecture(written)
             findings += _findings(expert_problems(architecture), where, published)
+            findings += _findings(delta_problems(architecture), where, published)
             findings += _findings(_vision_problems(architecture), where, published)
         return findings
 
@@ -121,6 +132,8 @@ class Family:
         written, config = config, self._filled(config)
         heads = config["num_attention_heads"]
         rope = rope_parameters(config)
+        kv_channels = config.get(self.head_dim_key) or self.head_dim_default or config["hidden_size"] // heads
+        part = rope["partial_rotary_factor"]
         vision, mrope = (None, None) if self.vision is None else self.vision.architecture(written)
         architecture = Architecture(
             model_type=self.model_type,
@@ -129,7 +142,8 @@ class Family:
             ffn_hidden_size=config["intermediate_size"],
             num_attention_heads=heads,
             num_query_groups=config.get("num_key_value_heads") or heads,
-            kv_channels=config.get(self.head_dim_key) or self.head_dim_default or config["hidden_size"] // heads,
+            kv_channels=kv_channels,
+            rotary_channels=int(kv_channels * part) if self.partial_rotary and part not in (None, 1) else None,
             vocab_size=config["vocab_size"],
             max_position_embeddings=context_length(config) or 0,
             norm_epsilon=config["rms_norm_eps"],
@@ -141,6 +155,7 @@ class Family:
             torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             moe=self.experts(config) if self.experts else None,
             mla=self.latent_attention(config) if self.latent_attention else None,
+            delta=self.delta_nets(config) if self.delta_nets else None,
             vision=vision,
             mrope=mrope,
             num_labels=num_labels(config),
@@ -165,6 +180,16 @@ class Family:
             for shape in hf_shapes(weight, architecture, layer).values()
         )
 
+    def _computation_problems(self, config: Config) -> Iterator[tuple[str, str]]:
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
+        kinds = {"full_attention"} | ({LINEAR_ATTENTION} if self.delta_nets else set())
+        others = sorted(set(config.get("layer_types") or ()) - kinds)
+        if others:
+            what = f"layer_types has {', '.join(others)}, which is not supported"
+            yield what, f"{self.model_type} is computed with {', '.join(sorted(kinds))}"
+
     def _filled(self, config: Config) -> dict[str, Any]:
         """Put config.json, of its decoder's part, under one set of names, with defaults for what it leaves out."""
         config = config if self.vision is None else self.vision.text_config(config)
@@ -173,19 +198,10 @@ class Family:
         return {**named, **absent}
 
 
-def _computation_problems(config: Config) -> Iterator[tuple[str, str]]:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
-    others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if others:
-        yield f"layer_types has {', '.join(others)}, which is not supported", "every layer attends to all tokens before"
-
-
 def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    mrope, vision, half = architecture.mrope, architecture.vision, architecture.kv_channels // 2
+    mrope, vision, half = architecture.mrope, architecture.vision, architecture.num_turned // 2
     if mrope is not None and sum(mrope.section) != half:
-        why = f"a head of {architecture.kv_channels} channels has {half} frequencies"
+        why = f"rotary embedding turns {architecture.num_turned} channels of a head by {half} frequencies"
         yield f"mrope_section = {list(mrope.section)} is impossible", why
     if vision is None:
         return

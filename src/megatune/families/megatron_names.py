@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatune.architecture import Architecture
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.dense import ENGINE_LAYER
 from megatune.families.weights import Stack, TensorLayout, Weight, hf_shape
 
@@ -49,6 +50,18 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
     first: int
     rows: int
+
+
+def check_arranged(architecture: Architecture, where: str) -> None:
+    """Refuse a model whose tensors Megatron-Core arranges in another way than the engine.
+
+    Raises:
+        MegatuneError: INPUT.
+    """
+    if architecture.delta is not None or architecture.attention_output_gate:
+        what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
+        why = "it has rows of gated attention and of gated delta nets in another order than Hugging Face checkpoints"
+        raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)
 
 
 def is_stacked(architecture: Architecture) -> bool:

@@ -6,7 +6,8 @@ from megatune.families.family import Config, Family
 from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, qwen_experts, shared_experts
 
 
-def _experts(config: Config) -> MixtureOfExperts | None:
+def read_experts(config: Config) -> MixtureOfExperts | None:
+    """Read routed experts and the shared one with its gate."""
     size = config["shared_expert_intermediate_size"]
     return qwen_experts(config, shared_expert_intermediate_size=size, shared_expert_gate=True)
 
@@ -22,5 +23,5 @@ FAMILY = Family(
     ),
     defaults={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": False},
     aliases={"num_local_experts": "num_experts"},
-    experts=_experts,
+    experts=read_experts,
 )  # fmt: skip

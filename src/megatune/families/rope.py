@@ -38,8 +38,12 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return max(positions or 0, int(rope["factor"] * rope["original_max_position_embeddings"]))
 
 
-def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield what of `rope_parameters` this engine cannot compute, and why."""
+def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, partial: bool) -> Iterator[tuple[str, str]]:
+    """Yield what of `rope_parameters` this engine cannot compute, and why.
+
+    Args:
+        partial: the family may leave channels of a head unturned.
+    """
     rope_type = rope["rope_type"]
     if rope_type not in rope_types:
         yield f"rotary scaling {rope_type!r} is not supported", f"the family is computed with {', '.join(rope_types)}"
@@ -47,9 +51,10 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...]) -> Itera
     for key in _NUMBERS[rope_type]:
         if not isinstance(rope.get(key), int | float):
             yield f"rotary scaling {rope_type!r} has no number {key!r}", f"it is {rope.get(key)!r}"
-    if rope["partial_rotary_factor"] not in (None, 1):
-        what = f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported"
-        yield what, "rotary embedding turns every channel here"
+    part = rope["partial_rotary_factor"]
+    if part not in (None, 1) and not (partial and isinstance(part, int | float) and 0 < part < 1):
+        why = "it is a share of the channels" if partial else "rotary embedding turns every channel here"
+        yield f"partial_rotary_factor = {part!r} is not supported", why
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:

@@ -31,13 +31,17 @@ class TensorLayout(Enum):
     COLUMNS = "columns"  # one tensor, cut along dim 1
     VOCABULARY = "vocabulary"  # one tensor, cut along dim 0 after padding to the engine's vocabulary
     GATE_UP = "gate_up"  # each rank holds its rows of gate, then its rows of up
-    QKV = "qkv"  # rows in groups: the queries of a group, its key, its value; cut along dim 0
+    # Rows in groups, such as the queries of a key/value head, its key and its value: a group's rows of each tensor,
+    # then the next group's; cut along dim 0.
+    GROUPED = "grouped"
 
 
 class Layers(Enum):
-    """Which layers of the decoder have a weight, by their feed-forward."""
+    """Which layers of the decoder have a weight, by their feed-forward or by what mixes their tokens."""
 
     ALL = "all"
+    ATTENTION = "attention"
+    DELTA = "delta"  # a gated delta net
     DENSE = "dense"
     SPARSE = "sparse"
 
@@ -62,10 +66,16 @@ class Role(Enum):
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A Hugging Face tensor: its name, with {layer} and {expert}, and its shape as names of Architecture attributes
-    ("moe.num_experts") or numbers. Without a name it is in no file, and its rows are zero."""
+    ("moe.num_experts") or numbers. Without a name it is in no file, and its rows are zero.
+
+    Attributes:
+        blocks: rows of parts that lie one below the other, each in groups of its own, where the layout has groups; none
+            where the whole tensor is in groups.
+    """
 
     name: str
     shape: tuple[str | int, ...]
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class Weight:
         layers: which layers have it, where its name has a {layer}.
         exists: whether a member of the family has it at all.
         num_layers: Architecture attribute with the number of layers that {layer} counts.
+        groups: Architecture attribute with the number of groups of rows, where the layout has them.
         linear: a matrix of it is that of a linear layer, and may have an adapter.
     """
 
@@ -87,6 +98,7 @@ class Weight:
     stack: Stack = Stack.DECODER
     role: Role = Role.BASE
     num_layers: str = "num_layers"
+    groups: str = "num_query_groups"
     linear: bool = True
 
     @property
@@ -147,7 +159,18 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
     layers = range(attrgetter(weight.num_layers)(architecture))
     if weight.layers is Layers.ALL:
         return list(layers)
-    return [layer for layer in layers if architecture.is_moe_layer(layer) == (weight.layers is Layers.SPARSE)]
+    kinds = ((architecture.is_delta_layer(layer), architecture.is_moe_layer(layer)) for layer in layers)
+    return [layer for layer, kind in zip(layers, kinds, strict=True) if is_in_layer(weight, *kind)]
+
+
+def is_in_layer(weight: Weight, is_delta: bool, is_sparse: bool) -> bool:
+    """Return whether a weight is in layers with such a mixer of tokens and such a feed-forward."""
+    match weight.layers:
+        case Layers.ATTENTION | Layers.DELTA:
+            return is_delta == (weight.layers is Layers.DELTA)
+        case Layers.DENSE | Layers.SPARSE:
+            return is_sparse == (weight.layers is Layers.SPARSE)
+    return True
 
 
 def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) -> range:
@@ -216,13 +239,17 @@ def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int
     found: list[Segment] = []
     for expert in experts_of(weight, architecture, part):
         names = [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf]
-        found += _segments(weight.layout, names, shapes, part, architecture.num_query_groups)
+        if weight.layout is TensorLayout.GROUPED:
+            groups = attrgetter(weight.groups)(architecture)
+            found += _grouped_segments(list(_blocks(weight, names, shapes, architecture)), groups, part)
+        else:
+            found += _segments(weight.layout, names, shapes, part)
     width = math.prod(shapes[0][1:])
     return [one if one.name else Segment("", 0, 0, (one.stop - one.start) * width) for one in found]
 
 
 def _segments(
-    layout: TensorLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice, num_query_groups: int
+    layout: TensorLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice
 ) -> Iterator[Segment]:
     size, rank = part.tp_size, part.tp_rank
     match layout:
@@ -241,22 +268,29 @@ def _segments(
             for name, shape in zip(names, shapes, strict=True):
                 rows = shape[0] // size
                 yield Segment(name, 0, rank * rows, (rank + 1) * rows)
-        case TensorLayout.QKV:
-            rows = sum(shape[0] for shape in shapes) // size
-            yield from _qkv_segments(names, shapes, num_query_groups, rank * rows, rows)
 
 
-def _qkv_segments(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], groups: int, start: int, length: int
-) -> Iterator[Segment]:
-    """Yield what is in rows start..start+length of the engine's whole qkv matrix: per group its queries, key, value.
+def _blocks(
+    weight: Weight, names: Sequence[str], shapes: Sequence[tuple[int, ...]], architecture: Architecture
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the blocks of rows that are each in groups: the tensor's name, the first row, the number of rows."""
+    for tensor, name, shape in zip(weight.hf, names, shapes, strict=True):
+        first = 0
+        for rows in [attrgetter(block)(architecture) for block in tensor.blocks] or [shape[0]]:
+            yield name, first, rows
+            first += rows
 
-    With more tensor-parallel ranks than key/value heads a rank's rows begin or end inside a group.
+
+def _grouped_segments(blocks: Sequence[tuple[str, int, int]], groups: int, part: Slice) -> Iterator[Segment]:
+    """Yield what is in a rank's rows of the engine's whole matrix: per group its rows of each block.
+
+    With more tensor-parallel ranks than groups a rank's rows begin or end inside a group.
     """
-    position = 0
-    for group, (name, shape) in product(range(groups), zip(names, shapes, strict=True)):
-        size = shape[0] // groups
+    length = sum(rows for *_, rows in blocks) // part.tp_size
+    start, position = part.tp_rank * length, 0
+    for group, (name, block, rows) in product(range(groups), blocks):
+        size = rows // groups
         first, last = max(start - position, 0), min(start + length - position, size)
         if first < last:
-            yield Segment(name, 0, group * size + first, group * size + last)
+            yield Segment(name, 0, block + group * size + first, block + group * size + last)
         position += size

@@ -11,7 +11,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import output_weight
 from megatune.families.trained import is_trained
-from megatune.families.weights import Layers, Stack, hf_shape, hf_shapes, layers_of
+from megatune.families.weights import Stack, hf_shape, hf_shapes, is_in_layer, layers_of
 from megatune.plan.case import Case
 from megatune.plan.memory.tensors import layer_contents
 from megatune.plan.operators.vision import Images, attended_patches, images_of
@@ -34,7 +34,8 @@ def num_matmul_parameters(architecture: Architecture) -> int:
     """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
     looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
     layers = (
-        _layer_matmul_parameters(architecture, architecture.is_moe_layer(n)) for n in range(architecture.num_layers)
+        _layer_matmul_parameters(architecture, architecture.is_delta_layer(n), architecture.is_moe_layer(n))
+        for n in range(architecture.num_layers)
     )
     return _output_parameters(architecture) + sum(layers)
 
@@ -44,10 +45,10 @@ def _output_parameters(architecture: Architecture) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layer_matmul_parameters(architecture: Architecture, sparse: bool) -> int:
-    total, left_out = 0, Layers.DENSE if sparse else Layers.SPARSE
+def _layer_matmul_parameters(architecture: Architecture, delta: bool, sparse: bool) -> int:
+    total = 0
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.per_layer and weight.stack is Stack.DECODER and weight.layers is not left_out:
+        if weight.per_layer and weight.stack is Stack.DECODER and is_in_layer(weight, delta, sparse):
             size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
             total += size * (architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1)
     return total
@@ -73,9 +74,21 @@ def train_flops(
     # Scores take 2 · s² · the channels of all heads' queries, their product with the values 2 · s² · those of the
     # values; half of both is masked.
     channels = architecture.query_size + architecture.attention_size
-    attention = architecture.num_layers * channels * pairs
+    delta_layers = sum(architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))
+    attention = (architecture.num_layers - delta_layers) * channels * pairs
+    attention += delta_layers * _state_flops(architecture) * tokens
     by_token, by_pair = (0.0, 0.0) if trainable is None else _left_out(architecture, trainable)
     return float(_PASSES * (matmuls + attention)) - by_token * tokens - by_pair * pairs
+
+
+def _state_flops(architecture: Architecture) -> int:
+    """Return FLOP of a token in a gated delta net beside its projections, as Megatron-LM counts them: the state is read
+    for the key, corrected, and read for the query. And those of its convolution."""
+    delta = architecture.delta
+    if delta is None:
+        return 0
+    convolution = 2 * delta.conv_kernel_size * delta.conv_size
+    return 8 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim + convolution
 
 
 def model_flops(case: Case) -> float:
@@ -98,9 +111,11 @@ def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tupl
     if not is_trained(output_weight(architecture), 0, architecture, trainable):
         by_token += 2.0 * _output_parameters(architecture)
     for layer in layer_contents(architecture, trainable):
-        products = 2.0 * _layer_matmul_parameters(architecture, layer.sparse)
+        products = 2.0 * _layer_matmul_parameters(architecture, layer.delta, layer.sparse)
         by_token += products * max(least, ("weights", "through", "none").index(layer.gradient))
-        if layer.gradient == "none":
+        if layer.gradient == "none" and layer.delta:
+            by_token += 2.0 * _state_flops(architecture)
+        elif layer.gradient == "none":
             by_pair += 2.0 * (architecture.query_size + architecture.attention_size)
     return by_token, by_pair
 

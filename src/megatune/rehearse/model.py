@@ -145,9 +145,10 @@ def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | Non
     raise AssertionError("the layers of the model itself are the last ones that are tried")
 
 
-def _pattern(architecture: Architecture) -> set[bool]:
-    """Return the kinds of layers that there are: sparse or not."""
-    return {architecture.is_moe_layer(layer) for layer in range(architecture.num_layers)}
+def _pattern(architecture: Architecture) -> set[tuple[bool, bool]]:
+    """Return the kinds of layers that there are: with a gated delta net or attention, sparse or not."""
+    layers = range(architecture.num_layers)
+    return {(architecture.is_delta_layer(layer), architecture.is_moe_layer(layer)) for layer in layers}
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:

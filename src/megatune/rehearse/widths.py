@@ -71,6 +71,10 @@ def text_config(
         small |= {"kv_lora_rank": hidden // 2, "qk_head_dim": 2 * HEAD_DIM}
         small |= {"q_lora_rank": hidden // 2 + 4} if config.get("q_lora_rank") else {}
     small["head_dim"] = head_dim
+    if architecture.delta is not None:
+        key_heads = tp * parallel.context_parallel_size
+        small |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": 2 * key_heads}
+        small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM)
     small |= _experts(config, architecture, parallel, hidden, num_layers)
     small |= {"rope_parameters": _rope(config, head_dim), "max_window_layers": num_layers}
     return {name: value for name, value in small.items() if name in config}
@@ -79,9 +83,10 @@ def text_config(
 def _rope(config: Config, head_dim: int) -> dict[str, Any]:
     """Return rotary parameters, with the frequencies of three positions dealt as before."""
     rope = dict(config.get("rope_parameters") or {})
+    half = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
     if section := rope.get("mrope_section"):
-        side = max(1, head_dim // 2 * section[1] // sum(section))
-        rope["mrope_section"] = [head_dim // 2 - 2 * side, side, side]
+        side = half * section[1] // sum(section)
+        rope["mrope_section"] = [half - 2 * side, side, side]
     return rope
 
 

@@ -64,6 +64,8 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     yield from (f"warning    {line}" for line in feed.warnings)
     counted = _counts(settings, architecture)
     yield f"model      {_model(settings)}: {architecture.model_type}, {counted}{_base(settings)}"
+    if names := assembly.carried.names:
+        yield f"kept       {len(names)} tensors that this model does not use ({names[0]}, ...): written back unchanged"
     layout = " × ".join(_layout(settings.parallel, place, architecture))
     yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
     template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"

@@ -55,7 +55,7 @@ class CheckpointFiles:
         if _has_adapters(settings):
             self._sets = [adapter_files(parameters, *layout)]
         else:
-            self._sets = [weight_files(parameters, *layout, form=assembly.form)]
+            self._sets = [weight_files(parameters, *layout, form=assembly.form, carried=assembly.carried)]
         self._small: list[SmallFile] = []
         if not settings.checkpoint.save_only_model:
             shards = main_shards(assembly.optimizer)

@@ -136,7 +136,8 @@ def reference_places(model: Any) -> Iterator[Place]:
     # With the features of pictures in their places.
     yield EMBEDDING, decoder.layers[0].input_layernorm, _argument
     for number, layer in enumerate(decoder.layers):
-        yield f"layer {number} attention", layer.self_attn, _hidden_states
+        mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+        yield f"layer {number} attention", mixer, _hidden_states
         yield from _feed_forward(number, layer.mlp, "gate")
     yield FINAL_NORM, decoder.norm, _hidden_states
 
@@ -176,7 +177,7 @@ def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
     """
     if match := re.match(_LAYER_WEIGHT + r"(\w+)\.?(\w*)", name):
         layer, block, part = int(match[1]), match[2], match[3]
-        if block in ("self_attn", "input_layernorm"):
+        if block in ("self_attn", "linear_attn", "input_layernorm"):
             return f"layer {layer} attention"
         if layer not in sparse_layers:
             return f"layer {layer} MLP"

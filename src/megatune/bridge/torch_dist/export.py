@@ -15,7 +15,7 @@ from megatune.bridge.torch_dist.files import TorchDistFiles
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.forms import CheckpointForm
-from megatune.families.megatron_names import LANGUAGE_MODEL, is_stacked, written
+from megatune.families.megatron_names import LANGUAGE_MODEL, check_arranged, is_stacked, written
 from megatune.families.weights import (
     WHOLE,
     Stack,
@@ -55,6 +55,7 @@ class MegatronModel:
         if architecture.num_labels:
             what, why = "is a reward model", "Megatron-Core's language model has no place for its score"
             raise MegatuneError(Finding(what, str(folder.folder), why, "keep its Hugging Face form"), ExitCode.INPUT)
+        check_arranged(architecture, str(folder.folder))
         self._source, self._architecture, self._asked = source, architecture, dtype
         self._weights = FAMILIES[architecture.model_type].weight_map(architecture)
         places = form.locate_all(self._weights, architecture)

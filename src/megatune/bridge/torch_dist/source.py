@@ -16,7 +16,7 @@ from megatune.bridge.torch_dist.pickles import check_unread
 from megatune.bridge.torch_dist.table import StoredTensor, read_table
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import CheckpointForm
-from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates
+from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates, check_arranged
 from megatune.families.weights import (
     WHOLE,
     Segment,
@@ -63,6 +63,7 @@ class TorchDistFolder(ModelFolder):
         self, folder: str | Path, architecture: Architecture, weights: Sequence[Weight], form: CheckpointForm
     ) -> None:
         self.folder = iteration_folder(folder)
+        check_arranged(architecture, str(folder))
         self._form, self._weights, self._architecture = form, weights, architecture
         self._reader = ChunkReader()
         self._pieces: dict[str, list[_Piece]] = {}

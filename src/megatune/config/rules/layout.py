@@ -23,6 +23,9 @@ def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
     shares = [(heads, "attention heads", heads % tp)]
     if architecture.mla is None:  # there every head has its own key and value
         shares.append((groups, "key/value heads", groups % tp and tp % groups))
+    if architecture.delta is not None:
+        key_heads = architecture.delta.num_key_heads
+        shares.append((key_heads, "key heads of its gated delta nets", key_heads % tp))
     if moe is None or not all(moe.layers):
         shares.append((architecture.ffn_hidden_size, "MLP channels", architecture.ffn_hidden_size % tp))
     if moe is not None and moe.shared_expert_intermediate_size:
@@ -55,10 +58,19 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
-    """Ulysses gives each context-parallel process heads of its own."""
+    """Ulysses gives each context-parallel process heads of its own; a gated delta net does so in any case."""
     architecture, parallel = context.architecture, context.settings.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    if architecture is None or cp == 1 or parallel.cp_comm_type != "a2a":
+    if architecture is None or cp == 1:
+        return
+    if architecture.delta is not None and not architecture.delta.num_key_heads % tp:
+        key_heads = architecture.delta.num_key_heads // tp
+        if key_heads % cp:
+            what = f"context_parallel_size {cp} does not divide the {key_heads} key heads of a process"
+            why = "a gated delta net gives each context-parallel process whole rows of an equal share of its heads"
+            fix = f"write context_parallel_size: {nearest(cp, divisors(key_heads))}, the nearest that divides them"
+            yield Problem((_CP, _TP), what, why, fix)
+    if parallel.cp_comm_type != "a2a":
         return
     heads, left = divmod(architecture.num_attention_heads, tp)
     if left or heads % cp == 0:

@@ -14,6 +14,15 @@ from megatune.config.rules.problem import Context, Problem, either, multiples_ar
 _BEST = "load_best_model_at_end"
 
 
+def megatron_form(context: Context) -> Iterator[Problem]:
+    """Megatron-Core's format has the rows of gated delta nets in an order of its own."""
+    architecture, checkpoint = context.architecture, context.settings.checkpoint
+    if checkpoint.save_format == "torch_dist" and architecture is not None and architecture.delta is not None:
+        what = f"`save_format: torch_dist` with a {architecture.model_type}"
+        why = "Megatron-Core has rows of gated delta nets in another order than Hugging Face checkpoints"
+        yield Problem(("save_format",), what, why, "write `save_format: hf`")
+
+
 def output(context: Context) -> Iterator[Problem]:
     """A run leaves something behind."""
     if not context.settings.run.output_dir:
@@ -218,6 +227,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 RULES = (
     needs_of("run", "model", "batch", "logging", "checkpoint", "evaluation"),
-    *(output, own_folder, evaluation, best_model, reports, hub, profiler),
+    *(megatron_form, output, own_folder, evaluation, best_model, reports, hub, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, steps, cutoff),
 )

@@ -16,6 +16,8 @@ class RMSNorm(torch.nn.Module):
     Megatron-Core's local norm refuses sequence parallelism. There each rank normalizes its own part of the sequence
     with a whole copy of the weight, so the copies' gradients must be summed over tensor-parallel ranks: Megatron-Core
     does that for weights that carry `sequence_parallel`.
+
+    With Megatron-Core's `layernorm_zero_centered_gamma` it multiplies by 1 + its weight.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -24,7 +26,7 @@ class RMSNorm(torch.nn.Module):
         weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.is_fused = config.rms_norm_fusion
+        self.is_fused, self.is_zero_centered = config.rms_norm_fusion, config.layernorm_zero_centered_gamma
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
@@ -32,10 +34,13 @@ class RMSNorm(torch.nn.Module):
             # Operator by operator.
             wide = wide_of(hidden_states)
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            return (wide * scale * self.weight).to(hidden_states.dtype)
-        if device.HAS_GPU:  # one kernel each way
+            weight = 1 + wide_of(self.weight) if self.is_zero_centered else self.weight
+            return (wide * scale * weight).to(hidden_states.dtype)
+        if device.HAS_GPU and not self.is_zero_centered:  # one kernel each way
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        return _Normalize.apply(hidden_states, self.weight, self.eps)
+        # 1 + weight has more bits than a 16-bit weight.
+        weight = 1 + wide_of(self.weight) if self.is_zero_centered else self.weight
+        return _Normalize.apply(hidden_states, weight, self.eps)
 
 
 class _Normalize(torch.autograd.Function):

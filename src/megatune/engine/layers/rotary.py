@@ -1,11 +1,13 @@
 """Rotary position embeddings: their frequencies, and the rotation.
 
-Legend: s sequence, b rows, n heads, c channels of a head, d channels of a head that are turned: the last d of c.
+Legend: s sequence, b rows, n heads, c channels of a head, d channels of a head that are turned: the last d of c, or
+the first.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     Megatron-Core builds in one set of Llama 3 constants; checkpoints state their own.
 
     Returns:
-        fp32 [kv_channels / 2], in radians per token.
+        fp32 [d / 2], in radians per token.
     """
-    dim = architecture.kv_channels
+    dim = architecture.num_turned
     wavelengths = architecture.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     match architecture.rope_scaling:
         case Llama3RopeScaling() as scaling:
@@ -115,6 +117,14 @@ def multimodal_cos_sin(
     """
     positions = position_ids.float().index_select(0, rows).permute(2, 1, 0).contiguous()
     return _table(positions * frequencies, factor, dtype)
+
+
+def rotate_first(turn: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor, cos_sin: Tensor) -> Tensor:
+    """Turn the first d channels of queries or keys [s, b, n, c] by `rotate` or `fused_rotate`."""
+    d = cos_sin.shape[-1]
+    if d == hidden_states.shape[-1]:
+        return turn(hidden_states, cos_sin)
+    return torch.cat((turn(hidden_states[..., :d], cos_sin), hidden_states[..., d:]), -1)
 
 
 def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ embedding and then d_rope with it, a value has d_v.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megatune.engine.layers.norm import RMSNorm
-from megatune.engine.layers.rotary import fused_rotate, rotate
+from megatune.engine.layers.rotary import fused_rotate, rotate, rotate_first
 from megatune.engine.sequences import Sequences
 
 
@@ -38,13 +39,37 @@ class GroupedQueryAttention(SelfAttention):
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
         """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states, None)
+        query, key, value, *gate = self._project(hidden_states)
         turn = fused_rotate if self.config.apply_rope_fusion else rotate
-        query, key, value = turn(query, rotary_pos_emb), turn(key, rotary_pos_emb), value.contiguous()
+        query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
+        value = value.contiguous()
         recompute = self.checkpoint_core_attention and self.training
         context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
+        if gate:
+            context = context * gate[0].flatten(2)
         output, _ = self.linear_proj(context)
         return output, None
+
+    def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
+        """Return query [s, b, n, d], key and value [s, b, g, d], and what the output is multiplied by [s, b, n, d], if
+        anything: the sigmoid of a gate.
+
+        Checkpoints have a head's gate behind its query; Megatron-Core reads all gates of a group behind its queries.
+        """
+        config, tp_size = self.config, self.world_size
+        if not config.attention_output_gate:
+            found: Sequence[Tensor] = self.get_query_key_value_tensors(hidden_states, None)
+            return found
+        rows, groups = self.linear_qkv(hidden_states)[0], config.num_query_groups
+        sharing = max(tp_size // groups, 1)  # ranks that have a part of the same group's rows
+        group, turn = divmod(self.pg_collection.tp.rank(), sharing)
+        if sharing > 1:
+            rows = tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(rows, group=self.pg_collection.tp)
+            rows = rows.chunk(groups, -1)[group]
+        heads = rows.unflatten(-1, (max(groups // tp_size, 1), -1, self.hidden_size_per_attention_head))
+        queries, key, value = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
+        query, gate = queries.flatten(2, 3).unflatten(2, (-1, 2)).chunk(sharing, 2)[turn].unbind(3)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate.sigmoid()
 
 
 class HeadNorm(RMSNorm):

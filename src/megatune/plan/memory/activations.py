@@ -14,7 +14,7 @@ from megatune.plan.operators.attention import heads_of
 from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
 from megatune.plan.operators.experts import saves_input_twice
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
-from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
+from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, images_of, mergers, passing, placing
 from megatune.plan.schedule import in_flight
 
@@ -150,7 +150,7 @@ def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]
 
 
 def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
-    memory = layer_memory(shapes if layer.gradient == "weights" else frozen(shapes), layer.sparse, modules)
+    memory = layer_memory(of_layer(shapes, layer.delta, layer.gradient == "weights"), layer.sparse, modules)
     # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
     return memory if layer.gradient != "none" else Memory(0, memory.kept + memory.forward)
 
@@ -215,11 +215,11 @@ def _branch(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...
 
 def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
     """Fold self-attention, with what is recomputed of it."""
-    if "core_attn" not in modules and "mla_up_proj" not in modules:
+    if shapes.delta or ("core_attn" not in modules and "mla_up_proj" not in modules):
         return memory_of(operators)
     heads = heads_of(shapes)
     made = heads.query + heads.key + heads.value
-    *before, (_, (*core, context)), (_, (projection,)) = (
+    *before, (_, (*core, context)), (_, behind) = (
         (module, [operator.memory for operator in same])
         for module, same in groupby(operators, lambda operator: operator.module in ("core_attn", "context"))
     )
@@ -233,7 +233,7 @@ def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tup
         discarded = made - (heads.value if shapes.kernel == "padded" else 0)
         kept, forward, backward = attended
         attended = Memory(kept - discarded, forward + discarded, backward + discarded + made)
-    return chain((*(memory for _, memories in before for memory in memories), attended, projection))
+    return chain((*(memory for _, memories in before for memory in memories), attended, *behind))
 
 
 def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
@@ -11,7 +12,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.quantized import form_of, is_quantized, quantized_buffers
-from megatune.families.weights import Layers, Slice, Weight, engine_shape
+from megatune.families.weights import Slice, Weight, engine_shape, is_in_layer
 from megatune.plan.memory.tensors import ChunkContent
 
 _BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}
@@ -27,10 +28,10 @@ def saved_bytes(
     """Return bytes that the chunks of a rank hold less than they would with every element in `itemsize` bytes."""
     if form_of(trainable) is None:
         return 0
-    sparse = [layer.sparse for chunk in chunks for layer in chunk.layers]
-    dense_layer, sparse_layer = (_saved_in_layer(architecture, trainable, parallel, itemsize, is_sparse)
-                                 for is_sparse in (False, True))  # fmt: skip
-    return dense_layer * sparse.count(False) + sparse_layer * sparse.count(True)
+    kinds = Counter((layer.delta, layer.sparse) for chunk in chunks for layer in chunk.layers)
+    return sum(
+        count * _saved_in_layer(architecture, trainable, parallel, itemsize, *kind) for kind, count in kinds.items()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -39,10 +40,11 @@ def _saved_in_layer(
     trainable: FinetuningSettings,
     parallel: ParallelSettings,
     itemsize: int,
+    is_delta: bool,
     is_sparse: bool,
 ) -> int:
     form, saved = form_of(trainable), 0
-    for weight, part in _quantized(architecture, trainable, parallel, is_sparse):
+    for weight, part in _quantized(architecture, trainable, parallel, is_delta, is_sparse):
         assert form is not None
         buffers = quantized_buffers(weight, architecture, form, part).values()
         kept = sum(_BYTES[dtype] * prod(shape) for dtype, shape in buffers)
@@ -51,14 +53,15 @@ def _saved_in_layer(
 
 
 def _quantized(
-    architecture: Architecture, trainable: FinetuningSettings, parallel: ParallelSettings, is_sparse: bool
+    architecture: Architecture,
+    trainable: FinetuningSettings,
+    parallel: ParallelSettings,
+    is_delta: bool,
+    is_sparse: bool,
 ) -> Iterator[tuple[Weight, Slice]]:
     """Yield the quantized weights of a layer of the decoder, and what a rank has of them."""
     dense = Slice(tp_size=parallel.tensor_model_parallel_size)
     expert = Slice(tp_size=parallel.expert_tensor_size, ep_size=parallel.expert_model_parallel_size)
-    kind = Layers.SPARSE if is_sparse else Layers.DENSE
-    if is_sparse and architecture.moe is None:
-        return
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.layers in (Layers.ALL, kind) and is_quantized(weight, trainable):
+        if is_in_layer(weight, is_delta, is_sparse) and is_quantized(weight, trainable):
             yield weight, expert if weight.per_expert else dense

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -17,12 +17,18 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, output_weight
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
-from megatune.families.weights import Layers, Role, Slice, Stack, Weight, engine_shape, hf_shapes, layers_of
+from megatune.families.weights import Role, Slice, Stack, Weight, engine_shape, hf_shapes, is_in_layer, layers_of
 from megatune.plan.case import PlannedModel
 
 # The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
 _ORDER = (
     "input_layernorm.weight",
+    "self_attention.conv_weight",
+    "self_attention.A_log",
+    "self_attention.dt_bias",
+    "self_attention.norm_weight",
+    "self_attention.in_proj.weight",
+    "self_attention.out_proj.weight",
     "self_attention.linear_q_proj.weight",
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_proj.weight",
@@ -78,10 +84,12 @@ class LayerContent(NamedTuple):
         sparse: it has experts.
         gradient: what its backward pass computes: gradients of weights of its own or of adapters beside them; of
             hidden states that go "through" a frozen layer, to what is trained before it; or nothing.
+        delta: it has a gated delta net in the place of attention.
     """
 
     sparse: bool
     gradient: Literal["weights", "through", "none"] = "weights"
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ class HeldParameters:
 
     Attributes:
         first: what comes before the layers: the vision tower with its mergers, and the word embedding.
-        layers: of a layer by whether it is sparse and whether it is trained.
+        layers: of a layer by whether it has a gated delta net, whether it is sparse and whether it is trained.
         last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
         embedding, output: elements of the word embedding and of the output layer; of the latter 0 where it is the
             same parameter.
@@ -111,7 +119,7 @@ class HeldParameters:
     """
 
     first: tuple[HeldParameter, ...]
-    layers: Mapping[tuple[bool, bool], tuple[HeldParameter, ...]]
+    layers: Mapping[tuple[bool, bool, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
     embedding: int
     output: int
@@ -127,7 +135,7 @@ class HeldParameters:
             yield from self.last
 
     def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
-        return self.layers[layer.sparse, layer.gradient == "weights"]
+        return self.layers[layer.delta, layer.sparse, layer.gradient == "weights"]
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +166,8 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
         return "none" if layer < first and not trainable.freeze_language_model else "through"
 
     return tuple(
-        LayerContent(architecture.is_moe_layer(layer), gradient(layer)) for layer in range(architecture.num_layers)
+        LayerContent(architecture.is_moe_layer(layer), gradient(layer), architecture.is_delta_layer(layer))
+        for layer in range(architecture.num_layers)
     )
 
 
@@ -184,12 +193,11 @@ def held_parameters(
         has_gradient, is_adapter = is_trained(weight, layer, architecture, trainable), weight.role is Role.ADAPTER
         return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, is_adapter, has_gradient)
 
-    def layer(kind: Layers, index: int) -> Iterator[HeldParameter]:
-        ours = [weight for weight in weights if weight.layers in (Layers.ALL, kind)]
+    def layer(delta: bool, sparse: bool, index: int) -> Iterator[HeldParameter]:
+        ours = [weight for weight in weights if is_in_layer(weight, delta, sparse)]
         return (held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
 
     weights = _of_layers(architecture)
-    kinds = {False: Layers.DENSE, True: Layers.SPARSE}
     # With both on one stage, tied embeddings are one parameter; a copy of it is reduced between two stages.
     tied = architecture.tie_word_embeddings
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
@@ -197,8 +205,8 @@ def held_parameters(
     return HeldParameters(
         first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
         layers={
-            (sparse, trains): tuple(layer(kind, index))
-            for sparse, kind in kinds.items()
+            (delta, sparse, trains): tuple(layer(delta, sparse, index))
+            for delta, sparse in product((False, True), repeat=2)
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),

@@ -65,6 +65,10 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
     heads = heads_of(shapes)
     yield from _grouped_query(shapes, heads) if shapes.architecture.mla is None else _latent(shapes, heads)
     yield from core_attention(heads)
+    if shapes.architecture.attention_output_gate:
+        # The gate's sigmoid, and the product, which the projection saves.
+        work = elementwise(shapes, shapes.tokens * (shapes.architecture.query_size / shapes.tp), 4, 6, 4)
+        yield Operator("gate", Memory(2 * heads.context, heads.context, 2 * heads.context), *work)
     yield linear(
         shapes, "self_attention.linear_proj", "proj", heads.queries * heads.value_channels,
         shapes.architecture.hidden_size, scatters=shapes.sequence_parallel, saved=0, shares_gradient=True,
@@ -87,7 +91,7 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     """Yield projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
     architecture, tokens = shapes.architecture, shapes.tokens
     d, query, key = architecture.kv_channels, heads.query, heads.key
-    mixed = (architecture.query_size + 2 * architecture.key_value_size) // shapes.tp
+    mixed = (architecture.gated_query_size + 2 * architecture.key_value_size) // shapes.tp
     # With fewer key/value heads than ranks, each rank gathers all projections and takes its part of them.
     source = mixed * (shapes.tp if architecture.num_query_groups < shapes.tp else 1) * tokens * shapes.size
     yield linear(

@@ -13,6 +13,7 @@ from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_
 from megatune.config.settings import Settings
 from megatune.families.weights import padded_vocab_size
 from megatune.plan.operators.attention import self_attention
+from megatune.plan.operators.delta import delta_net
 from megatune.plan.operators.experts import expert_layer
 from megatune.plan.operators.linear import elementwise, feed_forward, layer_norm, linear, linear_work
 from megatune.plan.operators.operator import Memory, Moved, Operator
@@ -29,7 +30,8 @@ def decoder_layer(shapes: Shapes, sparse: bool) -> tuple[Branch, Branch]:
     inner = expert_layer(shapes) if sparse else feed_forward(shapes, "mlp", dense_channels)
     norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
     residual = Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
-    return (norm, *self_attention(shapes), residual), (norm, *inner, residual)
+    mixer = delta_net(shapes) if shapes.delta else self_attention(shapes)
+    return (norm, *mixer, residual), (norm, *inner, residual)
 
 
 class Recompute(NamedTuple):
@@ -63,7 +65,7 @@ def inputs(shapes: Shapes) -> Memory:
     copied, rows = 0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens, 1
     if shapes.architecture.mrope is not None:  # the rows of a micro-batch have positions of their own, three a token
         rows, copied = shapes.rows, copied + (24 * shapes.tokens if copied else 0)
-    return Memory(2 * rows * shapes.length * shapes.architecture.kv_channels * shapes.size + copied)
+    return Memory(2 * rows * shapes.length * shapes.architecture.num_turned * shapes.size + copied)
 
 
 @lru_cache(maxsize=4096)

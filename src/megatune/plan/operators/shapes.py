@@ -77,6 +77,7 @@ class Shapes:
         drops: they drop some of their inputs.
         quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
             the model's dtype.
+        delta: of a layer, it has a gated delta net in the place of attention.
         imbalance: rows of the fullest rank's experts over an even share.
     """
 
@@ -108,12 +109,13 @@ class Shapes:
     quantized_bits: int
     router_size: int
     imbalance: float
+    delta: bool = False
 
     def __hash__(self) -> int:
         # Quick: every case needs it many times. What is left out differs between few cases.
         return hash((
             self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
-            self.imbalance, self.keeps, self.architecture.num_layers, self.architecture.hidden_size,
+            self.imbalance, self.keeps, self.delta, self.architecture.num_layers, self.architecture.hidden_size,
         ))  # fmt: skip
 
     def adapted(self, name: str) -> Adapted | None:
@@ -224,6 +226,13 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 def _name(weight: Weight) -> str:
     """Return the engine's name of a layer's weight, in the layer."""
     return weight.engine.removeprefix(f"{ENGINE_LAYER}.").removesuffix(".weight")
+
+
+@lru_cache(maxsize=4096)
+def of_layer(shapes: Shapes, delta: bool, trained: bool) -> Shapes:
+    """Return the shapes of a layer with such a mixer of tokens, of which weights are trained or nothing is."""
+    shapes = shapes if shapes.delta == delta else replace(shapes, delta=delta)
+    return shapes if trained else frozen(shapes)
 
 
 @lru_cache(maxsize=4096)

@@ -54,7 +54,9 @@ def key_value_bytes(architecture: Architecture, itemsize: int) -> int:
     mla = architecture.mla
     if mla is not None:
         return architecture.num_layers * architecture.latent_size * itemsize
-    return architecture.num_layers * 2 * architecture.key_value_size * itemsize
+    # The state of a gated delta net is as large whatever the number of tokens.
+    layers = sum(not architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))
+    return layers * 2 * architecture.key_value_size * itemsize
 
 
 def cache_shards(architecture: Architecture, devices: int) -> int:

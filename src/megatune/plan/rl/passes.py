@@ -16,7 +16,7 @@ from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
-from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
+from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
 from megatune.plan.rl.question import RLQuestion
 from megatune.plan.time import step_time
 
@@ -115,8 +115,8 @@ def forward_memory(case: Case) -> tuple[StageMemory, ...]:
 
 def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple) -> StageMemory:
     state, work = state_bytes(case, stage), workspace_bytes(case, stage)
-    kinds = {layer.sparse for chunk in chunks for layer in chunk.layers}
-    passes = [layer_memory(shapes, sparse, ()) for sparse in kinds]
+    kinds = {(layer.delta, layer.sparse) for chunk in chunks for layer in chunk.layers}
+    passes = [layer_memory(of_layer(shapes, delta, False), sparse, ()) for delta, sparse in kinds]
     if any(chunk.embedding for chunk in chunks):
         passes.append(embedding(shapes).memory)
     # A layer counts with all that it saves for a backward pass, of which some is freed on the way.

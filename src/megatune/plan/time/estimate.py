@@ -13,7 +13,7 @@ from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, layer_contents, stage_chunks
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import Shapes, frozen, shapes_of
+from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time.communication import (
@@ -275,7 +275,7 @@ class _Rank(NamedTuple):
 
     def _layer(self, layer: LayerContent, again: float) -> _Parts:
         """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-        sparse, shapes = layer.sparse, self.shapes if layer.gradient == "weights" else frozen(self.shapes)
+        sparse, shapes = layer.sparse, of_layer(self.shapes, layer.delta, layer.gradient == "weights")
         seconds = layer_seconds(shapes, self.rates, sparse)
         exchange = layer_exchange(shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)

@@ -1,0 +1,182 @@
+"""The gated delta net of a layer, in the place of self-attention (Qwen3-Next).
+
+Legend: s tokens of a whole row, cp context-parallel ranks, s' the tokens of a rank: s / cp, with sequence parallelism
+s / cp / tp; b rows; h hidden size; k key heads and n = r · k value heads of this rank; d channels of a query and a key,
+e channels of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatune.architecture import DeltaNet
+from megatune.engine.layers.attention.spans import gathered
+from megatune.engine.layers.delta.documents import Documents, documents_of
+from megatune.engine.layers.delta.rule import chunked
+from megatune.engine.layers.norm import wide_of
+from megatune.engine.sequences import Sequences
+
+
+@dataclass(slots=True)
+class DeltaNetSubmodules:
+    """The classes of its linear layers."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """Project, mix neighbouring tokens by a convolution, apply the gated delta rule, normalize, gate, project.
+
+    Rows of `in_proj` are in groups, one for each key head: query, key, the values of its value heads, their gates z,
+    their b (how much a token corrects the state) and their a (how much the state decays). So a tensor-parallel rank has
+    whole key heads, and context-parallel ranks exchange tokens for key heads.
+
+    Args:
+        delta: its sizes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaNetSubmodules,
+        layer_number: int,
+        delta: DeltaNet,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.delta, self.tp_group, self.eps = delta, pg_collection.tp, config.layernorm_epsilon
+        tp_size = config.tensor_model_parallel_size
+        linear = {"config": config, "bias": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj, config.hidden_size, delta.qkvz_size + delta.ba_size, init_method=config.init_method,
+            gather_output=False, **linear,
+        )  # fmt: skip
+        channels, heads = delta.conv_size // tp_size, delta.num_value_heads // tp_size
+        self.conv_weight = _parameter(channels, 1, delta.conv_kernel_size)
+        self.A_log, self.dt_bias = _parameter(heads), _parameter(heads)
+        self.norm_weight = _parameter(delta.value_head_dim)
+        self.out_proj = build_module(
+            submodules.out_proj, delta.value_size, config.hidden_size, init_method=config.output_layer_init_method,
+            input_is_parallel=True, skip_bias_add=True, **linear,
+        )  # fmt: skip
+
+    def forward(self, hidden_states: Tensor, *, packed_seq_params: Sequences, **unused: Any) -> tuple[Tensor, None]:
+        """Mix the tokens of each document: [s', b, h] to the same, and no bias."""
+        boundaries = packed_seq_params.boundaries
+        delta, group = self.delta, parallel_state.get_context_parallel_group()
+        rows = self.in_proj(hidden_states)[0].unflatten(-1, (-1, delta.rows_of_key_head))
+        weights = [
+            each.unflatten(0, (rows.shape[2], -1)) for each in (self.conv_weight[:, 0], self.A_log, self.dt_bias)
+        ]
+        if group.size() > 1:
+            rows = _whole_rows(rows, boundaries, group)
+            weights = [each.chunk(group.size())[group.rank()] for each in weights]
+        output = self._mix(rows, weights, documents_of(boundaries, delta.conv_kernel_size))
+        if group.size() > 1:
+            output = _whole_heads(output, boundaries, group)
+        return self.out_proj(output.flatten(2))[0], None
+
+    def _mix(self, rows: Tensor, weights: list[Tensor], documents: Documents) -> Tensor:
+        """Take whole rows [s, b, k, rows of a key head] to [s, b, k, r · e].
+
+        Args:
+            weights: of the convolution [k, channels, taps], A_log and dt_bias [k, r].
+        """
+        delta, (conv_weight, A_log, dt_bias) = self.delta, weights
+        r, d, e = delta.values_per_key, delta.key_head_dim, delta.value_head_dim
+        qkv, z, b, a = rows.split((2 * d + r * e, r * e, r, r), -1)
+        mixed = _keeping_inputs(_convolve, qkv, conv_weight, documents.taps)
+        query, key, value = mixed.split((d, d, r * e), -1)
+        decay = -wide_of(A_log).exp() * F.softplus(wide_of(a) + wide_of(dt_bias))
+        # Heads of values are never moved: a copy would be kept beside the projection.
+        output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), documents)
+        # Every tensor-parallel rank has the norm's weight, and the gradient from its own heads.
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        gated = _keeping_inputs(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
+        return gated.flatten(3)
+
+
+def _parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device()))
+
+
+def _convolve(qkv: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
+    """Mix each channel's last tokens of its document, causally, and activate.
+
+    Args:
+        qkv: [s, b, k, channels].
+        weight: [k, channels, taps], the last tap is a token's own.
+        taps: bool [taps - 1, s], see Documents.
+    """
+    wide, weight = wide_of(qkv), wide_of(weight)
+    output = wide * weight[..., -1]
+    for back, same in enumerate(taps, 1):
+        if back < len(wide):
+            before = torch.cat((torch.zeros_like(wide[:back]), wide[:-back]))
+            output = output + before * weight[..., -1 - back] * same[:, None, None, None]
+    return F.silu(output).to(qkv.dtype)
+
+
+def _normalize_and_gate(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm of the last dimension, times silu(gate); both [..., e]."""
+    wide = wide_of(hidden_states)
+    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * wide_of(weight)
+    return (normalized * F.silu(wide_of(gate))).to(hidden_states.dtype)
+
+
+def _keeping_inputs(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Compute pointwise operations that keep only their arguments for the backward pass, where they run again."""
+    output: Tensor = _KeepingInputs.apply(compute, *arguments)
+    return output
+
+
+class _KeepingInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *arguments: Any) -> Tensor:  # type: ignore[override]
+        ctx.compute = compute
+        ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
+        ctx.others = [each for each in arguments if not isinstance(each, Tensor)]
+        ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
+        return compute(*arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        arguments = [next(tensors).detach() if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        needed = [
+            each.requires_grad_() for each, needs in zip(arguments, ctx.needs_input_grad[1:], strict=True) if needs
+        ]
+        with torch.enable_grad():
+            output = ctx.compute(*arguments)
+        found = iter(torch.autograd.grad(output, needed, grad))
+        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+
+
+def _whole_rows(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
+    """Exchange tokens for key heads: [s / cp, b, k, ...] to [s, b, k / cp, ...], in the order of the row."""
+    to_row, _ = gathered(boundaries, group.size())
+    sent = rows.unflatten(2, (group.size(), -1)).movedim(2, 0).contiguous()
+    return all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
+
+
+def _whole_heads(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
+    """Undo `_whole_rows`."""
+    _, from_row = gathered(boundaries, group.size())
+    back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
+    return all_to_all(group, back).movedim(0, 2).flatten(2, 3)

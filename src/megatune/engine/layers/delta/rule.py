@@ -1,0 +1,225 @@
+"""The gated delta rule (arXiv:2412.06464): a state S [d, e] of a head decays, and each token corrects what it holds for
+the token's key.
+
+    S ← exp(g) S;  S ← S + k β (v − Sᵀ k)ᵀ;  o = Sᵀ q       with k and q normalized to length 1, q times 1 / √d
+
+`chunked` computes it for C tokens at a time: inside a chunk by one triangular system and matrix products, from chunk to
+chunk by the state. `recurrent` is the definition, token by token, which tests compare with.
+
+Legend: s tokens of a whole row, b rows, C tokens of a chunk, N chunks, k key heads of this rank, r value heads of each
+key head, d channels of a query and a key, e channels of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatune.engine.layers.delta.documents import CHUNK, Documents
+from megatune.engine.layers.norm import wide_of
+
+# Chunks that are in memory at once, with all that is computed of them.
+_CHUNKS_AT_ONCE = 16
+_NORM_EPSILON = 1e-6  # Transformers' l2norm has it
+
+
+def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Documents) -> Tensor:
+    """Apply the rule inside each document, in fp32 at least; the backward pass keeps the arguments and little else.
+
+    Args:
+        query: [s, b, k, d], as key.
+        value: [s, b, k, r, e].
+        decay: [s, b, k, r], the logarithm g of what the state is multiplied by, finite and at most 0.
+        beta: [s, b, k, r], from 0 to 1.
+
+    Returns:
+        [s, b, k, r, e] in the dtype of the value.
+    """
+    output: Tensor = _Chunked.apply(query.unsqueeze(3), key.unsqueeze(3), value, decay, beta, documents)
+    return output
+
+
+def recurrent(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: tuple[int, ...]
+) -> Tensor:
+    """Apply the rule token by token, for arguments as those of `chunked`."""
+    query, key = (_normalize(wide_of(each)).unsqueeze(3).expand(*value.shape[:4], -1) for each in (query, key))
+    wide, outputs = wide_of(value), []
+    state = wide.new_zeros(*value.shape[1:4], key.shape[-1], value.shape[-1])
+    for token in range(len(value)):
+        state = state * (wide_of(decay[token]).exp() * (token not in boundaries))[..., None, None]
+        correction = wide[token] - torch.einsum("bkrde,bkrd->bkre", state, key[token])
+        correction = correction * wide_of(beta[token])[..., None]
+        state = state + torch.einsum("bkrd,bkre->bkrde", key[token], correction)
+        outputs.append(torch.einsum("bkrde,bkrd->bkre", state, query[token] * key.shape[-1] ** -0.5))
+    return torch.stack(outputs).to(value.dtype)
+
+
+class _Chunks(NamedTuple):
+    """What chunks compute without the state, each [N, H, ...] with H = b · k · r.
+
+    With the state S before a chunk, X = corrections − readings S, outputs = queries S + scores X, and the next state is
+    decay S + keysᵀ X.
+    """
+
+    corrections: Tensor  # [N, H, C, e]
+    readings: Tensor  # [N, H, C, d]
+    scores: Tensor  # [N, H, C, C]
+    queries: Tensor  # [N, H, C, d]
+    keys: Tensor  # [N, H, C, d]
+    decay: Tensor  # [N, H, 1, 1]
+
+
+class _Chunked(torch.autograd.Function):
+    """Goes through the row a few chunks at a time, and in the backward pass again from the end, with what these chunks
+    compute made again. By autograd alone the states of all chunks and all their intermediates would be kept."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Documents
+    ) -> Tensor:
+        ctx.documents = documents
+        rows = query, key, value, decay, beta
+        state = _first_state(key, value)
+        states, outputs = [], []
+        for part in _parts(documents):
+            states.append(state)
+            chunks = _inside([_cut(each, part) for each in rows], _of(documents, part))
+            before, state, corrections = _through(chunks, state)
+            outputs.append(_outputs(chunks, before, corrections))
+        ctx.save_for_backward(*rows, *states)
+        return _joined((torch.cat(outputs).unflatten(1, value.shape[1:4]),), value).to(value.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved, documents = ctx.saved_tensors, ctx.documents
+        rows, states = saved[:5], saved[5:]
+        grads: list[tuple[Tensor, ...]] = []
+        grad_state = torch.zeros_like(states[0])
+        for part, state in reversed(list(zip(_parts(documents), states, strict=True))):
+            inputs = [_cut(each, part).detach().requires_grad_() for each in rows]
+            with torch.enable_grad():
+                chunks = _inside(inputs, _of(documents, part))
+            grad_outputs = wide_of(_cut(grad, part)).flatten(1, 3)
+            grad_chunks, grad_state = _backward_through(
+                _Chunks(*(each.detach() for each in chunks)), state, grad_outputs, grad_state
+            )
+            grads.append(torch.autograd.grad(chunks, inputs, grad_chunks))
+        by_row = zip(*reversed(grads), strict=True)
+        return *(_joined(parts, row) for parts, row in zip(by_row, rows, strict=True)), None
+
+
+def _parts(documents: Documents) -> list[slice]:
+    """Return the chunks that are computed together, one part after another."""
+    size = _CHUNKS_AT_ONCE
+    return [slice(first, first + size) for first in range(0, len(documents.carries), size)]
+
+
+def _of(documents: Documents, part: slice) -> Documents:
+    sees, continues, lasts, carries, taps = documents
+    return Documents(sees[part], continues[part], lasts[part], carries[part], taps)
+
+
+def _first_state(key: Tensor, value: Tensor) -> Tensor:
+    """Return zeros [H, d, e]."""
+    b, k, r, e = value.shape[1:]
+    return wide_of(value.new_zeros(())).new_zeros(b * k * r, key.shape[-1], e)
+
+
+def _cut(row: Tensor, part: slice) -> Tensor:
+    """Cut tokens [s, b, k, r or 1, ...] into chunks of a part: [N, b, k, r or 1, C, ...], with zeros after the end."""
+    tokens = row[part.start * CHUNK : part.stop * CHUNK]
+    missing = -len(tokens) % CHUNK
+    if missing:
+        tokens = torch.cat((tokens, tokens.new_zeros(missing, *tokens.shape[1:])))
+    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4)
+
+
+def _joined(parts: tuple[Tensor, ...], row: Tensor) -> Tensor:
+    """Undo `_cut` of all parts of a row."""
+    return torch.cat(parts).movedim(4, 1).flatten(0, 1)[: len(row)]
+
+
+def _normalize(channels: Tensor) -> Tensor:
+    return channels * torch.rsqrt(channels.square().sum(-1, keepdim=True) + _NORM_EPSILON)
+
+
+def _inside(rows: Sequence[Tensor], documents: Documents) -> _Chunks:
+    """Compute what chunks have without the state.
+
+    Every exponent is at most 0: differences of logarithms, never a quotient of powers.
+    """
+    query, key, value, decay, beta = rows
+    query, key = (_normalize(wide_of(each)) for each in (query, key))
+    query = query * key.shape[-1] ** -0.5
+    value, decay, beta = (wide_of(each) for each in (value, decay, beta))
+
+    def masked(exponent: Tensor, mask: Tensor) -> Tensor:
+        return exponent.masked_fill(~mask[:, None, None, None], -torch.inf).exp()
+
+    total = decay.cumsum(-1)
+    between = masked(total[..., :, None] - total[..., None, :], documents.sees)
+    from_start = masked(total, documents.continues)[..., None]
+    to_end = masked(total[..., -1:] - total, documents.lasts)[..., None]
+    system = beta[..., None] * (key @ key.mT) * between
+    wanted = torch.cat((beta[..., None] * value, (beta[..., None] * from_start) * key), -1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    corrections, readings = solved.split((value.shape[-1], key.shape[-1]), -1)
+    kept = masked(total[..., -1:], documents.carries[:, None])[..., None]
+    whole = corrections, readings, (query @ key.mT) * between, query * from_start, key * to_end, kept
+    return _Chunks(*(each.flatten(1, 3) for each in whole))
+
+
+def _through(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Go from chunk to chunk.
+
+    Returns:
+        The states before the chunks, [N, H, d, e]; the one behind them; and the corrections X, [N, H, C, e].
+    """
+    before = state.new_empty(len(chunks.keys), *state.shape)
+    corrections = torch.empty_like(chunks.corrections)
+    for number, (wanted, readings, keys, decay) in enumerate(
+        zip(chunks.corrections, chunks.readings, chunks.keys, chunks.decay, strict=True)
+    ):
+        before[number] = state
+        torch.baddbmm(wanted, readings, state, alpha=-1, out=corrections[number])
+        state = torch.baddbmm(decay * state, keys.mT, corrections[number])
+    return before, state, corrections
+
+
+def _outputs(chunks: _Chunks, before: Tensor, corrections: Tensor) -> Tensor:
+    return chunks.queries @ before + chunks.scores @ corrections
+
+
+def _backward_through(
+    chunks: _Chunks, state: Tensor, grad_outputs: Tensor, grad_state: Tensor
+) -> tuple[_Chunks, Tensor]:
+    """Return the gradients of what the chunks have without the state, and of the state before the first of them.
+
+    Args:
+        state: before the first chunk.
+        grad_outputs: [N, H, C, e].
+        grad_state: of the state behind the last chunk.
+    """
+    before, _, corrections = _through(chunks, state)
+    grad_corrections, grad_behind = chunks.scores.mT @ grad_outputs, torch.empty_like(before)
+    from_outputs = chunks.queries.mT @ grad_outputs
+    for number in reversed(range(len(before))):
+        grad_behind[number] = grad_state
+        grad_corrections[number].baddbmm_(chunks.keys[number], grad_state)
+        kept = torch.addcmul(from_outputs[number], chunks.decay[number], grad_state)
+        grad_state = torch.baddbmm(kept, chunks.readings[number].mT, grad_corrections[number], alpha=-1)
+    grads = _Chunks(
+        corrections=grad_corrections,
+        readings=-(grad_corrections @ before.mT),
+        scores=grad_outputs @ corrections.mT,
+        queries=grad_outputs @ before.mT,
+        keys=corrections @ grad_behind.mT,
+        decay=(before * grad_behind).sum((-2, -1), keepdim=True),
+    )
+    return grads, grad_state

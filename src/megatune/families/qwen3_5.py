@@ -1,0 +1,34 @@
+"""Qwen3.5, also 3.6 and 3.8: Qwen3-Next's mixers, dense feed-forwards, and Qwen3-VL's encoder without deepstack."""
+
+from dataclasses import replace
+
+from megatune.architecture import MultimodalRope
+from megatune.families import qwen3_next, qwen3_vl
+from megatune.families.delta import DELTA_NETS, DIMENSIONS
+from megatune.families.dense import DECODER, QK_NORMS
+from megatune.families.family import Family
+from megatune.families.vision import as_decoder
+from megatune.families.weights import Stack
+
+_TEXT = Family(
+    model_type="qwen3_5_text",
+    weights=(*DECODER, *QK_NORMS, *DELTA_NETS),
+    constants=qwen3_next.FAMILY.constants,
+    required=qwen3_next.FAMILY.required,
+    dimensions=DIMENSIONS,
+    defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
+    partial_rotary=True,
+    carried_keys=qwen3_next.FAMILY.carried_keys,
+    delta_nets=qwen3_next.FAMILY.delta_nets,
+)
+VISION = replace(
+    qwen3_vl.VISION,
+    encoder="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
+    defaults={
+        "image_token_id": 248056, "video_token_id": 248057,
+        "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    },
+    mrope=MultimodalRope(section=(11, 11, 10), interleaved=True),
+)  # fmt: skip
+TOWER = tuple(weight for weight in qwen3_vl.ENCODER if weight.stack is not Stack.DEEPSTACK)
+FAMILY = replace(_TEXT, model_type="qwen3_5", weights=(*as_decoder(_TEXT.weights), *TOWER), vision=VISION)
