@@ -14,7 +14,9 @@ from megatune.engine.layers.norm import RMSNorm
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_norm_equals_its_definition(dtype, fused):
-    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=True, rms_norm_fusion=fused)
+    config = SimpleNamespace(
+        params_dtype=dtype, sequence_parallel=True, rms_norm_fusion=fused, layernorm_zero_centered_gamma=False
+    )
     norm = RMSNorm(config, 16, eps=1e-5)
     torch.nn.init.normal_(norm.weight)
     hidden_states = torch.randn(5, 3, 16).to(dtype) * 1e-2  # small enough that eps counts
@@ -24,7 +26,9 @@ def test_norm_equals_its_definition(dtype, fused):
 
 def norm_gradients(hidden_states: torch.Tensor, grad: torch.Tensor, *, fused: bool) -> tuple[torch.Tensor, ...]:
     """Gradients of input and weight, and how many tensors are kept between the passes."""
-    config = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=False, rms_norm_fusion=fused)
+    config = SimpleNamespace(
+        params_dtype=torch.float64, sequence_parallel=False, rms_norm_fusion=fused, layernorm_zero_centered_gamma=False
+    )
     norm = RMSNorm(config, 16, eps=1e-5)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(-1, 2, 16))

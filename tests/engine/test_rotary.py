@@ -38,7 +38,7 @@ def transformers_config(rope: dict, max_position_embeddings: int = 8192):
 
 
 def architecture(base: float, scaling: Llama3RopeScaling | YarnRopeScaling | None) -> SimpleNamespace:
-    return SimpleNamespace(kv_channels=128, rotary_base=base, rope_scaling=scaling)
+    return SimpleNamespace(num_turned=128, rotary_base=base, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
