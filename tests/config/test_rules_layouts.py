@@ -13,7 +13,7 @@ from test_rules_preference import MOE
 from test_rules_preference import WRONG as WRONG_IN_PREFERENCE
 from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
-from megatune.architecture import Architecture, MixtureOfExperts, Vision
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, Vision
 from megatune.config.load import load
 from megatune.config.names import plain
 from megatune.config.rules import RULES, check, pipeline
@@ -66,6 +66,19 @@ def messages(architecture: Architecture, *overrides: str) -> list[str]:
     return [str(finding) for finding in check(loaded.settings, architecture)]
 
 
+DELTA = dataclasses.replace(
+    QWEN,
+    model_type="qwen3_next",
+    delta=DeltaNet(
+        layers=(True, False) * 6,
+        num_key_heads=6,
+        num_value_heads=12,
+        key_head_dim=8,
+        value_head_dim=8,
+        conv_kernel_size=4,
+    ),
+)
+
 VALID = [
     (QWEN, ["pipeline_model_parallel_size=5"]),  # 3, 3, 2, 2, 2 layers
     (QWEN, ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=5",
@@ -96,6 +109,20 @@ def test_what_is_valid_passes(architecture, overrides):
 
 # model, overrides -> the one message they cause
 WRONG = [
+    (
+        DELTA,
+        ["context_parallel_size=4"],
+        "context_parallel_size 4 does not divide the 6 key heads of a process\n"
+        "    why: a gated delta net gives each context-parallel process whole rows of an equal share of its heads\n"
+        "    fix: write context_parallel_size: 3, the nearest that divides them",
+    ),
+    (
+        DELTA,
+        ["save_format=torch_dist"],
+        "save_format: torch_dist with a qwen3_next\n"
+        "    why: Megatron-Core has rows of gated delta nets in another order than Hugging Face checkpoints\n"
+        "    fix: write save_format: hf",
+    ),
     (
         QWEN,
         ["pipeline_model_parallel_size=13"],

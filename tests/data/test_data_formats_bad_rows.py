@@ -331,7 +331,7 @@ NO_PICTURES = (
             {"instruction": "a", "videos": "1.mp4"},
             ALPACA,
             "pt",
-            "stage pt trains text, and field 'videos' has pictures -> write stage: sft",
+            "stage pt trains text, and field 'videos' has images or videos -> write stage: sft",
         ),
         (
             openai(said("user"), said("assistant")),

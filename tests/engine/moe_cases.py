@@ -211,7 +211,7 @@ def expect(family: str, rows: Rows, experts: ExpertSettings) -> Expected:
     for part, batch in zip(hidden, rows.batches, strict=True):
         if kind in ("aux_loss", "seq_aux_loss"):
             balance, z = plain_losses(family, block.gate.weight, part, batch, kind)
-            coeffs = experts.moe_aux_loss_coeff, experts.moe_z_loss_coeff or 0.0
+            coeffs = experts.moe_aux_loss_coeff or 0.0, experts.moe_z_loss_coeff or 0.0
             loss = loss + (coeffs[0] * balance + coeffs[1] * z) * batch.num_trained
             sums += torch.stack((balance, z)).detach().double() * batch.num_trained
     loss.backward()

@@ -95,7 +95,7 @@ def test_answers_that_nothing_ends(model: Path, told: Tell) -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "chat_template.jinja").write_text(source + "{% if add_generation_prompt %}assistant: {% endif %}")
     tokenizer = load_tokenizer(model)
-    got, seconds = refused(lambda: load_template("default", tokenizer))
+    got, seconds = refused(lambda: load_template(None, tokenizer))
     assert got.startswith("template: null does not teach the model to stop; the last tokens of an answer are ")
     told(case="T43", fault="the chat template ends answers with no special token", got=got, seconds=seconds)
 

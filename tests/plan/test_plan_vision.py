@@ -255,7 +255,7 @@ def test_rows_whose_pictures_do_not_fit_end_a_run_before_its_model_is_made(tmp_p
         assert caught.value.exit_code is ExitCode.SETTINGS
     else:
         first, second = with_rows(case, FULL_ROWS, (4096, 4096)).lines
-        assert "4,096 tokens of pictures" in first
+        assert "4,096 tokens of images or videos" in first
         assert second.startswith("warning    this run cannot fit")
 
 

@@ -113,7 +113,7 @@ def test_a_template_of_another_model(model: Path, tmp_path: Path, name: str | No
     text = told(found[TEMPLATE])
     assert "template: llama3 does not fit" in text
     assert "<|eot_id|>" in text
-    assert "fix: templates that fit it: default, qwen" in text
+    assert "fix: templates that fit it: null, qwen" in text
     assert found[DATA].verdict is Verdict.LEFT
     assert exit_code(list(found.values())) == 66
 
@@ -149,7 +149,7 @@ def test_settings_are_told_with_a_model_that_is_not_there(tmp_path: Path) -> Non
     found = look(str(tmp_path / "gone"), tmp_path, lerning_rate=1, bf16=True, fp16=True)
     text = told(found[SETTINGS])
     assert "unknown setting 'lerning_rate'" in text
-    assert "bf16: true and fp16: true" in text
+    assert "fp16: true with bf16: true" in text
     assert "no folder" in text
 
 

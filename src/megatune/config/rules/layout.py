@@ -66,9 +66,9 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     if architecture.delta is not None and not architecture.delta.num_key_heads % tp:
         key_heads = architecture.delta.num_key_heads // tp
         if key_heads % cp:
-            what = f"context_parallel_size {cp} does not divide the {key_heads} key heads of a process"
+            what = f"`context_parallel_size {cp}` does not divide the {key_heads} key heads of a process"
             why = "a gated delta net gives each context-parallel process whole rows of an equal share of its heads"
-            fix = f"write context_parallel_size: {nearest(cp, divisors(key_heads))}, the nearest that divides them"
+            fix = f"write `context_parallel_size: {nearest(cp, divisors(key_heads))}`, the nearest that divides them"
             yield Problem((_CP, _TP), what, why, fix)
     if parallel.cp_comm_type != "a2a":
         return
