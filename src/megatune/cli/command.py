@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Generic
 
 from megatune.cli.pages import Help, write_page
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.entry import Arguments, SettingEntry, read_file, read_overrides, split_arguments
+from megatune.config.entry import Arguments, SettingEntry, is_key, read_file, read_overrides, split_arguments
 from megatune.config.options import Foreign, Given, Options, T
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
@@ -77,7 +76,7 @@ class Command(Generic[T]):
         settings = Arguments(None, [], [])
         flags, rest = self._split(_name_file_first(words, self.program), findings)
         if self.takes_settings:
-            asked = split_arguments(rest, LLAMAFACTORY)
+            asked = split_arguments(rest)
             overrides = [word for word in asked.overrides if self._is_own(word)]
             kept = [word for word in asked.overrides if word not in overrides]
             settings, rest = Arguments(asked.source, kept, self._without_misspelt(asked.flags, findings)), []
@@ -94,7 +93,7 @@ class Command(Generic[T]):
     def _is_own(self, word: str) -> bool:
         """Tell whether `key=value` sets an option, and not a setting of the same name."""
         key = word.partition("=")[0]
-        return key in self.table.names and not (self.takes_settings and LLAMAFACTORY.knows(key))
+        return key in self.table.names and not (self.takes_settings and is_key(key))
 
     def _split(self, words: Sequence[str], findings: list[Finding]) -> tuple[list[SettingEntry], list[str]]:
         """Return the flags that are options, and all other words."""
@@ -125,9 +124,11 @@ class Command(Generic[T]):
         own = [f"--{name}" for name in self.table.own]
         for word in flags:
             if word.startswith("--"):
+                from megatune.config.dialects.llamafactory import LLAMAFACTORY
+
                 flag = word.partition("=")[0]
                 near = closest(flag, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)])
-                is_left_out = near in own and not LLAMAFACTORY.knows(flag[2:].replace("-", "_"))
+                is_left_out = near in own and not is_key(flag[2:].replace("-", "_"))
                 if is_left_out:
                     findings.append(Finding(f"{flag!r} is not known here", fix=f"did you mean {near}?"))
             kept += [] if is_left_out else [word]

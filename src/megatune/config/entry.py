@@ -9,8 +9,6 @@ from pathlib import Path
 
 import yaml
 
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -130,11 +128,11 @@ class Arguments:
     flags: list[str]
 
 
-def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -> Arguments:
+def split_arguments(arguments: Sequence[str]) -> Arguments:
     """Split `FILE.yaml key=value --key value`, in any order.
 
-    Words after `--key` belong to it until the next flag or override. What holds an = there is an override if the
-    dialect knows its key: `--default_system a=b` is a flag and its value.
+    Words after `--key` belong to it until the next flag or override. What holds an = there is an override if its
+    key is one of a settings file: `--default_system a=b` is a flag and its value.
 
     Raises:
         MegatuneError: two words could be the file (exit 64).
@@ -148,7 +146,7 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
         if word.startswith("--"):
             flags.append(word)
             takes_words = not equals
-        elif equals and (dialect.knows(key) if takes_words else key.isidentifier()):
+        elif equals and (is_key(key) if takes_words else key.isidentifier()):
             overrides.append(word)
             takes_words = False
         elif takes_words:
@@ -160,6 +158,13 @@ def split_arguments(arguments: Sequence[str], dialect: Dialect = LLAMAFACTORY) -
         finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
         raise MegatuneError(finding, ExitCode.SETTINGS)
     return Arguments(sources[0] if sources else None, overrides, flags)
+
+
+def is_key(key: str) -> bool:
+    """Tell whether a settings file may have a key."""
+    from megatune.config.dialects.llamafactory import LLAMAFACTORY  # builds all settings, which --help does without
+
+    return LLAMAFACTORY.knows(key)
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
