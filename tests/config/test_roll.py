@@ -130,7 +130,7 @@ def test_everything_wrong_is_said_at_once_with_its_line(read):
         (10, "did you mean actor_train.data_args.messages?"),
         (15, "write strategy_name: vllm"),
         (18, "rewards.code.use_local is 3"),
-        (18, "DetectionRewardWorker is not built"),
+        (18, "DetectionRewardWorker is not supported"),
     ):
         assert any(part in text and place == f"run.yaml:{line}" for text, place in zip(said, places, strict=True)), part
     assert any("the tag 'math' is in tag_included of rewards.math and rewards.code" in text for text in said)
@@ -288,8 +288,8 @@ def test_files_of_rl_are_told_from_others(tmp_path):
 def test_a_variable_has_a_name(read):
     found = read(SMALL + "system_envs: {'A=B': 1, '': 2}\n")
     assert [finding.what for finding in found.findings] == [
-        "system_envs: 'A=B' is no name of a variable",
-        "system_envs: '' is no name of a variable",
+        "system_envs: 'A=B' is not a valid name of a variable",
+        "system_envs: '' is not a valid name of a variable",
     ]
 
 

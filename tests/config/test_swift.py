@@ -391,7 +391,7 @@ def test_a_variable_of_a_file_has_a_name(tmp_path):
     path = tmp_path / "flags.yaml"
     path.write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
     run = read_swift("sft", [str(path)], env={}, config=CONFIG)
-    assert any("ENV: 'A=B' is no name of a variable" in finding for finding in findings(run))
+    assert any("ENV: 'A=B' is not a valid name of a variable" in finding for finding in findings(run))
     assert "A=B" not in run.command.variables
 
 

@@ -53,7 +53,7 @@ def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
                 found[domain], places[domain] = role, part.where("tag_included")
         else:
             fix = "write worker_cls, tag_included and the other keys below it"
-            roles.reader.find(f"rewards.{domain} is no mapping", place_of(node), fix=fix)
+            roles.reader.find(f"rewards.{domain} is not a mapping", place_of(node), fix=fix)
     _tags(found, places, roles)
     return found
 
@@ -112,7 +112,7 @@ def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
         return KINDS[name], None
     if path.startswith("roll."):
         fix = f"one of {', '.join(KINDS)}, or a function of your own"
-        roles.reader.find(f"{part.name}.worker_cls {name} is not built", part.where("worker_cls"), fix=fix)
+        roles.reader.find(f"{part.name}.worker_cls {name} is not supported", part.where("worker_cls"), fix=fix)
         return "math_rule", None
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     if not module or not attribute.isidentifier():

@@ -36,7 +36,7 @@ def environment(part: Part, reader: Reader) -> dict[str, str]:
     said = {str(key): str(value) for key, value in written.items() if value is not None}
     for name in said:
         if not is_variable(name):
-            what, fix = f"{part.key('system_envs')}: {name!r} is no name of a variable", "write NAME: value"
+            what, fix = f"{part.key('system_envs')}: {name!r} is not a valid name of a variable", "write NAME: value"
             reader.find(what, part.where("system_envs"), fix=fix)
     return said
 

@@ -77,7 +77,7 @@ def learning_rate(command: Command) -> None:
 def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> None:
     shape = command.value("lr_wsd_decay_style", "exponential")
     if shape not in ("cosine", "linear"):
-        why = f"lr_wsd_decay_style {shape} is not built"
+        why = f"lr_wsd_decay_style {shape} is not supported"
         command.refuse("lr_decay_style", why, "write --lr_wsd_decay_style cosine or linear")
         return
     kwargs: dict[str, object] = {"decay_type": shape}

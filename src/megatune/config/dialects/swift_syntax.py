@@ -143,10 +143,10 @@ def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, st
     """Return the environment variables that a file's ENV says."""
     said, fix = entry.value.data, "write a line for each variable below ENV:, `  NAME: value`"
     if not isinstance(said, dict):
-        findings.append(Finding("ENV is no mapping", entry.where, fix=fix))
+        findings.append(Finding("ENV is not a mapping", entry.where, fix=fix))
         return {}
     if wrong := [name for name in said if not is_variable(name)]:
-        findings.append(Finding(f"ENV: {wrong[0]!r} is no name of a variable", entry.where, fix=fix))
+        findings.append(Finding(f"ENV: {wrong[0]!r} is not a valid name of a variable", entry.where, fix=fix))
         return {}
     return {name: shown(value).strip('"') for name, value in said.items() if value is not None}
 
