@@ -474,7 +474,7 @@ def test_damaged_rows_are_prepared_again(folder: Path, capfd: pytest.CaptureFixt
         content[-3] ^= 0x7F
         path.write_bytes(content)
         if name == "tokens.bin":
-            with pytest.raises(MegatuneError, match="is not what was written"):
+            with pytest.raises(MegatuneError, match="differs from what was written"):
                 list(TokenRows(first.directory / "train"))
         again = prepared(folder, "good", template="qwen")
         assert files(again) == whole

@@ -91,7 +91,7 @@ OF_FAMILY = {
     "qwen3_vl": LAYOUTS | MORE_LAYOUTS,
     "qwen3_vl_moe": LAYOUTS | EXPERT_LAYOUTS,
     "qwen3_5": LAYOUTS,
-    "qwen3_5_moe": {"1": LAYOUTS["1"], **EXPERT_LAYOUTS},
+    "qwen3_5_moe": LAYOUTS | EXPERT_LAYOUTS,
 }
 
 
