@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.dialects.dialect import Alias, Dialect, GlobalBatchSize, Refused, ValueMap, negated
+from megatune.config.dialects.dialect import Alias, Dialect, GlobalBatchSize, Refused, ValueMap
 from megatune.config.load import Loaded, dump, load
 from megatune.errors import Finding
 
@@ -20,7 +20,7 @@ SWIFT = Dialect(
         "global_batch_size": GlobalBatchSize(),
         "recompute_granularity": Alias(("recompute.recompute_granularity",), values={"none": None}),
         "lr_decay_style": Alias(("optimizer.lr_scheduler_type",), values={"inverse-square-root": "inverse_sqrt"}),
-        "no_rope_fusion": negated("performance.apply_rope_fusion"),
+        "no_rope_fusion": Alias(("performance.apply_rope_fusion",), values={True: False, False: True}),
         "distributed_timeout_minutes": Alias(("run.ddp_timeout",), factor=60),
         "torch_dtype": ValueMap(
             {

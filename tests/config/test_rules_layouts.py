@@ -335,7 +335,7 @@ WRONG = [
         SIGMOID,
         ["moe_shared_expert_overlap=true", "moe_token_dispatcher_type=allgather"],
         "moe_shared_expert_overlap: true with moe_token_dispatcher_type: allgather\n"
-        "    why: allgather has no exchange to compute beside\n"
+        "    why: allgather has no communication to overlap with\n"
         "    fix: write moe_token_dispatcher_type: alltoall, or remove moe_shared_expert_overlap",
     ),
     (

@@ -116,11 +116,6 @@ class Alias:
         return value // self.factor if value % self.factor == 0 else value / self.factor
 
 
-def negated(path: str) -> Alias:
-    """Declare a key that says the opposite of a setting: no_rope_fusion."""
-    return Alias((path,), values={True: False, False: True})
-
-
 @dataclass(frozen=True, slots=True)
 class ValueMap:
     """A key each of whose values sets several settings: torch_dtype.

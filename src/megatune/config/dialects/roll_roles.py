@@ -156,7 +156,7 @@ def sampling_of(generating: Generating, max_new_tokens: int, responses: int | No
 def _per_engine(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> int:
     """Return the devices of one engine."""
     if config.get("data_parallel_size", 1) not in (1, None):
-        why = "engines beside each other follow from device_mapping"
+        why = "the number of engines follows from device_mapping"
         where = place_of(tree["data_parallel_size"])
         roles.reader.find(f"{part.name}: data_parallel_size above 1", where, why, "remove data_parallel_size")
     tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
@@ -193,7 +193,7 @@ def _lengths(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree
         return
     longest, prompt = roles.lengths.longest_sequence, roles.lengths.prompt_length
     if config[key] <= prompt:
-        what = f"{part.name}: {key} {config[key]} leaves no token beside prompt_length {prompt}"
+        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
         roles.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
     elif config[key] < longest:
         said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"

@@ -51,10 +51,10 @@ def rollout_settings(top: Part, reader: Reader) -> RolloutSettings:
             reader.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
     elif response is not None and whole is not None and whole != prompt + response:
         reader.lines.append(
-            f"response_length {response} does nothing beside sequence_length {whole}: {whole - prompt} tokens are left"
+            f"response_length {response} has no effect with sequence_length {whole}: {whole - prompt} tokens are left"
         )
     if longest <= prompt:
-        what = f"sequence_length {longest} leaves no token for a response beside prompt_length {prompt}"
+        what = f"sequence_length {longest} leaves no token for a response after prompt_length {prompt}"
         where = top.where("sequence_length", "prompt_length")
         reader.find(what, where, fix=f"write sequence_length: {2 * prompt}, or response_length: {prompt}")
         longest = 2 * prompt
@@ -65,7 +65,7 @@ def rollout_settings(top: Part, reader: Reader) -> RolloutSettings:
         reader.find(f"{written} without {other}", where, "ROLL takes both or neither", fix)
         val_prompt = val_whole = None
     if val_prompt is not None and val_whole is not None and val_whole <= val_prompt:
-        what = f"val_sequence_length {val_whole} leaves no token beside val_prompt_length {val_prompt}"
+        what = f"val_sequence_length {val_whole} leaves no token after val_prompt_length {val_prompt}"
         reader.find(what, top.where("val_sequence_length"), fix=f"write val_sequence_length: {2 * val_prompt}")
         val_prompt = val_whole = None
     ratio = asked.async_generation_ratio
@@ -85,7 +85,7 @@ def algorithm_settings(top: Part, reader: Reader, updates: int) -> AlgorithmSett
     asked = top.of(AlgorithmSettings)
     changes: dict[str, Any] = {}
     if asked.is_pure_opd and asked.use_opd:
-        what, why = "is_pure_opd and use_opd", "one has rewards beside the teacher, the other has not"
+        what, why = "is_pure_opd and use_opd", "one has rewards in addition to the teacher, the other has none"
         reader.find(what, top.where("use_opd"), why, "keep one")
     if asked.is_pure_opd:
         changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}

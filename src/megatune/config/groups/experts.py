@@ -27,7 +27,7 @@ _CAPACITY = Needs(
     fix="write `moe_expert_capacity_factor: 1.5`, or remove `{name}`",
 )
 _EXCHANGE = Needs(
-    "experts.moe_token_dispatcher_type", ("alltoall", "alltoall_seq"), "allgather has no exchange to compute beside"
+    "experts.moe_token_dispatcher_type", ("alltoall", "alltoall_seq"), "allgather has no communication to overlap with"
 )
 
 
