@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import shared_experts
@@ -39,6 +40,7 @@ class FeedForward(MLP):
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
         tp_group: ProcessGroup | None = None,
+        **unused: Any,
     ) -> None:
         tp_group = tp_group or get_tensor_model_parallel_group()
         submodules = submodules or linear_layers(config)
@@ -54,6 +56,11 @@ class FeedForward(MLP):
 
 class SharedExperts(SharedExpertMLP, FeedForward):
     """Megatron-Core's shared experts around our feed-forward."""
+
+    def __init__(
+        self, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection, **unused: Any
+    ) -> None:
+        super().__init__(config, linear_layers(config), gate, pg_collection)
 
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:

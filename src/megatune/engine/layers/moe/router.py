@@ -40,7 +40,9 @@ class Router(TopKRouter):
     Choices are made as Transformers makes them, and auxiliary losses are those of the whole micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **unused: Any
+    ) -> None:
         super().__init__(config, pg_collection)
         # Balance loss, z-loss and weight of the micro-batches since they were last reported.
         sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
