@@ -217,8 +217,15 @@ WRONG = [
         "pref_loss: [sigmoid, SimP0]",
         "run.yaml:1: pref_loss is [sigmoid, SimP0]\n"
         "    why: expected a list of any of: sigmoid, hinge, ipo, robust, simpo, orpo, cpo, apo_zero, apo_down,"
-        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop, aot, aot_unpaired, kto_pair; 'SimP0' does not fit\n"
+        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop; 'SimP0' does not fit\n"
         "    fix: write pref_loss: [sigmoid, simpo]",
+    ),
+    (
+        "pref_loss: [sigmoid, kto_pair]",
+        "run.yaml:1: pref_loss: [sigmoid, kto_pair] is not supported\n"
+        "    why: losses that look at all pairs of a step together are not supported\n"
+        "    fix: write pref_loss: sigmoid, which is what LLaMA-Factory computes for kto_pair; stage: kto trains on"
+        " single answers",
     ),
     (
         "output_dir: [a]",

@@ -72,8 +72,6 @@ _STREAMED = {"finetuning.finetuning_type": "lora", "data.streaming": True}
         (_STREAMED, 1),
         ({**_STREAMED, "preference.pref_loss": ["orpo"]}, 0),
         ({**_STREAMED, "preference.pref_loss": ["orpo", "ipo"]}, 1),
-        ({"preference.pref_loss": ["kto_pair"]}, 1),
-        ({**_STREAMED, "preference.pref_loss": ["sigmoid", "aot"]}, 2),
     ],
 )
 @pytest.mark.parametrize("layout", [{}, _LAYOUTS["pp2 vpp2"]])

@@ -5,7 +5,8 @@ An objective makes a sum, its normalizer and metrics of token losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.layers.moe.router import auxiliary_metrics
+from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 from megatune.engine.waiting import BusyTime
 
@@ -182,6 +184,34 @@ def forward_backward(
         totals[num_values + torch.distributed.get_rank()] = busy.take()
     torch.distributed.all_reduce(totals)
     return StepTotals(totals, (*own, *routers))
+
+
+def evaluate(model: list[Chunk], steps: Iterable[Sequence[MicroBatch]], objective: Objective) -> StepTotals:
+    """Compute the objective over all batches, in eval mode and without gradients; collective.
+
+    Args:
+        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
+        steps: of each step this data-parallel rank's micro-batches.
+    """
+    with evaluating(model):
+        found = [forward_backward(model, batches, objective, forward_only=True) for batches in steps]
+    return StepTotals.summed(found)
+
+
+@contextmanager
+def evaluating(model: list[Chunk]) -> Iterator[None]:
+    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
+    mode that they were in at the end."""
+    gather_parameters(model)
+    modes = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk, is_training in zip(model, modes, strict=True):
+            chunk.train(is_training)
 
 
 @torch.no_grad()

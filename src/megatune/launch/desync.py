@@ -49,6 +49,15 @@ def answer_dumps(context: RankContext) -> None:
     threading.Thread(target=answer, name="megatune-operations", daemon=True).start()
 
 
+def waits_on_device(run_dir: Path, rank: int) -> bool:
+    """Return whether a rank has left an operation that its device has not completed: its main thread then waits where
+    it reads a number, and not in torch.distributed."""
+    with contextlib.suppress(OSError, ValueError):
+        groups = json.loads(operations_path(run_dir, rank).read_text())
+        return any(waits for group in groups if group.get("on_device") for *_, waits in group["operations"])
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Desync:
     """Where ranks part.

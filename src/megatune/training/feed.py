@@ -36,12 +36,12 @@ from megatune.data.streaming.stream import Stream
 from megatune.data.vision import load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
+from megatune.training.bad_rows import Quarantine
 from megatune.training.machines import KEY, check_same, wait_for_machines
-from megatune.training.objective import has_kl
-from megatune.training.planned_rows import lengths_of
-from megatune.training.quarantine import Quarantine
+from megatune.training.rows_ahead import lengths_of
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.train_state import read_state
 
@@ -58,9 +58,9 @@ class Feed:
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
     quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
     has_pictures: bool = True  # whether rows may have some
-    # Of KTO, the same rows with answers to other prompts: of each step, and of the evaluation.
-    mismatched: PreparedSteps | None = None
-    mismatched_evaluation: TokenRows | None = None
+    # What the objective looks at before each step and each evaluation: the same rows, with answers to other prompts.
+    companions: PreparedSteps | None = None
+    companions_evaluation: TokenRows | None = None
 
 
 class ModelLimits(NamedTuple):
@@ -144,12 +144,12 @@ def _prepared_feed(
     warnings = [*report.notes, *([warning] if (warning := report.cut_warning()) else [])]
     told = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
     feed = replace(told, quarantine=quarantine, has_pictures=has_pictures)
-    if not has_kl(settings):
+    if not objective_of(settings).has_companions:
         return feed
     size = settings.data.cutoff_len
     steps = replace(rows, rows=MismatchedRows(prepared.train.directory, size), ordered_by=prepared.train)
     evaluation = None if prepared.evaluation is None else MismatchedRows(prepared.evaluation.directory, size)
-    return replace(feed, mismatched=steps, mismatched_evaluation=evaluation)
+    return replace(feed, companions=steps, companions_evaluation=evaluation)
 
 
 def _streamed_feed(

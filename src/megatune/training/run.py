@@ -22,6 +22,7 @@ from megatune.engine.operations import recent_operations, remember_groups
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
+from megatune.objectives.choose import objective_of
 from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.preflight import Preflight
@@ -34,25 +35,21 @@ from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import check_continues, load_checkpoint
-from megatune.training.decoding import loader_workers
 from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
-from megatune.training.loaders import Loaders
+from megatune.training.loaders import Loaders, loader_workers
 from megatune.training.loop import Trainer
-from megatune.training.machines import model_on_node
+from megatune.training.machines import check_same_settings, model_on_node
 from megatune.training.merge import merge_run
-from megatune.training.objective import objective_of
-from megatune.training.planned_rows import plan_rows
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.reference import open_reference
 from megatune.training.rerun import later_checkpoints
 from megatune.training.resume import choose_checkpoint
 from megatune.training.room import check_room
-from megatune.training.run_schedule import RunSchedule
-from megatune.training.same_settings import check_same_settings
+from megatune.training.rows_ahead import plan_rows
+from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
-from megatune.training.time_budget import TimeBudget
 from megatune.training.train_state import TrainState, read_state
 
 _JOIN_GRACE = 60.0  # seconds
@@ -63,8 +60,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "plan", lines on it; "asked", what the user wrote, without secrets; "model_dir", where the launcher put the
-            files of a model on a hub; "began", when the user started it, of `time.monotonic`.
+            "plan", lines on it; "num_gpus", that this machine shows; "asked", what the user wrote, without secrets;
+            "model_dir", where the launcher put the files of a model on a hub; "began", when the user started it, of
+            `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -76,6 +74,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     # Who waits in vain says so itself, a moment later: with what was waited for, and where.
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
+    device.require_gpus(payload.get("num_gpus", 0))
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     local, announce = context.local_world_size, context.announce
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)

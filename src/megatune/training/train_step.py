@@ -1,14 +1,11 @@
-"""One optimizer step from its micro-batches, its checks, and an evaluation: what any training loop is built of."""
+"""One optimizer step from its micro-batches, and its checks: what any training loop is built of."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import LocalParameter
@@ -16,7 +13,7 @@ from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.layers.moe.router import expert_biases
-from megatune.engine.model import Chunk, gather_parameters
+from megatune.engine.model import gather_parameters
 from megatune.engine.step import Objective, StepTotals, forward_backward
 from megatune.engine.waiting import BusyTime
 from megatune.objectives.language_model import CrossEntropy
@@ -161,41 +158,3 @@ def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
         for name in local.hf_shapes(assembly.architecture)
     ]
     return {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
-
-
-def evaluate(
-    model: list[Chunk],
-    steps: Iterable[Sequence[Batch]],
-    objective: Objective = _CROSS_ENTROPY,
-    *,
-    on_step: Callable[[int], None] = lambda index: None,
-) -> StepTotals:
-    """Compute the objective over all batches, in eval mode and without gradients; collective.
-
-    Args:
-        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
-        steps: of each step this data-parallel rank's micro-batches.
-        on_step: called before each step with its index.
-    """
-    found: list[StepTotals] = []
-    with evaluating(model):
-        for index, batches in enumerate(steps):
-            on_step(index)
-            found.append(forward_backward(model, batches, objective, forward_only=True))
-    return StepTotals.summed(found)
-
-
-@contextmanager
-def evaluating(model: list[Chunk]) -> Iterator[None]:
-    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
-    mode that they were in at the end."""
-    gather_parameters(model)
-    modes = [chunk.training for chunk in model]
-    for chunk in model:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk, is_training in zip(model, modes, strict=True):
-            chunk.train(is_training)

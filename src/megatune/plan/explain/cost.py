@@ -65,7 +65,7 @@ _NAMES: Mapping[str, list[list[str]]] = {
     "freeze_extra_modules": [["embed_tokens"], ["lm_head"]],
     "lora_target": [["q_proj", "v_proj"], ["linear_qkv", "linear_proj"]],
     "additional_target": [["embed_tokens"], ["lm_head"]],
-    "pref_loss": [["orpo"], ["kto_pair"]],
+    "pref_loss": [["orpo"], ["ipo"]],
 }
 
 

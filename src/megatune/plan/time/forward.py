@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatune.config.groups.preference import JOINT
 from megatune.config.settings import Settings
 from megatune.plan.schedule import ChunkSeconds
 
@@ -19,14 +18,12 @@ def forward_seconds(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches:
 
 
 def num_forward_passes(settings: Settings) -> int:
-    """Count those of each step: for losses of all its pairs together, for answers to other prompts, and for the
-    reference where rows are streamed."""
+    """Count those of each step: for answers to other prompts, and for the reference where rows are streamed."""
     if settings.run.stage == "kto":
         return num_reference_passes(settings) - 1
     if settings.run.stage != "dpo":
         return 0
-    is_joint = not set(JOINT).isdisjoint(settings.preference.pref_loss)
-    return is_joint + (settings.preference.has_reference and settings.data.streaming)
+    return int(settings.preference.has_reference and settings.data.streaming)
 
 
 def num_reference_passes(settings: Settings) -> int:

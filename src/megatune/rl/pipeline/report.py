@@ -22,7 +22,7 @@ from megatune.training.callbacks.base import Callback, StepReport
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.records import Shown
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.trackers import WORKERS, asked_trackers
 

@@ -18,6 +18,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
+from megatune.engine.step import evaluating
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -27,7 +28,6 @@ from megatune.rl.worker import rows
 from megatune.rl.worker.batching import Sharing
 from megatune.rl.worker.rows import Answer
 from megatune.training.machines import model_on_node
-from megatune.training.train_step import evaluating
 
 # Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
 _GROUP = 8

@@ -170,6 +170,10 @@ class Callback:
     def on_log(self, report: LogReport) -> None:
         """After the first step of this process, every logging_steps and the last step."""
 
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Before `on_log`, `on_evaluate` or `on_notice`: the same as JSON values (callbacks/records.py), which files
+        and trackers keep."""
+
     def on_notice(self, notice: Notice) -> None:
         """After a step that is out of the ordinary, and before `on_step_end` of it."""
 

@@ -13,7 +13,7 @@ from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.report import counted
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
-from megatune.training.callbacks.shown import SHOW_ALL, Shown
+from megatune.training.callbacks.records import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
 DETAILS_NAME = "start.log"  # in output_dir: all that a run is told before its first step
