@@ -4,8 +4,8 @@ model.py has those that a model needs, optimizer.py those of the optimizer; noth
 Megatron-Core. (device.py replaces calls of torch on a machine without a GPU.)
 
 A patch relies on functions of Megatron-Core: those that it replaces, and those that read what it sets. Their sources
-were read; a digest of each, by version, says of which text. tests/engine/test_patches.py compares them with what is
-installed.
+were read; a digest of each says of which text, from which version on. tests/engine/test_patches.py compares them with
+what is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# The versions whose sources were read.
+VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -22,7 +25,8 @@ class Patch:
 
     Attributes:
         reason: why Megatron-Core's own do not serve.
-        relies_on: functions and classes as MODULE:NAME, each with the digests of its source by version.
+        relies_on: functions and classes as MODULE:NAME, each with the digests of its source, by the first version that
+            has this source.
     """
 
     module: str

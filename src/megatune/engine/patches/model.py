@@ -22,8 +22,8 @@ RECOMPUTATION = Patch(
     ("checkpoint",),
     "Recomputation runs what has no gradient as an evaluation, and frozen layers have none; see engine/frozen.py.",
     {
-        f"{_RANDOM}:checkpoint": {"0.16.1": "7d8516d00a8f"},
-        f"{_RANDOM}:CheckpointFunction": {"0.16.1": "933a088081ce"},
+        f"{_RANDOM}:checkpoint": {"0.16": "7d8516d00a8f", "0.17": "67b338de8dcb", "0.18": "1d01f0636666"},
+        f"{_RANDOM}:CheckpointFunction": {"0.16": "933a088081ce", "0.17": "1ff4e363bb98"},
     },
 )
 FP8 = Patch(
@@ -31,15 +31,15 @@ FP8 = Patch(
     ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast"),
     "The recomputation of single modules uses them in fp8 or not; without Transformer Engine they are missing.",
     {
-        f"{_RANDOM}:CheckpointWithoutOutput": {"0.16.1": "59c4aa8a5a42"},
-        f"{_RANDOM}:CheckpointWithoutOutputFunction": {"0.16.1": "4702b39ed537"},
+        f"{_RANDOM}:CheckpointWithoutOutput": {"0.16": "59c4aa8a5a42", "0.17": "5209ac7cdee4"},
+        f"{_RANDOM}:CheckpointWithoutOutputFunction": {"0.16": "4702b39ed537", "0.17": "65badb36f491"},
     },
 )
 ROUTER = Patch(
     f"{_MOE}.moe_utils",
     ("te_general_gemm",),
     "The router's product asks whether it is None; without Transformer Engine the name is missing.",
-    {f"{_MOE}.moe_utils:RouterGatingLinearFunction": {"0.16.1": "32a20173b5a1"}},
+    {f"{_MOE}.moe_utils:RouterGatingLinearFunction": {"0.16": "32a20173b5a1"}},
 )
 LINEAR = Patch(
     _LAYERS,
@@ -50,9 +50,21 @@ LINEAR = Patch(
     ),
     "The fusion of gradient accumulation asks for Apex, and announces gradients by tensors as large as weights.",
     {
-        f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": {"0.16.1": "b670145d8e1e"},
-        f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce": {"0.16.1": "212ab88edb75"},
-        f"{_LAYERS}:ColumnParallelLinear.__init__": {"0.16.1": "7c3a8e3b79e9"},
+        f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": {
+            "0.16": "b670145d8e1e",
+            "0.18": "e9f087cebfb6",
+            "0.19": "6143fe8d2e29",
+        },
+        f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce": {
+            "0.16": "212ab88edb75",
+            "0.17": "19ae30281128",
+            "0.19": "89f27eb775d1",
+        },
+        f"{_LAYERS}:ColumnParallelLinear.__init__": {
+            "0.16": "7c3a8e3b79e9",
+            "0.18": "3eac12b2da87",
+            "0.19": "978921ec421d",
+        },
     },
 )
 SWIGLU = Patch(
@@ -61,8 +73,12 @@ SWIGLU = Patch(
     "The fusion, called where shared experts overlap with the dispatch of tokens, rounds seven times where it is not"
     " compiled; ours twice. See engine/layers/feed_forward.py.",
     {
-        "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl": {"0.16.1": "a1876cdd0071"},
-        f"{_MOE}.shared_experts:SharedExpertMLP.linear_fc1_forward_and_act": {"0.16.1": "28477cef9761"},
+        "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl": {"0.16": "a1876cdd0071"},
+        f"{_MOE}.shared_experts:SharedExpertMLP.linear_fc1_forward_and_act": {
+            "0.16": "28477cef9761",
+            "0.17": "b82b598943c7",
+            "0.18": "6f2f50c9515f",
+        },
     },
 )
 PATCHES = (RECOMPUTATION, FP8, ROUTER, LINEAR, SWIGLU)

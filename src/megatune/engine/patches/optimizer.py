@@ -19,24 +19,48 @@ CLIPPING = Patch(
     ("l2_norm_impl", "multi_tensor_scale_impl"),
     "The norm waits for the GPU once a tensor, and scaling copies each tensor first.",
     {
-        f"{_OPTIMIZER}.clip_grads:get_grad_norm_fp32": {"0.16.1": "3ab7a7bbb25c"},
-        f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32": {"0.16.1": "d2d28092dcb2"},
+        f"{_OPTIMIZER}.clip_grads:get_grad_norm_fp32": {
+            "0.16": "3ab7a7bbb25c",
+            "0.17": "e345de6ff5a0",
+            "0.18": "2cf1d3d13aa7",
+            "0.19": "c086cd323174",
+        },
+        f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32": {
+            "0.16": "d2d28092dcb2",
+            "0.17": "76544578aa2f",
+            "0.18": "19d15a603c4a",
+        },
     },
 )
 ADAM = Patch(
     _OPTIMIZER,
     ("Adam", "DistributedOptimizer", "USING_PYTORCH_OPTIMIZER"),
     "Without Apex it takes torch's AdamW, which the distributed optimizer cannot load; ours has Apex's shape.",
-    {f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups": {"0.16.1": "176a5068cd92"}},
+    {
+        f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups": {
+            "0.16": "176a5068cd92",
+            "0.17": "42fd5230b5ed",
+            "0.18": "9ca8d83fc49e",
+            "0.19": "f4f1d380077e",
+        }
+    },
 )
 DISTRIBUTED = Patch(
     f"{_OPTIMIZER}.distrib_optimizer",
     ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
     "It checks the class that it is given; SGD is as elementwise as Adam.",
     {
-        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.__init__": {"0.16.1": "1ae3e73c6c3a"},
-        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.state_dict": {"0.16.1": "8881ca2f5638"},
-        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict": {"0.16.1": "393f78388da7"},
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.__init__": {
+            "0.16": "1ae3e73c6c3a",
+            "0.18": "c93fc09b478d",
+            "0.19": "5771a1b549f9",
+        },
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.state_dict": {"0.16": "8881ca2f5638"},
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict": {
+            "0.16": "393f78388da7",
+            "0.18": "99be8b29719b",
+            "0.19": "5c2af1e56e0b",
+        },
     },
 )
 PATCHES = (CLIPPING, ADAM, DISTRIBUTED)
