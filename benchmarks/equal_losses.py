@@ -105,7 +105,8 @@ def record(folder: Path) -> dict[str, Any]:
         settings = {**COMMON, **words, "dataset_dir": folder, "model_name_or_path": folder / model}
         flags = [f"--{key}={value}" for key, value in {**settings, "output_dir": output}.items()]
         _megatune(str(settings["stage"]), *flags)
-        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        steps = [record for record in records if "grad_norm" in record]  # and no notice that a step was slow
         found[name] = {
             "steps": [{key: repr(step.get(key)) for key in COMPARED} for step in steps],
             "weights": _digest(sorted(output.glob("*model*.safetensors"))),

@@ -149,7 +149,7 @@ def discopop(pairs: Pairs, shape: Shape) -> Tensor:
 
 
 def bco_pair(pairs: Pairs, shape: Shape) -> Tensor:
-    """BCO (arXiv:2404.04656): answers are told from one another by rewards above δ and below."""
+    """BCO (arXiv:2404.04656): answers are classified by whether their rewards are above δ."""
     chosen = shape.beta * pairs.chosen_ratio - shape.reward_shift
     rejected = shape.beta * pairs.rejected_ratio - shape.reward_shift
     return -logsigmoid(chosen) - logsigmoid(-rejected)

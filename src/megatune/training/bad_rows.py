@@ -21,7 +21,7 @@ def without_unreadable(
 ) -> tuple[list[Batch], list[Unreadable]]:
     """Return micro-batches without the labels of samples that have an unreadable picture, and these pictures.
 
-    Each picture is decoded by one of the ranks that have its micro-batch, so that the others have to be told of it. A
+    Each picture is decoded by one of the ranks that have its micro-batch, so the others have to learn of it. A
     sample's file is named once: both answers of a pair have the pictures of its prompt.
     Collective: a sum over all ranks, and more only where a picture is unreadable.
 

@@ -39,7 +39,7 @@ _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "g
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known of a run beside its trainer.
+    """What is known of a run in addition to its trainer.
 
     Attributes:
         asked: what the user wrote; None where no command line started the run.
@@ -174,7 +174,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
 
 
 def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
-    """Say what adapters begin with, and what the base has of other ones; "" for new ones beside the model itself."""
+    """Say what adapters begin with, and what the base has of other ones; "" for new ones on the model itself."""
     chain = list(trainable.adapter_name_or_path)
     last = None if trainable.create_new_adapter or not chain else chain.pop()
     merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
@@ -189,7 +189,7 @@ def _base(settings: Settings) -> str:
 
 
 def _masters(settings: Settings, architecture: Architecture) -> str:
-    """Say what is fp32 beside a 16-bit model."""
+    """Say what is fp32 in addition to a 16-bit model."""
     if settings.precision.params_dtype == "float32":
         return ""
     if settings.finetuning.finetuning_type != "lora":

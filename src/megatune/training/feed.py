@@ -142,8 +142,8 @@ def _prepared_feed(
     has_pictures = any(part.pictures.tokens for part in parts)
     report = prepared.report
     warnings = [*report.notes, *([warning] if (warning := report.cut_warning()) else [])]
-    told = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
-    feed = replace(told, quarantine=quarantine, has_pictures=has_pictures)
+    feed = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
+    feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures)
     if not objective_of(settings).has_companions:
         return feed
     size = settings.data.cutoff_len
@@ -212,7 +212,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
 
 
 class StreamFollower:
-    """What a rank does about its stream beside each step.
+    """What a rank does with its stream before and after each step.
 
     Args:
         limits: of the model.

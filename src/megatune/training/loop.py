@@ -22,7 +22,7 @@ from megatune.data.batches import Batch
 from megatune.data.rows import TokenRows
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
-from megatune.engine.step import StepTotals, evaluate
+from megatune.engine.step import NO_VOTES, Votes, evaluate
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.base import TrainingObjective, check_first_step
@@ -144,12 +144,12 @@ class Trainer:
             for step in steps:
                 profiler.begin(step)
                 batches = next(read)
-                totals = self._step(step, batches)
+                votes = self._step(step, batches)
                 self._tidy(step)
                 profiler.end(step + 1)
                 with self._clock.paused():
-                    self._evaluate_and_save(totals)
-                if totals is not None and totals.stop_requested and step + 1 < self.schedule.total_steps:
+                    self._evaluate_and_save(votes)
+                if votes.stop and step + 1 < self.schedule.total_steps:
                     return "stopped"
         return "finished"
 
@@ -186,14 +186,14 @@ class Trainer:
 
     # Train
 
-    def _step(self, step: int, read: StepBatches) -> StepTotals | None:
-        """Train one step, counted from 0, and report it; None where it is left out."""
+    def _step(self, step: int, read: StepBatches) -> Votes:
+        """Train one step, counted from 0, and report it; return what ranks ask for."""
         self.context.beat("train", step + 1)
         if step + 1 in self.bad_steps.left_out:
             self.callbacks.on_notice(self.bad_steps.pass_over(step))
             self.state.step = step + 1
             self._clock.lap()
-            return None
+            return NO_VOTES
         interval = self.settings.run.check_agreement_interval
         self.objective.before_step(self.assembly.model, (self._readable(each)[0] for each in read.companions))
         batches, unreadable = self._prepared(read.batches)
@@ -203,9 +203,11 @@ class Trainer:
             self.objective,
             learning_rate=self.learning_rate.at(step),
             judge=self.bad_steps.judge,
-            stop_requested=self.context.stop_requested() or self.budget.is_spent(),
-            save_ended=self._saver.has_ended(),
-            save_requested=self.context.save_requested(),
+            votes=Votes(
+                stop=self.context.stop_requested() or self.budget.is_spent(),
+                save=self.context.save_requested(),
+                settle=self._saver.has_ended(),
+            ),
             checked_step=step + 1 if interval and (step + 1) % interval == 0 else None,
             timed=self.settings.logging.log_timers,
             busy=self._clock.busy,
@@ -217,7 +219,7 @@ class Trainer:
             self.objective.after_step(result.totals)
         self._judge(step, result)
         self._report(step, batches, result, seconds, read.waited, unreadable)
-        return result.totals
+        return result.totals.votes
 
     def _check_first(self, result: StepResult) -> None:
         if result.updated and result.totals.normalizer:
@@ -293,15 +295,14 @@ class Trainer:
 
     # Evaluate and save
 
-    def _evaluate_and_save(self, totals: StepTotals | None) -> None:
-        """Do what the schedule, or a rank, asks for after a step; `totals` is None of one that was left out."""
-        if totals is not None and totals.save_ended:
+    def _evaluate_and_save(self, votes: Votes) -> None:
+        """Do what the schedule, or a rank, asks for after a step."""
+        if votes.settle:
             self._settle()
         if self.schedule.evaluates_at(self.state.step):
             self._evaluate()
-        ends = self.state.step == self.schedule.total_steps or (totals is not None and totals.stop_requested)
-        is_asked = totals is not None and totals.save_requested
-        if ends or is_asked or self.schedule.saves_at(self.state.step):
+        ends = votes.stop or self.state.step == self.schedule.total_steps
+        if ends or votes.save or self.schedule.saves_at(self.state.step):
             self._save(background=self.settings.checkpoint.async_save and not ends)
 
     def _evaluate(self) -> None:

@@ -1,6 +1,6 @@
 """The reference of preference training: a model that is in memory for one pass, before training or before each step.
 
-Its log-probabilities of all answers are computed once, and kept beside the rows:
+Its log-probabilities of all answers are computed once, and kept next to the rows:
 
     ROWS/PART/reference-KEY.npy    fp32 [documents], as `TokenRows.spans` has them
 
@@ -206,7 +206,7 @@ def open_reference(
 
     Args:
         source: the folder of the model that the run started from.
-        base: digest of what adapters are beside; "" without adapters.
+        base: digest of the model that adapters belong to; "" without adapters.
         resumed: the checkpoint that the run resumes from.
 
     Raises:

@@ -71,7 +71,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    # Who waits in vain says so itself, a moment later: with what was waited for, and where.
+    # A rank that waits too long says so itself a moment later: for what, and where.
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
     device.require_gpus(payload.get("num_gpus", 0))

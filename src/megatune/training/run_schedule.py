@@ -69,7 +69,7 @@ class TimeBudget:
     checkpoint, before that is over.
 
     What is to come is judged by what was: the longest stretch from one step to the next, with whatever came between,
-    and the longest save. Before the first save, loading stands for it, which moves as many bytes.
+    and the longest save. Before the first save, the time of loading is taken, which moves as many bytes.
 
     Args:
         minutes: from `began` on; None for no limit.

@@ -23,7 +23,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """Check a run, start its ranks or join torchrun's, and return the exit code.
 
     Args:
-        lines: what a user is told first of valid settings, in their world.
+        lines: returns what is printed first of valid settings, in their world.
 
     Raises:
         MegatuneError: everything that is wrong, before any process starts.
@@ -63,7 +63,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     why = "says which part was larger than planned, and what helps" if plan.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if launch.first else contextlib.nullcontext():
-        if launch.first:  # the last run's; whoever asks how this one ended must not read that
+        if launch.first:  # the last run's, which says nothing about this one
             (run_dir / "report.json").unlink(missing_ok=True)
         if place is not None:
             return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)

@@ -14,7 +14,7 @@ from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import gather_parameters
-from megatune.engine.step import Objective, StepTotals, forward_backward
+from megatune.engine.step import NO_VOTES, Objective, StepTotals, Votes, forward_backward
 from megatune.engine.waiting import BusyTime
 from megatune.objectives.language_model import CrossEntropy
 
@@ -54,9 +54,7 @@ def train_step(
     *,
     learning_rate: float,
     judge: Callable[[float, float], str | None] = not_finite,
-    stop_requested: bool = False,
-    save_ended: bool = False,
-    save_requested: bool = False,
+    votes: Votes = NO_VOTES,
     checked_step: int | None = None,
     timed: bool = False,
     busy: BusyTime | None = None,
@@ -67,8 +65,7 @@ def train_step(
         batches: this data-parallel rank's micro-batches.
         judge: gets the loss and the norm of all gradients, the same on all ranks; where it returns why the step is to
             be refused, nothing is changed.
-        stop_requested: whether this rank was asked to stop; sent along with the loss, as are `save_ended` and
-            `save_requested`, for `StepTotals`.
+        votes: what this rank asks of all; for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
         busy: of this rank, for `StepTotals`.
@@ -81,8 +78,7 @@ def train_step(
     began = time.monotonic()
     biases = expert_biases(assembly.model)
     before = [bias.clone() for bias in biases]
-    flags = {"stop_requested": stop_requested, "save_ended": save_ended, "save_requested": save_requested}
-    totals = forward_backward(assembly.model, batches, objective, busy=busy, **flags)
+    totals = forward_backward(assembly.model, batches, objective, votes=votes, busy=busy)
     if timed:
         device.synchronize()
         seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()

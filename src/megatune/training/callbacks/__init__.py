@@ -1,4 +1,4 @@
-"""Everything beside the training step, called by the loop on rank 0: who is called, and when a step is logged."""
+"""Everything around the training step, called by the loop on rank 0: who is called, and when a step is logged."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class LogReport(_Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a user should know of while the run goes on.
+    """Something that a user should know of while the run continues.
 
     Attributes:
         text: for the terminal.
@@ -156,7 +156,7 @@ class TrainSummary:
 
 
 class Callback:
-    """Acts beside the training step; every method does nothing unless a subclass says otherwise."""
+    """Acts around the training step; every method does nothing unless a subclass says otherwise."""
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         """Before the first step of this process."""

@@ -32,7 +32,7 @@ FINISH_SECONDS = 30.0
 
 
 class Trackers(Callback):
-    """Reports to trackers. A resumed run goes on in the tracker's run, and leaves out the steps that are there.
+    """Reports to trackers. A resumed run continues in the tracker's run, and leaves out the steps that are there.
 
     Args:
         workers: name -> "module:Class" of a `Tracker`.
