@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,21 +29,6 @@ def leave_operations(context: RankContext) -> None:
             draft = path.with_suffix(".draft")
             draft.write_text(json.dumps(context.operations()))
             draft.replace(path)
-
-
-def answer_dumps(context: RankContext) -> None:
-    """Have SIGUSR1, which has a handler, write the operations, too; by a thread: in the main thread no handler of
-    Python's runs while it waits."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets the number of each signal, at once
-
-    def answer() -> None:
-        while numbers := os.read(read_end, 64):
-            if signal.SIGUSR1 in numbers:
-                leave_operations(context)
-
-    threading.Thread(target=answer, name="megatune-operations", daemon=True).start()
 
 
 def waits_on_device(run_dir: Path, rank: int) -> bool:
