@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from megatune.architecture import Architecture
+from megatune.config.adapters import as_adapter, with_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, load
+from megatune.config.rules import trained
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights
 from megatune.families.peft_form import adapter_config
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
-from megatune.plan import trainable
-from megatune.plan.adapters import as_adapter, with_adapters
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
@@ -66,7 +66,7 @@ def test_what_is_not_written_is_the_adapters(architecture: Architecture, tmp_pat
     assert adapter_weights(architecture, finetuning) == adapter_weights(architecture, expected)
     assert found.origins["finetuning.lora_rank"] == "adapter_config.json"
     assert found.origins["finetuning.lora_dropout"] == "override"
-    assert not found.check_rules(architecture, rules=trainable.RULES)
+    assert not found.check_rules(architecture, rules=trained.RULES)
 
 
 def test_what_is_written_may_say_the_same(architecture: Architecture, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_processes_that_read_the_model_later_train_the_same(architecture: Archit
 def test_what_peft_could_not_load_is_not_trained(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"model_type": "mixtral"} | sizes))
-    (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trainable.RULES)
+    (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trained.RULES)
     assert str(finding) == (
         "lora_target=w1,q_proj: lora_target: w1, q_proj cannot be saved for peft\n"
         "    why: of experts, w1 and w3 are one matrix to Transformers: both have adapters, or none\n"

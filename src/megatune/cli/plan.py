@@ -14,7 +14,9 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.options import PlanOptions
 
 if TYPE_CHECKING:
+    from megatune.config.settings import Settings
     from megatune.plan.answer import Answer
+    from megatune.plan.case import PlannedModel
 
 _EPILOG = """A settings file is planned as it is, then better layouts are searched for:
 
@@ -25,6 +27,11 @@ A model's folder, config.json or name is searched for its best layout:
 
     megatune plan Qwen3-30B-A3B --gpus 32 --gpu h100-80g
     megatune plan ./my-model --gpus 8 --gpu a100-80g --seq 4096 --global_batch 64 --output best.yaml
+
+Several kinds of GPUs are compared by the time and the price of a run, by prices of a GPU for an hour:
+
+    megatune plan run.yaml --gpus 8 --gpu h100-80g,a100-80g --price h100-80g=2.5 a100-80g=1.3
+    megatune plan Qwen3-30B-A3B --gpus 8 --gpu any --dataset_tokens 40M --trainable lora
 
 ROLL's file of reinforcement learning is planned role by role: what shares a device, and the seconds of each phase.
 
@@ -64,10 +71,15 @@ def run(verb: str, words: Sequence[str]) -> int:
 
     from megatune.launch.devices import count_gpus
     from megatune.plan.answer import answer
+    from megatune.plan.compare import kinds_of
     from megatune.plan.read_question import QuestionReader
     from megatune.training.rows_ahead import data_rows
     from megatune.training.this_machine import this_machine
 
+    if kinds := kinds_of(options.gpu, options.devices):
+        return _compare(given, kinds)
+    if options.price:
+        given.findings.append(Finding("--price without several kinds of GPUs", fix="--gpu KIND,KIND or --gpu any"))
     question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
@@ -84,6 +96,43 @@ def run(verb: str, words: Sequence[str]) -> int:
         show(found, options.top)
     _write(found, options)
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
+
+
+def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
+    """Plan the run on each of several kinds of GPUs and print the table."""
+    from megatune.launch.devices import count_gpus
+    from megatune.plan.compare import document, offers, pages, prices_of
+    from megatune.plan.pages.page import show_pages
+    from megatune.plan.question import Question
+    from megatune.plan.read_question import PlannedRows, QuestionReader
+    from megatune.training.rows_ahead import data_rows
+    from megatune.training.this_machine import this_machine
+
+    options, why = given.options, "it is of one kind of GPU"
+    for name in ("output", "figures", "launch", "calibration"):
+        if given.origin(name) is not None:
+            given.findings.append(Finding(f"--{name} with several kinds", "", why, "plan the kind that you choose"))
+    prices = prices_of(options.price, kinds, options.devices)
+    rows: list[PlannedRows] = []  # read once: the kind of GPU changes nothing about them
+
+    def rows_of(settings: Settings, model: PlannedModel) -> PlannedRows:
+        rows[:] = rows or [data_rows(settings, model)]
+        return rows[0]
+
+    def ask(kind: str) -> Question:
+        asked = replace(given, options=options.model_copy(update={"gpu": kind}), findings=[*given.findings])
+        return QuestionReader(asked, count_gpus, this_machine, rows_of=rows_of).question()
+
+    gc.disable()
+    try:
+        found = offers(kinds, ask, prices)
+    finally:
+        gc.enable()
+    if options.json_:
+        print(document(found))
+    else:
+        show_pages(lambda width: pages(found, width))
+    return ExitCode.DONE if any(offer.found is not None for offer in found) else ExitCode.OUT_OF_MEMORY
 
 
 def _rl_file(words: Sequence[str]) -> str | None:
@@ -121,23 +170,29 @@ def _write(found: Answer, options: PlanOptions) -> None:
     """Write the files, and print the lines that start the run, that were asked for."""
     written: list[str] = []
     if options.figures is not None:
-        from megatune.plan.pages.figures import draw
+        from megatune.plan.pages.figures import figures
 
-        written += [str(path) for path in draw(found, Path(options.figures))]
+        for name, content in figures(found).items():
+            written.append(_write_file(Path(options.figures) / name, content))
     if options.output is not None and found.best is not None:
         from megatune.plan.launch_lines import winner_yaml
 
         text = winner_yaml(found.best, found.question.origins, found.question.written)
-        try:
-            Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            finding = Finding("cannot write the settings", options.output, error.strerror or str(error))
-            raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
-        written.append(options.output)
+        written.append(_write_file(Path(options.output), text.encode()))
     launch = _launch(found, options) if options.launch is not None else []
     if not options.json_:
         print("\n".join([*(f"written: {path}" for path in written), *launch]), end="\n" if written or launch else "")
+
+
+def _write_file(path: Path, content: bytes) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise MegatuneError(
+            Finding("cannot write", str(path), error.strerror or str(error)), ExitCode.CANNOT_WRITE
+        ) from error
+    return str(path)
 
 
 def _launch(found: Answer, options: PlanOptions) -> list[str]:
@@ -161,7 +216,8 @@ def _calibrate(given: Given[PlanOptions]) -> int:
     options, words = given.options, given.settings
     more = [word for word in (words.source, *words.overrides, *words.flags) if word is not None]
     given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
-    from megatune.plan.calibration import calibrate, default_path, write
+    from megatune.plan.calibration.fit import calibrate
+    from megatune.plan.calibration.store import default_path, write
 
     report = calibrate(options.calibrate)
     path = Path(options.calibration) if options.calibration else default_path(report.device)

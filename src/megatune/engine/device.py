@@ -130,6 +130,16 @@ def peak_memory_bytes() -> int:
     return int(getattr(memory, "peak_wset", 0) or _resident_peak() or memory.rss)
 
 
+def memory_overhead_bytes() -> int:
+    """Return bytes of the GPU in use beyond tensors: its context, communication libraries, and what the allocator keeps
+    at its peak beyond the tensors' peak. 0 on a CPU, where `memory_bytes` counts all."""
+    if not HAS_GPU:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return outside + torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
+
+
 def memory_in_gib() -> dict[str, float]:
     """Return what is held now, by the names that log lines have: of the allocator on a GPU, of the process on a CPU."""
     if not HAS_GPU:

@@ -52,10 +52,14 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     if settings.packing:  # but for the last ones, rows are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
     lengths = RowLengths.of(rows, found.words, document=weighted, pictures=found.pictures if found.is_exact else None)
+    tokens = sum(found.documents) * found.rows / (found.encoded or found.rows) if found.is_whole else None
     if not found.is_exact:
-        return PlannedRows(lengths=lengths)
+        return PlannedRows(lengths=lengths, tokens=tokens)
     return PlannedRows(
-        lengths=lengths, most_pictures=found.most_pictures, largest_picture=found.largest_picture or None
+        lengths=lengths,
+        most_pictures=found.most_pictures,
+        largest_picture=found.largest_picture or None,
+        tokens=tokens,
     )
 
 

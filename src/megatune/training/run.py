@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
+from megatune.config.adapters import as_adapter
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.settings import Settings
@@ -23,7 +24,6 @@ from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import objective_of
-from megatune.plan.adapters import as_adapter
 from megatune.plan.case import Case
 from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME

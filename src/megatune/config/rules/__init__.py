@@ -17,12 +17,13 @@ from megatune.config.rules import (
     pipeline,
     preference,
     run,
+    trained,
 )
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference)
+_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference, trained)
 
 # Of a run, and of what only reads its data.
 RULES = (*(rule for module in _MODULES for rule in module.RULES), declared.limits)

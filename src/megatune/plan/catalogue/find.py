@@ -47,6 +47,11 @@ def device_by_driver_name(name: str) -> Device | None:
     return next((each.device for each in entries if wanted in map(plain_name, each.driver_names)), None)
 
 
+def device_names(devices_file: str | Path | None = None) -> list[str]:
+    """Return the names of all devices, those of one's own among them; see `own_catalogue`."""
+    return list({**CATALOGUE_DEVICES, **own_catalogue(devices_file).devices})
+
+
 def find_machine(
     gpu: str,
     *,

@@ -11,11 +11,10 @@ from megatune.architecture import Architecture
 from megatune.config.load import Loaded
 from megatune.config.names import plain
 from megatune.config.of_model import of_model
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run, trained
 from megatune.config.rules.problem import Context, Problem, Rule
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
-from megatune.plan import trainable
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.variation import with_settings
@@ -32,7 +31,7 @@ _RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *memory.RULES,
     *finetuning.RULES,
-    *trainable.RULES,
+    *trained.RULES,
     *preference.RULES,
     run.cutoff,
 )

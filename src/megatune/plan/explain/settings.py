@@ -10,14 +10,12 @@ from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES
 from megatune.config.rules.declared import is_met
 from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Needs, SettingInfo
 from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
 from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of
-from megatune.plan import trainable
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import against, weigh
@@ -152,7 +150,7 @@ def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language =
     if ground.architecture is not None:
         loaded, _ = of_model(loaded, ground.architecture)
     written = {path for path, origin in loaded.origins.items() if origin != "default"}
-    findings = loaded.check(ground.architecture, ground.world_size, (*RULES, *trainable.RULES))
+    findings = loaded.check(ground.architecture, ground.world_size)
     lines = [words.settings.format(file=name)]
     if case is None:
         lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=ground.why_not)}"))

@@ -28,6 +28,7 @@ _NOT_HERE = {
     "dataset_tokens": "max_steps says how long a run is",
     "top": "the file's own layouts are planned, and no others are searched for",
     "output": "the file's own layouts are planned, and no others are searched for",
+    "price": "one kind of GPU is planned",
     "figures": "a plan of reinforcement learning is text",
     "launch": "megatune rl starts its own processes, on Ray",
 }

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, LoadedModel
+from megatune.config.adapters import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
@@ -22,7 +23,6 @@ from megatune.engine.step import evaluating
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
-from megatune.plan.adapters import as_adapter
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker import rows
 from megatune.rl.worker.batching import Sharing

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from megatune.config.rules import adapters as adapter_rules
 from megatune.config.rules import finetuning as rules
 from megatune.config.rules.problem import Context, Problem
 from megatune.families.trained import ALL_MODULES, modules, trained_weights
-from megatune.plan import trainable_adapters as adapter_rules
 
 _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal_projector")
 
