@@ -85,10 +85,10 @@ def test_chinese_is_imported_only_when_asked_for():
     script = (
         "import sys\n"
         "from megatune.plan.explain.settings import explain_key\n"
-        "from megatune.plan.explain.ground import default_grounds\n"
-        "explain_key('cutoff_len', default_grounds())\n"
+        "from megatune.plan.explain.base_case import default_cases\n"
+        "explain_key('cutoff_len', default_cases())\n"
         "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
-        "explain_key('cutoff_len', default_grounds(), 'zh')\n"
+        "explain_key('cutoff_len', default_cases(), 'zh')\n"
         "print('megatune.config.chinese' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)

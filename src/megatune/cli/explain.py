@@ -17,7 +17,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.config.load import Loaded
-    from megatune.plan.explain.ground import Ground
+    from megatune.plan.explain.base_case import BaseCase
     from megatune.plan.explain.words import Language
 
 _EPILOG = """    megatune explain recompute_granularity
@@ -102,15 +102,15 @@ def run(verb: str, words: Sequence[str]) -> int:
 def _key(key: str, words: list[str], options: ExplainOptions, language: Language) -> int:
     """Explain one setting, in the case of a file where one is named."""
     from megatune.config.load import load
-    from megatune.plan.explain.ground import default_grounds
+    from megatune.plan.explain.base_case import default_cases
     from megatune.plan.explain.settings import explain_key, knows
 
-    grounds: list[Ground] = []
+    cases: list[BaseCase] = []
     if knows(key) and words:  # what is not known needs no planner
-        grounds = [_ground(load(words[0], words[1:]), options)]
+        cases = [_base_case(load(words[0], words[1:]), options)]
     elif knows(key):
-        grounds = default_grounds(options.model, options.gpus, options.gpu)
-    print(explain_key(key, grounds, language))
+        cases = default_cases(options.model, options.gpus, options.gpu)
+    print(explain_key(key, cases, language))
     return ExitCode.DONE
 
 
@@ -125,16 +125,16 @@ def _file(name: str, words: list[str], options: ExplainOptions, language: Langua
         print(explain_rl_file(name, read, language))
         return ExitCode.SETTINGS if read.findings else ExitCode.DONE
     loaded = load(name, words)
-    text, findings = explain_file(name, loaded, _ground(loaded, options), language)
+    text, findings = explain_file(name, loaded, _base_case(loaded, options), language)
     print(text)
     return ExitCode.SETTINGS if findings else ExitCode.DONE
 
 
-def _ground(loaded: Loaded, options: ExplainOptions) -> Ground:
+def _base_case(loaded: Loaded, options: ExplainOptions) -> BaseCase:
     """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
     from megatune.launch.devices import count_gpus
     from megatune.plan.catalogue import find_machine
-    from megatune.plan.explain.ground import DEFAULT_GPU, ground_of_file
+    from megatune.plan.explain.base_case import DEFAULT_GPU, case_of_file
     from megatune.training.this_machine import this_machine
 
     if options.model is not None:
@@ -144,7 +144,7 @@ def _ground(loaded: Loaded, options: ExplainOptions) -> Ground:
     machine = find_machine(options.gpu) if options.gpu else None
     if not options.gpu and (count := count_gpus(os.environ)):
         machine, _ = this_machine(count, count)  # None where the catalogue does not know its GPUs
-    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), options.gpus, is_assumed=machine is None)
+    return case_of_file(loaded, machine or find_machine(DEFAULT_GPU), options.gpus, is_assumed=machine is None)
 
 
 def _run_folder(folder: Path) -> int:

@@ -156,7 +156,7 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
     if given.options.json_:
         import json
 
-        from megatune.plan.rl.document import document
+        from megatune.plan.rl.pages import document
 
         print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
     else:

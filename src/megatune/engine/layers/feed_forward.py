@@ -59,7 +59,7 @@ class SharedExperts(SharedExpertMLP, FeedForward):
     def __init__(
         self, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection, **unused: Any
     ) -> None:
-        super().__init__(config, linear_layers(config), gate, pg_collection)
+        SharedExpertMLP.__init__(self, config, linear_layers(config), gate, pg_collection)
 
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:

@@ -180,13 +180,8 @@ _MODULES = {
 
 def layout_words(case: Case) -> str:
     """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
-    parallel = case.settings.parallel
-    sizes = parallel.sizes(case.world_size)
-    etp = parallel.expert_tensor_size
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if case.model.architecture.moe is not None and etp != sizes["tp"]:
-        words.insert(-1 if case.dp_size > 1 else len(words), f"etp{etp}")
-    return " ".join(words) or "one device"
+    has_experts = case.model.architecture.moe is not None
+    return case.settings.parallel.words(case.world_size, has_experts=has_experts) or "one device"
 
 
 def recompute_words(recompute: RecomputeSettings) -> str:

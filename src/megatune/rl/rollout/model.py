@@ -15,7 +15,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
-from megatune.rl.rollout.slots import ATTENTION
+from megatune.rl.rollout.slots import ATTENTION, Prompts, SlotCache
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,15 +65,15 @@ def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def bytes_of_a_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    config = model.config
-    heads = config.num_key_value_heads or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: Transformers keeps the heads' own
-        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        heads = config.num_attention_heads
-    else:
-        sizes = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return config.num_hidden_layers * heads * sizes * model.dtype.itemsize
+    """Return the bytes of a token in the cache, in all layers, after a pass over one token: keys and values, or what a
+    model with latent attention hands over in their place."""
+    cache = SlotCache()
+    cache.plan = plan = Prompts(torch.tensor([0]))
+    cache.reserve(1, 1, 1)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model.base_model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, slots=plan)
+    return cache.bytes_of_a_token
 
 
 def room_of_cache(device: torch.device) -> int:

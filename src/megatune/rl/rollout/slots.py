@@ -75,6 +75,12 @@ class SlotCache(Cache):
         self._pairs.clear()
         self._rows, self._tokens = 0, 0
 
+    @property
+    def bytes_of_a_token(self) -> int:
+        """Bytes of one token of a row, in all layers that have been computed."""
+        tensors = (tensor for pair in self._pairs.values() for tensor in pair)
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
+
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of a row to another."""
         for pair in self._pairs.values():

@@ -35,7 +35,7 @@ _RULES: tuple[Rule, ...] = (
     *preference.RULES,
     run.cutoff,
 )
-# How such a model is usually trained, so that a setting is weighed against a sensible run.
+# How such a model is usually trained, so that a setting is impact against a sensible run.
 _USUAL: Mapping[str, Any] = {
     "precision.bf16": True,
     "batch.per_device_train_batch_size": 1,
@@ -87,7 +87,7 @@ Assumed: TypeAlias = Literal["", "case", "machines"]
 
 
 @dataclass(frozen=True)
-class Ground:
+class BaseCase:
     """A case, and how much of it the user asked for.
 
     Attributes:
@@ -103,8 +103,8 @@ class Ground:
     world_size: int | None = None
 
 
-def default_grounds(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[Ground]:
-    """Return the cases that a setting is weighed in where no file says more, the first one first.
+def default_cases(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[BaseCase]:
+    """Return the cases that a setting is impact in where no file says more, the first one first.
 
     Without a model there are several: a dense one, and for what needs experts or an encoder some that have them.
 
@@ -151,9 +151,9 @@ def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case
     ]
 
 
-def ground_of_file(
+def case_of_file(
     loaded: Loaded, machine: Machine, world_size: int | None = None, *, is_assumed: bool = False
-) -> Ground:
+) -> BaseCase:
     """Return the case of a settings file.
 
     Args:
@@ -166,20 +166,20 @@ def ground_of_file(
     asked = world_size or settings.run.num_processes
     assumed: Assumed = "machines" if is_assumed or asked is None else ""
     if name is None:
-        return Ground(None, assumed, "model_name_or_path is missing")
+        return BaseCase(None, assumed, "model_name_or_path is missing")
     try:
         model = find_model(name, settings.model.model_revision, settings.model.cache_dir, stage=settings.run.stage)
     except MegatuneError as error:
-        return Ground(None, assumed, error.findings[0].what)
+        return BaseCase(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
     settings = of_model(loaded, model.architecture)[0].for_world(world).settings
     return _plannable(Case(model=model, settings=settings, world_size=world, machine=machine), assumed)
 
 
-def _plannable(case: Case, assumed: Assumed) -> Ground:
+def _plannable(case: Case, assumed: Assumed) -> BaseCase:
     found = problems(case)
     known = (case.model.architecture, case.world_size)
-    return Ground(None, assumed, found[0].what, *known) if found else Ground(case, assumed, "", *known)
+    return BaseCase(None, assumed, found[0].what, *known) if found else BaseCase(case, assumed, "", *known)
 
 
 def problems(case: Case) -> list[Problem]:
