@@ -74,9 +74,9 @@ def rl_texts(info: SettingInfo, language: Language) -> Texts:
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
-    from megatune.config.chinese import phrases, rl_phrases, rl_translations
+    from megatune.config.chinese import phrases, translations
 
-    text, units = rl_translations()[info.path], {**phrases("units"), **rl_phrases("units")}
+    text, units = translations("rl")[info.path], {**phrases("units"), **phrases("units", "rl")}
     unit = f"（单位：{units[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
 
@@ -96,17 +96,19 @@ def _engine_rows() -> Iterator[str]:
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:
-    for dotted, refused in table("roll").refused.items():
-        values = ", ".join(f"`{shown(value)}`" for value in refused.values or ()) or words.every_other
-        yield f"| `{dotted}` | {values} | {_reason(refused.why, language)} |\n"
+    for dotted, row in table("roll").items():
+        if row.unsupported:
+            values = ", ".join(f"`{shown(value)}`" for value in row.refuses or ()) or words.every_other
+            yield f"| `{dotted}` | {values} | {_reason(row.unsupported, language)} |\n"
 
 
 def _ignored_rows(language: Language) -> Iterator[str]:
     """Give a row for each reason and mapping, with the keys that it is of."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for dotted, accepted in table("roll").accepted.items():
+    for dotted, row in table("roll").items():
         above, _, key = dotted.rpartition(".")
-        reasons.setdefault((above, accepted.why), []).append(f"`{key}`")
+        if row.ignored:
+            reasons.setdefault((above, row.ignored), []).append(f"`{key}`")
     for (above, why), names in reasons.items():
         yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {_reason(why, language)} |\n"
 
@@ -114,9 +116,9 @@ def _ignored_rows(language: Language) -> Iterator[str]:
 def _reason(why: str, language: Language) -> str:
     if language == "en":
         return why
-    from megatune.config.chinese import rl_phrases
+    from megatune.config.chinese import phrases
 
-    return rl_phrases("reasons")[why]
+    return phrases("reasons", "rl")[why]
 
 
 _HEADINGS: dict[Language, dict[str, str]] = {
