@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.roll import ReadRL, is_rl_file, read_roll, run_yaml
+from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
+from megatune.config.entry import is_rl_file
 
 FILES = Path(__file__).with_name("roll_files")
 STRATEGY = "actor_train.strategy_args.strategy_config"

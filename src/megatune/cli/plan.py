@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli.command import Command
 from megatune.config.options import Given
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding
 from megatune.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
-    from megatune.plan.answer import Answer
     from megatune.plan.case import PlannedModel
 
 _EPILOG = """A settings file is planned as it is, then better layouts are searched for:
@@ -67,7 +65,13 @@ def run(verb: str, words: Sequence[str]) -> int:
     given = COMMAND.read(words)
     options = given.options
     if options.calibrate:
-        return _calibrate(given)
+        asked = given.settings
+        more = [word for word in (asked.source, *asked.overrides, *asked.flags) if word is not None]
+        given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
+        from megatune.plan.results import show_calibration
+
+        show_calibration(options)
+        return ExitCode.DONE
 
     from megatune.launch.devices import count_gpus
     from megatune.plan.answer import answer
@@ -94,7 +98,11 @@ def run(verb: str, words: Sequence[str]) -> int:
         from megatune.plan.pages.whole import show
 
         show(found, options.top)
-    _write(found, options)
+    from megatune.plan.results import write_results
+
+    lines = write_results(found, options)
+    if lines and not options.json_:
+        print("\n".join(lines))
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
 
 
@@ -140,7 +148,7 @@ def _rl_file(words: Sequence[str]) -> str | None:
     files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     if not files:
         return None
-    from megatune.config.dialects.roll import is_rl_file
+    from megatune.config.entry import is_rl_file
 
     return next((file for file in files if is_rl_file(file)), None)
 
@@ -164,67 +172,3 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
 
         show(answer)
     return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
-
-
-def _write(found: Answer, options: PlanOptions) -> None:
-    """Write the files, and print the lines that start the run, that were asked for."""
-    written: list[str] = []
-    if options.figures is not None:
-        from megatune.plan.pages.figures import figures
-
-        for name, content in figures(found).items():
-            written.append(_write_file(Path(options.figures) / name, content))
-    if options.output is not None and found.best is not None:
-        from megatune.plan.launch_lines import winner_yaml
-
-        text = winner_yaml(found.best, found.question.origins, found.question.written)
-        written.append(_write_file(Path(options.output), text.encode()))
-    launch = _launch(found, options) if options.launch is not None else []
-    if not options.json_:
-        print("\n".join([*(f"written: {path}" for path in written), *launch]), end="\n" if written or launch else "")
-
-
-def _write_file(path: Path, content: bytes) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise MegatuneError(
-            Finding("cannot write", str(path), error.strerror or str(error)), ExitCode.CANNOT_WRITE
-        ) from error
-    return str(path)
-
-
-def _launch(found: Answer, options: PlanOptions) -> list[str]:
-    from megatune.plan.launch_lines import Launch, sbatch_file, torchrun_lines
-
-    chosen = (found.own if options.output is None else None) or found.best
-    if chosen is None:
-        return []
-    case, file = chosen.case, options.output or found.question.file or "best.yaml"
-    launch = Launch(file=file, settings=case.settings, machine=case.machine, world_size=case.world_size)
-    if options.launch == "slurm":
-        return ["", "# A file for sbatch", sbatch_file(launch)]
-    lines = torchrun_lines(launch)
-    if len(lines) == 1:
-        return ["", *lines]
-    return [part for rank, line in enumerate(lines) for part in ("", f"# On machine {rank}", line)]
-
-
-def _calibrate(given: Given[PlanOptions]) -> int:
-    """Fit, print what it does to the errors, and keep the factors for the next plan."""
-    options, words = given.options, given.settings
-    more = [word for word in (words.source, *words.overrides, *words.flags) if word is not None]
-    given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
-    from megatune.plan.calibration.fit import calibrate
-    from megatune.plan.calibration.store import default_path, write
-
-    report = calibrate(options.calibrate)
-    path = Path(options.calibration) if options.calibration else default_path(report.device)
-    print("\n".join(report.lines()))
-    if not report.calibration.num_runs:
-        what, fix = "nothing is written: without these factors plans are nearer", "give more runs, of several sizes"
-        raise MegatuneError(Finding(what, why="the fit is refused, as said above", fix=fix), ExitCode.INPUT)
-    write(report.calibration, path, report.device)
-    print(f"written: {path}; plans for {report.device} use it" + (" with --calibration" if options.calibration else ""))
-    return ExitCode.DONE

@@ -235,7 +235,7 @@ def seeds(command: Command) -> None:
 
 def _flags_of(part: str) -> list[str]:
     """List the flags that say something only of a part: lora, rlhf, rollouts."""
-    return [name for name, row in table("swift").rows.items() if row.of == part]
+    return [name for name, row in table("swift").items() if row.of == part]
 
 
 MEANINGS = (steps, tuner, learning_rate, pictures, losses, preferences, seeds)

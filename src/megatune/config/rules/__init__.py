@@ -57,5 +57,5 @@ def check(
     for problem in (problem for rule in rules for problem in rule(context)):
         if set(problem.paths).isdisjoint(invalid):
             places = (origin for path in problem.paths if (origin := (origins or {}).get(path, "default")) != "default")
-            findings.append(Finding(problem.what, problem.where or next(places, ""), problem.why, problem.fix))
+            findings.append(Finding(problem.what, next(places, ""), problem.why, problem.fix))
     return [*map(phrase or plain_finding, findings)]

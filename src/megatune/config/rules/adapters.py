@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules.finetuning import adapters as rule_of_settings
 from megatune.config.rules.problem import Context, Problem
+from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
@@ -61,10 +61,9 @@ def whole_modules(context: Context) -> Iterator[Problem]:
         fix = f"remove {tied[0]} from `{_WHOLE}`, or write `finetuning_type: freeze`, which trains the one matrix"
         yield Problem((_WHOLE,), what, why, fix)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
-        fix = f"did you mean {near[0]}?" if near else f"write `{_WHOLE}: {known[-1]}`, or others of them"
+        fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
         fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
         yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
     if finetuning.freeze_language_model:
@@ -175,9 +174,8 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         whole = leaf in modules(architecture, per_layer=False)
         fix = f"write `{_WHOLE}: {leaf}`, which trains it whole" if whole else f"remove {target}"
         return Problem((_TARGET,), what, f"{leaf} is not a matrix, and has no adapter", fix)
-    near = difflib.get_close_matches(leaf, known, n=1)
     why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
-    return Problem((_TARGET,), what, why, f"did you mean {near[0]}?" if near else f"write `{_TARGET}: all`")
+    return Problem((_TARGET,), what, why, did_you_mean(leaf, known, f"write `{_TARGET}: all`"))
 
 
 def _layers_that_match(target: str, architecture: Architecture) -> str:

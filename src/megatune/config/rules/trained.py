@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from megatune.config.rules import adapters as adapter_rules
 from megatune.config.rules import finetuning as rules
 from megatune.config.rules.problem import Context, Problem
+from megatune.errors import did_you_mean
 from megatune.families.trained import ALL_MODULES, modules, trained_weights
 
 _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal_projector")
@@ -33,10 +33,9 @@ def known_modules(context: Context) -> Iterator[Problem]:
         ),
     ):
         if unknown := [module for module in asked if module not in known]:
-            near = difflib.get_close_matches(unknown[0], known, n=1)
             what = f"`{name}` has {', '.join(unknown)}"
             why = f"modules of a {architecture.model_type} {where}: {', '.join(known)}"
-            fix = f"did you mean {near[0]}?" if near else f"write `{name}: {known[0]}`, or others of them"
+            fix = did_you_mean(unknown[0], known, f"write `{name}: {known[0]}`, or others of them")
             yield Problem((name,), what, why, fix)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,9 +76,8 @@ def named_template(name: str) -> NamedTemplate:
     """
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
-    near = difflib.get_close_matches(name, template_names(), n=2)
     names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's own"
-    fix = f"did you mean {' or '.join(near)}?" if near else names
+    fix = did_you_mean(name, template_names(), names, count=2)
     raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
 
 

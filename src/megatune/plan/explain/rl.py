@@ -69,17 +69,19 @@ def rl_page(language: Language = "en") -> str:
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:
-    for dotted, refused in table("roll").refused.items():
-        values = ", ".join(f"`{shown(value)}`" for value in refused.values or ()) or words.every_other
-        yield f"| `{dotted}` | {values} | {phrase_of(refused.why, 'reasons', language)} |\n"
+    for dotted, row in table("roll").items():
+        if row.unsupported:
+            values = ", ".join(f"`{shown(value)}`" for value in row.refuses or ()) or words.every_other
+            yield f"| `{dotted}` | {values} | {phrase_of(row.unsupported, 'reasons', language)} |\n"
 
 
 def _accepted_rows(language: Language) -> Iterator[str]:
     """Give a row for each reason and mapping, with the keys that it is of."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for dotted, accepted in table("roll").accepted.items():
+    for dotted, row in table("roll").items():
         above, _, key = dotted.rpartition(".")
-        reasons.setdefault((above, accepted.why), []).append(f"`{key}`")
+        if row.ignored:
+            reasons.setdefault((above, row.ignored), []).append(f"`{key}`")
     for (above, why), names in reasons.items():
         why = phrase_of(why, "reasons", language)
         yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {why} |\n"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.row import Row
+from megatune.config.dialects.table import SHORT_NAMES
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.rules.declared import is_met
-from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Needs, SettingInfo
 from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
-from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of
+from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of, nearest_names
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.base_case import BaseCase
@@ -40,7 +39,8 @@ from megatune.plan.explain.words import (
 )
 from megatune.plan.pages.words import percent, seconds
 
-_REFUSED = {**NOT_BUILT, **LLAMAFACTORY.not_built}
+_ROWS = LLAMAFACTORY.rows
+_REFUSED = {key: row for key, row in _ROWS.items() if row.unsupported}
 
 
 def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") -> str:
@@ -55,10 +55,10 @@ def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") 
     """
     name = _name(key)
     infos, words = all_settings(), words_of(language)
-    meaning = LLAMAFACTORY.meaning_of(name)
-    path = meaning.paths[0] if meaning else name if name in infos else None
-    refused, accepted = LLAMAFACTORY.not_built.get(name), LLAMAFACTORY.accepted.get(name)
-    if path is None and refused is None and accepted is None:
+    row = LLAMAFACTORY.row_of(name)
+    path = row.paths[0] if row is not None and row.paths else name if name in infos else None
+    refused = _REFUSED.get(name)
+    if path is None and row is None:
         raise _unknown(key)
     lines: list[str] = []
     if path is not None:
@@ -66,11 +66,9 @@ def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") 
         refused = refused or _REFUSED.get(infos[path].name)
     if refused is not None:
         lines += ["" if lines else name, *_refusal(name, refused, words, language)]
-    if accepted is not None and path is None:
-        lines += [
-            name,
-            wrapped(words.accepted + words.colon + phrase_of(accepted.why, "accepted", language), indent="  "),
-        ]
+    if row is not None and row.ignored and path is None:
+        text = phrase_of(row.ignored, "accepted", language)
+        lines += [name, wrapped(words.accepted + words.colon + text, indent="  ")]
     return "\n".join(lines)
 
 
@@ -83,24 +81,11 @@ def _name(key: str) -> str:
     return key.removeprefix("--").replace("-", "_")
 
 
-# As plans write layouts, and people say.
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "dp": "num_processes",
-    "lr": "learning_rate",
-}
-
-
 def _unknown(key: str) -> MegatuneError:
     names, name = LLAMAFACTORY.names, _name(key.lower()).rpartition(".")[2]
-    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
+    near = [SHORT_NAMES[name]] if name in SHORT_NAMES else nearest_names(name, names, cutoff=0.7)
+    if name not in SHORT_NAMES:
+        near += [each for each in names if name in each and each not in near][: 3 - len(near)]
     fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
     return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
 
@@ -117,17 +102,17 @@ def _explained(info: SettingInfo, cases: Sequence[BaseCase], language: Language)
     yield from rows(words, (words.cost, cost_lines(info, impact_of(info, cases), cases, words)), hang=2)
 
 
-def _refusal(key: str, refused: Refused, words: Words, language: Language) -> Iterator[str]:
+def _refusal(key: str, refused: Row, words: Words, language: Language) -> Iterator[str]:
     def line(text: str) -> str:
         return wrapped(text, indent="    ", first="  ")
 
-    why, fix = phrase_of(refused.why, "refusals", language), phrase_of(refused.fix, "fixes", language)
+    why, fix = phrase_of(refused.unsupported, "refusals", language), phrase_of(refused.fix, "fixes", language)
     values = ""
-    if refused.values is not None:
-        values = words.parentheses.format(f"{key}{words.colon}{words.comma.join(map(shown, refused.values))}")
+    if refused.refuses is not None:
+        values = words.parentheses.format(f"{key}{words.colon}{words.comma.join(map(shown, refused.refuses))}")
     yield line((words.refused_values if values else words.refused) + values + words.colon + why)
-    if refused.values is None:
-        yield line(words.passes + words.colon + words.comma.join(map(shown, [*refused.off, None])))
+    if refused.refuses is None:
+        yield line(words.passes + words.colon + words.comma.join(map(shown, [*refused.passes, None])))
     if fix:
         yield line(words.instead + words.colon + fix.removeprefix("write ").removeprefix("写 "))
 
@@ -218,16 +203,16 @@ def _section(info: SettingInfo, words: Words, language: Language) -> Iterator[st
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:
-    for key, refused in sorted(_REFUSED.items()):
-        every = refused.values is None
-        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
-        passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
-        why = phrase_of(refused.why, "refusals", language)
+    for key, refused in sorted(_REFUSED.items(), key=lambda each: each[0]):
+        every = refused.refuses is None
+        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.refuses or ())
+        passes = ", ".join(f"`{shown(v)}`" for v in refused.passes) or ("`null`" if every else words.the_rest)
+        why = phrase_of(refused.unsupported, "refusals", language)
         yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"
 
 
 def _accepted_rows(language: Language) -> Iterator[str]:
     keys: dict[str, list[str]] = {}
-    for key, accepted in sorted(LLAMAFACTORY.accepted.items()):
-        keys.setdefault(accepted.why, []).append(f"`{key}`")
+    for key in sorted(key for key, row in _ROWS.items() if row.ignored):
+        keys.setdefault(_ROWS[key].ignored, []).append(f"`{key}`")
     yield from (f"| {', '.join(names)} | {phrase_of(why, 'accepted', language)} |\n" for why, names in keys.items())

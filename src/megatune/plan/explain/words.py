@@ -51,10 +51,10 @@ def texts_of(info: SettingInfo, language: Language, *, is_rl: bool = False) -> T
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
-    from megatune.config.chinese import phrases, rl_phrases, rl_translations, translations
+    from megatune.config.chinese import phrases, translations
 
-    text = (rl_translations() if is_rl else translations())[info.path]
-    units = {**phrases("units"), **(rl_phrases("units") if is_rl else {})}
+    text = translations("rl" if is_rl else "")[info.path]
+    units = {**phrases("units"), **(phrases("units", "rl") if is_rl else {})}
     unit = f"（单位：{units[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
 
@@ -84,9 +84,9 @@ def phrase_of(text: str, kind: str, language: Language) -> str:
     """Return a sentence of the tables of keys in a language: of "refusals", "fixes", "accepted", or RL's "reasons"."""
     if language == "en":
         return text
-    from megatune.config.chinese import phrases, rl_phrases
+    from megatune.config.chinese import phrases
 
-    return (rl_phrases(kind) if kind == "reasons" else phrases(kind)).get(text, text)
+    return phrases(kind, "rl" if kind == "reasons" else "").get(text, text)
 
 
 WIDTH = 100

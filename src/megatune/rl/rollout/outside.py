@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatune.config.rl.settings import InferRole
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.rl.rollout.engine import Memory
 from megatune.rl.rollout.updates import Update
 from megatune.rl.samples import Request, Response
@@ -61,8 +60,7 @@ def check_arguments(engine: str, given: Mapping[str, object], known: Collection[
     findings = []
     for key in given:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            fix = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+            fix = did_you_mean(key, known, "leave it out")
             where = f"{role.name}.strategy_args.strategy_config"
             findings.append(Finding(f"{engine} has no argument {key}", where, "", fix))
     if findings:

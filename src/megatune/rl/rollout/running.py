@@ -52,7 +52,7 @@ class Running:
         self.start = np.array(self.tokens[:-1], np.int64).tobytes()
         self.routing: list[np.ndarray] = []
         self._log_probs: list[float] = request.log_probs.tolist()
-        self._sampling = Sampling(stop_words=request.stop_strings) if request.stop_strings else None
+        self._sampling = Sampling(stop_words=[*request.stop_strings]) if request.stop_strings else None
         self.uniforms = uniforms(request.seed, request.max_new_tokens).tolist()
 
     @property
