@@ -16,6 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, adapter_weights
 from megatune.families.peft_settings import settings_of
 from megatune.families.peft_tensors import read_adapter
+from megatune.families.weights import Weight, layers_of
 
 _KEY = "adapter_name_or_path"
 
@@ -82,6 +83,11 @@ def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapp
     )
 
 
+def _in_layers(architecture: Architecture, finetuning: FinetuningSettings) -> list[Weight]:
+    """List the entries of adapters that a layer has: a model with experts everywhere has no dense feed-forward."""
+    return [weight for weight in adapter_weights(architecture, finetuning) if layers_of(weight, architecture)]
+
+
 def _otherwise(
     asked: FinetuningSettings,
     trained: FinetuningSettings,
@@ -96,7 +102,7 @@ def _otherwise(
         match name:
             case "lora_target":
                 wanted = trained.model_copy(update={"lora_target": mine})
-                is_same = adapter_weights(architecture, wanted) == adapter_weights(architecture, trained)
+                is_same = _in_layers(architecture, wanted) == _in_layers(architecture, trained)
             case "additional_target":
                 is_same = set(its) <= set(mine)  # what the adapter has not is the base's
             case _:
@@ -109,6 +115,8 @@ def _otherwise(
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):  # paths of modules: what is inside of a layer
+        value = [each.rpartition("{layer}.")[2].replace("{expert}.", "") for each in value]
     if isinstance(value, list) and len(value) > 3:
         return f"{', '.join(value[:3])} and {len(value) - 3} more"
     return ", ".join(value) or "none" if isinstance(value, list) else shown(value)

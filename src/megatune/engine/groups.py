@@ -326,9 +326,14 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
-def leave() -> None:
-    """Take the groups down, so that the process can end or build other ones."""
+def unbuild() -> None:
+    """Take the layout's groups down, so that `build` can build them again."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def leave() -> None:
+    """Take the groups down, so that the process can end or build other ones."""
+    unbuild()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

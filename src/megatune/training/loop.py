@@ -98,7 +98,7 @@ class Trainer:
     _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
-        self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source)
+        self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source, self._beat_save)
         self.objective.load_state_dict(self.state.objective)
 
     def run(self) -> Outcome:
@@ -364,6 +364,9 @@ class Trainer:
         self._saved_step = self.state.step
         if path is not None:
             self.callbacks.on_save(path)
+
+    def _beat_save(self) -> None:
+        self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is written in the background, if there is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.operations import recent_operations, remember_groups
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, Finding
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import objective_of
@@ -34,7 +34,7 @@ from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
-from megatune.training.checkpoint import check_continues, load_checkpoint
+from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
 from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loaders import Loaders, loader_workers
@@ -90,7 +90,19 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         groups.leave()
 
 
-def _train(
+def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, **options: Any) -> int:
+    """Run `_train_from` the newest checkpoint that is whole, as far as loading it shows."""
+    damaged: dict[Path, Sequence[Finding]] = {}
+    while True:
+        try:
+            return _train_from(damaged, context, settings, run_yaml, *args, **options)
+        except DamagedCheckpointError as error:
+            damaged[Path(error.findings[0].where)] = error.findings
+        groups.unbuild()
+
+
+def _train_from(
+    damaged: Mapping[Path, Sequence[Finding]],
     context: RankContext,
     settings: Settings,
     run_yaml: str,
@@ -104,7 +116,7 @@ def _train(
     output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
     on_rank_0(lambda: _open_output(output_dir))
-    resumed, notes = choose_checkpoint(context, settings, output_dir)
+    resumed, notes = choose_checkpoint(context, settings, output_dir, damaged)
     source = model_on_node(context, settings, model_dir, resumed)
     architecture = load_architecture(source, settings.run.stage)
     experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts
