@@ -19,7 +19,6 @@ import transformers.models.auto.tokenization_auto  # noqa: F401
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
-from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
 from megatune.data.mismatched import MismatchedRows
@@ -35,6 +34,7 @@ from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import Stream
 from megatune.data.vision import load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import cache_dir
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
