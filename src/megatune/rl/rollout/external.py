@@ -115,7 +115,7 @@ class Sampled:
         )
 
 
-class OutsideEngine(ABC):
+class ExternalEngine(ABC):
     """See `RolloutEngine`.
 
     Args:
