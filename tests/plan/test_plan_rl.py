@@ -29,8 +29,8 @@ from megatune.plan.rl.held import OLD_PASS, REFERENCE_PASS, SAMPLE, SYNC, TRAIN,
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
 from megatune.plan.rl.question import Lengths
 from megatune.plan.rl.seconds import UNCERTAINTY
+from megatune.rl.rollout.kv_cache import ATTENTION
 from megatune.rl.rollout.model import bytes_of_a_token, room_of_cache
-from megatune.rl.rollout.slots import ATTENTION
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -69,6 +69,8 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
     """
     reading = read_tree(source, overrides)
+    if other := _other_pipeline(reading.tree, source):
+        return ReadRL(None, (other,), tree=reading.tree)
     reader = Reader(reading.findings, lines=reading.lines)
     origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
     if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
@@ -83,6 +85,26 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
     findings = tuple(in_order(reader.findings))
     lines = (*reader.lines, *_ignored_lines(reader))
     return ReadRL(None if findings else settings, findings, lines, origins, reading.tree, variables)
+
+
+# Keys that only a file of another pipeline of ROLL's has: what it is, and what runs such a thing here.
+_PIPELINES = {
+    ("custom_envs", "train_env_manager"): (
+        "agentic reinforcement learning",
+        "environments of several turns are not supported",
+        "write the task as problems with a reward of your own (docs/rl-rewards.md)",
+    ),
+    ("sft_train",): ("supervised fine-tuning", "it is another verb", "megatune sft, or megatune train FILE.yaml"),
+    ("chosen_key", "rejected_key"): ("DPO", "it is another verb", "megatune dpo, or megatune train FILE.yaml"),
+}
+
+
+def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:
+    """Say what a file of another pipeline is: its keys one by one would tell nobody."""
+    for keys, (what, why, fix) in _PIPELINES.items():
+        if any(key in tree for key in keys):
+            return Finding(f"this is a file of ROLL's {what}", str(source), why, fix)
+    return None
 
 
 def _understood(tree: Tree, reader: Reader) -> Tree:

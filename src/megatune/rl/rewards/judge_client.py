@@ -1,12 +1,12 @@
-"""Asks a model of this run to judge: threads of the reward pool ask, and the driver's lets its engines sample."""
+"""Asks a model of this run to judge: threads of the reward pool wait, and the driver's lets its engines sample."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import queue
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from megatune.data.encode import load_tokenizer
 from megatune.rl.prompts import encode_prompts, prompt_writer
 from megatune.rl.rewards.answer import RewardError
-from megatune.rl.rewards.judge import ModelAsk
+from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
 from megatune.rl.samples import Request, Response
 
 if TYPE_CHECKING:
@@ -22,25 +22,6 @@ if TYPE_CHECKING:
 
     from megatune.config.rl.rollout import Generating, RolloutSettings
     from megatune.config.rl.settings import InferRole, RewardRole, RLSettings
-
-INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
-WAIT_SECONDS = 1.0  # of a thread, between looks whether the run ends
-
-
-class _Answer:
-    """What one thread waits for."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._response: Response | None = None
-
-    def give(self, response: Response) -> None:
-        self._response = response
-        self._event.set()
-
-    def wait(self, seconds: float) -> Response | None:
-        self._event.wait(seconds)
-        return self._response
 
 
 class JudgeEngines(Protocol):
@@ -54,8 +35,8 @@ class JudgeEngines(Protocol):
     def step(self, *, wait: bool = True) -> list[Response]: ...
 
 
-class EngineAsk:
-    """A `ModelAsk` of engines. Threads wait for their answers; only who pumps touches the engines.
+class JudgeClient:
+    """Asks a model of this run. Threads wait for their answers; only who pumps touches the engines.
 
     Args:
         context: tokens of a prompt and its answer at most.
@@ -76,26 +57,34 @@ class EngineAsk:
         self._generating, self._context = generating, context
         self._write, self._stop = prompt_writer(template, tokenizer), stop_token_ids
         self._numbers = itertools.count()
-        self._asked: queue.SimpleQueue[tuple[Request, _Answer]] = queue.SimpleQueue()
-        self._waiting: dict[str, _Answer] = {}
-        self._closed = threading.Event()
+        self._asked: queue.SimpleQueue[tuple[Request, Future[Response]]] = queue.SimpleQueue()
+        self._waiting: dict[str, Future[Response]] = {}
+        self._closed = False
 
-    def __call__(self, messages: list[dict[str, str]]) -> str:
-        """See `ModelAsk`.
+    def __call__(self, messages: list[dict[str, str]], limit: float) -> str:
+        """Wait for what the model says, for at most `limit` seconds.
 
         Raises:
-            RewardError: the question is too long for the model.
+            RewardError: the question is too long for the model, or the run ends.
+            TimeoutError: there is no answer; it may be lost.
         """
-        answer = _Answer()
-        self._asked.put((self._request(next(self._numbers), messages), answer))
-        while (response := answer.wait(WAIT_SECONDS)) is None:
-            if self._closed.is_set():
-                raise RewardError("the run ends")
+        number, answer = next(self._numbers), Future[Response]()
+        self._asked.put((self._request(number, messages), answer))
+        try:
+            if self._closed:
+                raise CancelledError
+            response = answer.result(limit)
+        except CancelledError as error:
+            raise RewardError("the run ends") from error
+        except TimeoutError as error:
+            answer.cancel()
+            raise TimeoutError(f"the judge has not answered within {limit:g} seconds") from error
         return str(self._tokenizer.decode(response.response_ids.tolist(), skip_special_tokens=True)).strip()
 
     def pump(self, *, wait: bool) -> None:
-        """See `ModelAsk`."""
+        """Let the model's engines work on, with whatever was asked."""
         new: list[list[Request]] = [[] for _ in range(self._engines.number)]
+        self._waiting = {id_: answer for id_, answer in self._waiting.items() if not answer.done()}
         while not self._asked.empty():
             request, answer = self._asked.get()
             self._waiting[request.id] = answer
@@ -104,11 +93,17 @@ class EngineAsk:
             self._engines.submit(new)
         if self._waiting:
             for response in self._engines.step(wait=wait):
-                self._waiting.pop(response.id).give(response)
+                answered = self._waiting.pop(response.id, None)
+                if answered is not None and answered.set_running_or_notify_cancel():
+                    answered.set_result(response)
 
     def close(self) -> None:
-        """See `ModelAsk`."""
-        self._closed.set()
+        """Let nobody wait any longer."""
+        self._closed = True
+        while not self._asked.empty():
+            self._asked.get()[1].cancel()
+        for answer in self._waiting.values():
+            answer.cancel()
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating
@@ -134,7 +129,7 @@ def judge_context(rollout: RolloutSettings, judge: InferRole) -> int:
     return rollout.longest_sequence + INSTRUCTION_TOKENS + judge.generating_args.max_tokens
 
 
-def asks_of(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[str, ModelAsk]:
+def judge_clients(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[str, JudgeClient]:
     """Return what asks the judge of each domain that has one in this run.
 
     Args:
@@ -144,12 +139,12 @@ def asks_of(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[s
         MegatuneError: INPUT, where a judge has no tokenizer, or that has no chat template.
     """
     judges = judges_of(settings.rewards, settings.reward_model)
-    asks: dict[str, ModelAsk] = {}
+    asks: dict[str, JudgeClient] = {}
     for judge in judges.values():
         if judge.name not in asks:
             tokenizer = load_tokenizer(judge.model_name_or_path)
             context = judge_context(settings.rollout, judge)
-            asks[judge.name] = EngineAsk(engines[judge.name], tokenizer, judge.generating_args, context)
+            asks[judge.name] = JudgeClient(engines[judge.name], tokenizer, judge.generating_args, context)
     return {domain: asks[judge.name] for domain, judge in judges.items()}
 
 

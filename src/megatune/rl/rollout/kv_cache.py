@@ -48,7 +48,7 @@ class Next:
     mask: Tensor | None
 
 
-class SlotCache(Cache):
+class KVCache(Cache):
     """Keys and values [rows, K, tokens, d] of each layer; grows as it is needed.
 
     `plan` says which rows and places a forward pass writes and reads.

@@ -13,7 +13,7 @@ from megatune.rl.rollout.sampling import uniforms
 from megatune.rl.samples import Request, Response
 
 
-class Running:
+class SampledSequence:
     """A request, and what was sampled for it.
 
     Args:

@@ -113,7 +113,7 @@ class Sampled:
         )
 
 
-class OutsideEngine(ABC):
+class ExternalEngine(ABC):
     """See `RolloutEngine`.
 
     Args:

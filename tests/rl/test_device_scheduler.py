@@ -7,7 +7,7 @@ from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings
-from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 
 
 class Calls:
@@ -36,11 +36,11 @@ def test_an_engine_has_its_cache_once_the_trainer_has_left() -> None:
     said: list[str] = []
     engines = EngineGroup(_infer(0, sleep_level=2), Calls("engine", said))  # type: ignore[arg-type]
     actor = ModelGroup(_role("actor_train", 0), Calls("actor", said))  # type: ignore[arg-type]
-    turns = Turns(engines, [actor])
-    turns.load(actor)
-    turns.transfer(actor)
-    turns.sample()
-    turns.compute(actor, "weights")
+    scheduler = DeviceScheduler(engines, [actor])
+    scheduler.load(actor)
+    scheduler.transfer(actor)
+    scheduler.sample()
+    scheduler.compute(actor, "weights")
     assert said == [
         "engine sleep 2", "actor load None", "actor offload gradients optimizer", "engine wake weights",
         "actor offload weights", "engine wake cache", "engine sleep 2", "actor onload weights",
@@ -57,14 +57,14 @@ def test_a_judge_sleeps_while_a_trainer_has_its_device() -> None:
     judge = group(EngineGroup, _infer(1, name="reward_model"), "judge")
     actor = group(ModelGroup, _role("actor_train", 1), "actor")
     apart = group(ModelGroup, _role("reference", 2), "reference")
-    turns = Turns(engine, [actor, apart], [judge])
-    assert turns.judges_take_turns
+    scheduler = DeviceScheduler(engine, [actor, apart], [judge])
+    assert scheduler.judges_share_devices
     for model in (actor, apart):
-        turns.load(model)
-    turns.transfer(actor)
-    turns.sample()
-    turns.compute(apart, "weights")
-    turns.compute(actor, "weights")
+        scheduler.load(model)
+    scheduler.transfer(actor)
+    scheduler.sample()
+    scheduler.compute(apart, "weights")
+    scheduler.compute(actor, "weights")
     assert said == [
         "judge sleep 1", "actor load None", "reference load None",
         "actor offload gradients optimizer", "actor offload weights", "judge wake cache weights",
