@@ -46,7 +46,8 @@ def load_template(
     """
     if name is None:
         return _from_tokenizer(tokenizer, default_system)
-    template = read_template(name) if is_template_file(name) else named_template(name)
+    own = bool(tokenizer.chat_template)
+    template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=own)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
     if tool_format is not None:
@@ -69,8 +70,12 @@ def template_source(name: str | None) -> str:
     return name or "default"  # the name that null had in keys of rows that are prepared already
 
 
-def named_template(name: str) -> NamedTemplate:
+def named_template(name: str, *, tokenizer_has_own: bool = False) -> NamedTemplate:
     """Return the template of a name.
+
+    Args:
+        tokenizer_has_own: the model's tokenizer has a chat template, which serves where a name of LLaMA-Factory's is
+            not known here.
 
     Raises:
         MegatuneError: nobody knows it (exit code 64), with the nearest names.
@@ -80,7 +85,9 @@ def named_template(name: str) -> NamedTemplate:
     near = difflib.get_close_matches(name, template_names(), n=2)
     names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's own"
     fix = f"did you mean {' or '.join(near)}?" if near else names
-    raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
+    own = "the tokenizer of this model has a chat template of its own, which template: null uses"
+    finding = Finding(f"template: {name!r} is unknown", why=own if tokenizer_has_own and not near else "", fix=fix)
+    raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
