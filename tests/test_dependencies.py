@@ -40,8 +40,8 @@ def _name(text: str) -> str:
 
 def imported(folder: str) -> tuple[set[str], set[str]]:
     """Distributions whose modules the files of a folder import, and the modules."""
-    # Tests import from benchmarks, too.
-    beside = {folder, "benchmarks"} - {"src"}
+    # Tests and benchmarks import from each other.
+    beside = {"benchmarks"} if folder == "src" else {"tests", "benchmarks"}
     own = {"megatune", *(path.stem for one in beside for path in (ROOT / one).rglob("*") if path.suffix != ".md")}
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):

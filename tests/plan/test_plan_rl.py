@@ -21,7 +21,7 @@ from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.memory import stage_memory
+from megatune.plan.memory.estimate import stage_memory
 from megatune.plan.rl.advice import advice
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.engine import engine_memory, key_value_bytes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatune.plan.case import Case
-from megatune.plan.memory import StageMemory
+from megatune.plan.memory.estimate import StageMemory
 
 ModelClass = Literal["dense", "experts", "lora", "vision"]
 

@@ -31,8 +31,10 @@ from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.sharing import Machines, open_store
 from megatune.data.streaming.stream import Stream
 from megatune.data.vision import load_vision_input
+from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import cache_dir
 from megatune.launch.context import RankContext
@@ -40,7 +42,7 @@ from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_rows import Quarantine
-from megatune.training.machines import KEY, check_same, wait_for_machines
+from megatune.training.machines import KEY, check_same, num_machines, wait_for_machines, wait_for_note
 from megatune.training.rows_ahead import lengths_of
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.train_state import read_state
@@ -201,7 +203,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     state = None
     if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
         state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
-    stream = Stream.start(StreamRequest(made, pipeline, key.name, state))
+    stream = Stream.start(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
         wait_for_machines(context, "stream", json.dumps([str(made.path), key.name]))
         check_same(context, "data to stream", {**key.parts, KEY: key.name})
@@ -209,6 +211,21 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
         stream.close()
         raise
     return stream
+
+
+def _machines(context: RankContext) -> Machines | None:
+    """Open the store through which machines share a stream, on the first of them; None where there is one alone."""
+    if num_machines(context) == 1:
+        return None
+    if context.rank == 0:
+        store = open_store(context.master_addr)
+        _stores.append(store)
+        groups.post("stream store", str(store.port))
+    port = int(wait_for_note(context, "stream store"))
+    return Machines(context.node_rank, num_machines(context), context.master_addr, port)
+
+
+_stores: list[Any] = []  # they last as long as this process: other machines may still wait for what is in them
 
 
 class StreamFollower:

@@ -11,8 +11,7 @@ from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
-from megatune.plan.memory import StageMemory
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.schedule import bubble_share, makespan
 from megatune.plan.time.estimate import num_reference_passes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.plan.memory import StageMemory, stage_memory
+from megatune.plan.memory.estimate import StageMemory, stage_memory
 from megatune.plan.rl.engine import EngineMemory, engine_memory
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
 from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, RLQuestion

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
-from megatune.plan.memory import StageMemory
+from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
 from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
 from megatune.plan.run.record import (
