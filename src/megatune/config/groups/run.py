@@ -66,8 +66,8 @@ class RunSettings(Group):
     resume_from_checkpoint: Annotated[bool | str | None, Mark.NAME, Mark.START, _NO_OVERWRITE] = None
     """Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true insists on
     one, false never resumes, a path names the checkpoint.
-    How: Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked first. The
-    layout may differ from the one that saved it; in the same layout the run continues bit for bit.
+    How: Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked while files
+    are read. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.
     When: null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path to go
     back to an earlier step."""
     no_load_optim: bool = False
