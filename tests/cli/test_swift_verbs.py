@@ -14,6 +14,7 @@ from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
+from megatune.training.start import prepare_devices
 
 # The published quick start of version 3.4; only model, data, lengths and numbers of steps are others.
 QUICK_START = """sft --load {model} --dataset {data}#40 {data}#20 --tensor_model_parallel_size 2
@@ -38,6 +39,7 @@ def test_the_published_quick_start_trains_on_two_processes(
     monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     before = dict(os.environ)
+    prepare_devices(before, use_cpu=False)
     words = [*QUICK_START.format(**files).split(), "--system", "You are a helpful assistant."]
     ended = command_line("megatron", *words)
     assert ended.returncode == 0, ended

@@ -116,7 +116,7 @@ def test_refusals(tmp_path: Path) -> None:
         "columns: no data set has a field 's'",
         "    fix: one of a, q, query, response",
         "columns: 'sistem' is not a known part of a row",
-        "    fix: one of system",
+        "    fix: did you mean system?",
     ]
     assert caught.value.exit_code == ExitCode.SETTINGS
     # A column that one data set has will do: each has its own.

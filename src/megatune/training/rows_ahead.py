@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
@@ -109,6 +107,8 @@ def _prepared(settings: Settings) -> PlannedRows | None:
 
 def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
     """Sum up the lengths of rows, as the planner wants them: of answers where a row is a pair of them."""
+    import numpy as np  # `megatune plan` does without
+
     spans = rows.spans
     documents = np.sort(spans[:, 1] - spans[:, 0])
     per_row = 2 if rows.is_pairs else 1
