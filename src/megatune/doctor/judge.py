@@ -37,10 +37,10 @@ def judge(measured: Sequence[Measured]) -> list[Check]:
 def _versions(measured: Sequence[Measured]) -> Check:
     first, differing = measured[0], []
     for name, version in first.versions.items():
-        others = {_name(one, measured): one.versions.get(name, "none") for one in measured}
+        others = sorted({(_name(one, measured), one.versions.get(name, "none")) for one in measured})
         differing += [
             f"{name} {version} on {_name(first, measured)}, {other} on {host}"
-            for host, other in others.items()
+            for host, other in others
             if other != version
         ]
     found = "; ".join(differing) or f"the same on all {len(measured)} ranks"
