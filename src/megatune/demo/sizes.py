@@ -78,8 +78,9 @@ class ModelSizes:
             )
         if not family.has_experts:
             return filled
-        # Mixtral has no other feed-forward.
-        of_one = ffn if family.model_type == "mixtral" else hidden if family.vision is None else hidden * 3 // 4
+        of_one = hidden if family.vision is None else hidden * 3 // 4
+        if family.model_type in ("mixtral", "minimax_m2"):  # they have no other feed-forward
+            of_one = ffn
         return replace(
             filled,
             num_experts=_first(self.num_experts, 8),
