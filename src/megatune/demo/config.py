@@ -92,6 +92,7 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
 
 def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
     # Families with experts have defaults.
+    own: dict[str, Any]
     num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
     match model_type:
         case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe" | "qwen3_5_moe_text":
