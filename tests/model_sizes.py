@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     # Wide enough that attention is far from uniform: a wrong position or mask must show.
     "initializer_range": 0.125,
+    # Transformers gives the embedding of padding no gradient, and random rows hold every token.
+    "pad_token_id": None,
 }
 
 YARN_ROPE = {
@@ -90,18 +92,18 @@ FAMILY_SIZES |= {
     "granite": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.5,
     },
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "rope_parameters": _ROPE, "pad_token_id": 0},
-    "phi3": {"rope_parameters": _ROPE, "head_dim": 16, "pad_token_id": 0},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "rope_parameters": _ROPE},
+    "phi3": {"rope_parameters": _ROPE, "head_dim": 16},
     "gemma3_text": {
         "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 20,
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
-        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+        "bos_token_id": None, "eos_token_id": None,
     },
     "olmo3": {
-        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0,
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
             "full_attention": {name: size for name, size in YARN_ROPE.items() if not name.startswith("mscale")},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -104,6 +104,12 @@ class Family:
         patterns = _of_layers(self.ignored_keys, architecture) + self.carried(architecture)
         return [*patterns, *([r"lm_head\.weight"] if without else [])]
 
+    def in_modules(self, name: str) -> str:
+        """Return what Transformers' modules call a tensor, by its name in files."""
+        for part, other in self.renamed:
+            name = name.replace(part, other)
+        return name
+
     def carried(self, architecture: Architecture) -> list[str]:
         """List regular expressions of checkpoint keys that are written back as they were read."""
         return _of_layers(self.carried_keys, architecture)

@@ -214,8 +214,11 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tuple[int, ...]:
-    """Return the shape of a slice of the engine's parameter; experts are its first dimension."""
+    """Return the shape of a slice of the engine's parameter; experts are its first dimension. A buffer is a vector,
+    which files may have as a matrix of one row."""
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
+    if weight.is_buffer:
+        return (math.prod(shapes[0]),)
     experts = (len(experts_of(weight, architecture, part)),) if weight.per_expert else ()
     rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     match weight.layout:
