@@ -35,7 +35,7 @@ REAL = {
     "qwen3_vl_moe": "Qwen3-VL-8B",  # with the decoder of Qwen3-30B-A3B
 }
 # The catalogue has none of these yet: their sizes are the defaults of Transformers' classes.
-REAL |= dict.fromkeys(FAMILIES.keys() - REAL.keys(), "")
+REAL = {**dict.fromkeys(FAMILIES, ""), **REAL}
 RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES)
 
 
@@ -55,6 +55,8 @@ def default_config(family: str) -> dict[str, Any]:
     config: dict[str, Any] = AutoConfig.for_model(family).to_dict()
     # Transformers has no number of chosen experts where nothing is said.
     config |= {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+    if "vision_config" in config:  # nor encoders and decoders that fit
+        config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
     return json.loads(json.dumps(config))
 
 

@@ -80,7 +80,7 @@ def text_config(
         small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM)
     small |= _experts(config, architecture, parallel, hidden, num_layers)
     small |= {name: config[name][:num_layers] for name in _BY_LAYER if config.get(name)}
-    small |= {"rope_parameters": _rope(config, head_dim), "max_window_layers": num_layers}
+    small |= {"rope_parameters": _rope(config, architecture, head_dim), "max_window_layers": num_layers}
     return {name: value for name, value in small.items() if name in config} | _kinds(architecture, num_layers)
 
 
@@ -91,11 +91,11 @@ def _kinds(architecture: Architecture, num_layers: int) -> dict[str, Any]:
     return {"layer_types": [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(num_layers)]}
 
 
-def _rope(config: Config, head_dim: int) -> dict[str, Any]:
+def _rope(config: Config, architecture: Architecture, head_dim: int) -> dict[str, Any]:
     """Return rotary parameters, with the frequencies of three positions dealt as before."""
     rope = dict(config.get("rope_parameters") or {})
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
-    if section := rope.get("mrope_section"):
+    if section := rope.get("mrope_section") or (architecture.mrope and architecture.mrope.section):
         side = half * section[1] // sum(section)
         rope["mrope_section"] = [half - 2 * side, side, side]
     return rope
