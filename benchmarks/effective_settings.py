@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatune.config.dialects.roll import is_rl_file, read_roll
+from megatune.config.dialects.roll import read_roll
 from megatune.config.dialects.swift import read_swift
 from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, load
 from megatune.errors import Finding
 
@@ -95,7 +96,8 @@ def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
 def main(words: list[str]) -> int:
     """Write a dump, or compare two."""
     if words[0] != "--compare":
-        Path(words[0]).write_text(json.dumps(dump(), indent=1, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(dump(), indent=1, ensure_ascii=False)
+        Path(words[0]).write_text(text.replace(f"{ROOT}/", ""), encoding="utf-8")  # of any clone
         return 0
     one, other = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words[1:])
     found = [*differences(one, other)]

@@ -1,7 +1,8 @@
 """Holds two versions of the code against each other: equal losses and gradient norms, bit for bit, over 20 steps.
 
-A change that is not about computation leaves every logged number as it was (torchtitan's rule). Six runs of
-`megatune train` on CPU processes, from tiny models and fixed rows; what is logged of each step is compared as text.
+A change that is not about computation leaves every logged number as it was (torchtitan's rule). Ten runs of
+`megatune train` on CPU processes, over layouts and stages, from tiny models and fixed rows; what is logged of each step
+is compared as text.
 
     python benchmarks/equal_losses.py record before.json            # in the one checkout
     python benchmarks/equal_losses.py record after.json             # in the other one
@@ -45,6 +46,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dense",
         {"tensor_model_parallel_size": 2, "sequence_parallel": "true", "num_processes": 4, "bf16": "true"},
     ),
+    "pt packed dp2": ("dense", {"stage": "pt", "packing": "true", "num_processes": 2}),
+    "dpo bco pp2": (
+        "dense",
+        {"stage": "dpo", "dataset": "pairs", "pref_loss": "[sigmoid,bco_pair]", "pipeline_model_parallel_size": 2},
+    ),
+    "kto lora dp2": (
+        "dense",
+        {"stage": "kto", "dataset": "answers", "finetuning_type": "lora", "num_processes": 2},
+    ),
+    "rm tp2": ("dense", {"stage": "rm", "dataset": "pairs", "tensor_model_parallel_size": 2}),
 }
 COMMON = {
     "stage": "sft",
@@ -61,7 +72,10 @@ COMMON = {
     "report_to": "none",
     "seed": 7,
 }
-COMPARED = ("loss", "grad_norm", "learning_rate", "num_tokens", "load_balancing_loss")
+COMPARED = (
+    *("loss", "grad_norm", "learning_rate", "num_tokens", "load_balancing_loss"),
+    *("rewards/chosen", "rewards/margins", "logps/rejected", "kl", "loss/bco_pair", "mean_reward"),
+)
 
 
 def main() -> int:
@@ -90,11 +104,12 @@ def record(folder: Path) -> dict[str, Any]:
         output = folder / name.replace(" ", "-")
         settings = {**COMMON, **words, "dataset_dir": folder, "model_name_or_path": folder / model}
         flags = [f"--{key}={value}" for key, value in {**settings, "output_dir": output}.items()]
-        _megatune("sft", *flags)
-        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        _megatune(str(settings["stage"]), *flags)
+        records = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        steps = [record for record in records if "grad_norm" in record]  # and no notice that a step was slow
         found[name] = {
             "steps": [{key: repr(step.get(key)) for key in COMPARED} for step in steps],
-            "weights": _digest(sorted(output.glob("model*.safetensors"))),
+            "weights": _digest(sorted(output.glob("*model*.safetensors"))),
         }
         print(f"{name}: {len(steps)} steps, the last loss {steps[-1]['loss']:.6f}", flush=True)
     return found
@@ -121,7 +136,7 @@ def _write_rows(folder: Path) -> None:
     """Alpaca rows of uneven lengths."""
     chooser = random.Random(3)
     words = ["the", "a", "tuna", "swims", "fast", "in", "blue", "water", "and", "eats", "small", "fish"]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "instruction": " ".join(chooser.choices(words, k=chooser.randint(3, 30))),
             "input": "",
@@ -129,8 +144,17 @@ def _write_rows(folder: Path) -> None:
         }
         for _ in range(200)
     ]
+    for row in rows:  # what a stage does not read is of no matter to it
+        row |= {"rejected": " ".join(chooser.choices(words, k=chooser.randint(1, 40))), "label": chooser.random() < 0.6}
     (folder / "rows.json").write_text(json.dumps(rows))
-    (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    pairs = {"prompt": "instruction", "chosen": "output", "rejected": "rejected"}
+    answers = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
+    datasets = {
+        "rows": {"file_name": "rows.json"},
+        "pairs": {"file_name": "rows.json", "ranking": True, "columns": pairs},
+        "answers": {"file_name": "rows.json", "columns": answers},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(datasets))
 
 
 def _megatune(*words: str) -> None:

@@ -18,13 +18,13 @@ _WHY = {"architecture": "the model", "template": "the template", "unknown": "eve
 
 def _defaults() -> Iterator[str]:
     yield "| key | LLaMA-Factory | here | |\n|---|---|---|---|\n"
-    for key, row in sorted(table("llamafactory").rows.items()):
+    for key, row in sorted(table("llamafactory").items(), key=lambda each: each[0]):
         if not row.kept:
             continue
-        if row.meaning is None:
+        if not row.paths:
             here = shown(row.passes[0])
         else:
-            info = all_settings()[row.meaning.paths[0]]
+            info = all_settings()[row.paths[0]]
             here = shown(info.default) if info.name == key else f"{info.name}: {shown(info.default)}"
         yield f"| `{key}` | `{shown(row.default)}` | `{here}` | {row.kept} |\n"
 
@@ -49,13 +49,11 @@ def _examples() -> Iterator[str]:
 def _swift_defaults() -> Iterator[str]:
     """List each flag whose default differs, with what is done about it."""
     yield "| flag | Megatron-SWIFT | the setting here | |\n|---|---|---|---|\n"
-    for key, row in table("swift").rows.items():
+    for key, row in table("swift").items():
         theirs = sorted({shown(row.default_in(version)) for version in (3, 4) if row.default_in(version) is not ...})
-        if row.meaning is None or row.now or not theirs:
+        if not row.paths or row.now or not theirs:
             continue
-        here = ", ".join(
-            f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.meaning.paths
-        )
+        here = ", ".join(f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.paths)
         fate = f"kept: {row.kept}" if row.kept else "taken over"
         yield f"| `{key}` | {' or '.join(f'`{value}`' for value in theirs)} | {here} | {fate} |\n"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatune.config.adapters import with_adapters
 from megatune.config.load import load
-from megatune.plan.adapters import with_adapters
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue.find import find_machine
 from megatune.plan.catalogue.models import find_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.table import table
 from megatune.config.load import load
 from megatune.errors import Finding
 
@@ -54,7 +54,8 @@ def examples() -> list[Example]:
 
 def refused_keys(findings: list[Finding]) -> set[str]:
     """Which keys are refused by name."""
-    return {word for each in findings if (word := each.what.split(":")[0].split(" ")[0]) in LLAMAFACTORY.not_built} | {
+    known = {key for key, row in table("llamafactory").items() if row.unsupported}
+    return {word for each in findings if (word := each.what.split(":")[0].split(" ")[0]) in known} | {
         "mixed_precision" for each in findings if each.what.startswith("mixed_precision is")
     }
 

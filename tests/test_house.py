@@ -24,8 +24,9 @@ FLOORS = {
     3: {"training", "generation", "verify"},
     2: {"bridge", "objectives", "demo"},
     1: {"engine", "data", "plan", "launch"},
-    0: {"config", "families"},
-    -1: {"errors", "architecture", "picture", "hub", ""},
+    0: {"config"},
+    # Families know of no settings; rules of settings ask them which names a model has.
+    -1: {"families", "errors", "architecture", "picture", "hub", ""},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 WITHOUT_TORCH = {"config", "families", "launch", "plan", "errors", "architecture", "picture", "hub", ""}

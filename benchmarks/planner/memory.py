@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatune.plan.case import Case
-from megatune.plan.memory import StageMemory, stage_memory
+from megatune.plan.memory.estimate import StageMemory, stage_memory
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.run.record import comparable
 from planner.predict import case_of

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.safetensors_files import TensorSource
 from megatune.families.weights import Segment
 
 _STANDARD_DEVIATION = 0.02
@@ -29,7 +29,7 @@ def draw(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return values.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
 
 
-class RandomCheckpoint(SafetensorsFolder):
+class RandomCheckpoint(TensorSource):
     """A checkpoint that is drawn when it is read, on the device.
 
     Args:
@@ -39,10 +39,13 @@ class RandomCheckpoint(SafetensorsFolder):
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
 
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+    def read(self, segment: Segment) -> Tensor:
         return draw(segment.name, self._shapes[segment.name], self._device).narrow(
             segment.dim, segment.start, segment.stop - segment.start
         )

@@ -308,6 +308,10 @@ class Architecture:
     has_classifier: bool = True
     num_labels: int = 0
 
+    def __hash__(self) -> int:
+        """Hash some of the numbers, quickly: it is a key of many caches."""
+        return hash((self.model_type, self.num_layers, self.hidden_size, self.ffn_hidden_size, self.vocab_size))
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, is sparse."""
         return self.moe is not None and self.moe.layers[layer]

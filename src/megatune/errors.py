@@ -70,9 +70,20 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: line_of(finding.where))
 
 
+def nearest_names(word: str, names: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the names that a misspelt word may mean, the most likely first."""
+    return difflib.get_close_matches(word, list(names), n=count, cutoff=cutoff)
+
+
 def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a misspelt word most likely means; None where no name is near."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)), None)
+    return next(iter(nearest_names(word, names, 1, cutoff)), None)
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str = "", count: int = 1, cutoff: float = 0.6) -> str:
+    """Return the fix of a misspelt word: the names that it may mean; `otherwise` where no name is near."""
+    near = nearest_names(word, names, count, cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 class MegatuneError(Exception):

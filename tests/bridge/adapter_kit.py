@@ -37,7 +37,7 @@ class Tensors(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+    def read(self, segment: Segment) -> Tensor:
         return self._tensors[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
 
 

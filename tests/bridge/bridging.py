@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, assemble, load_optimizer
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import main_shards, step
+from megatune.families.weights import Segment
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -31,17 +33,23 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+def whole_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
+    """Tensors that ranks may have written in parts."""
+    found = SafetensorsFolder(folder, stem)
+    return {name: found.read(Segment(name, 0, 0, found.shape(name)[0])) for name in found.names()}
+
+
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-def save_all(assembly: Assembly, folder: Path, max_file_bytes: int = 5 * 10**9) -> None:
+def save_all(assembly: Assembly, folder: Path) -> None:
     """As a checkpoint has it: the model, and training/ below it."""
     what = (assembly.architecture, assembly.place)
     save_weights(folder, assembly.parameters, *what, form=assembly.form)
     shards = main_shards(assembly.optimizer)
-    save_optimizer(folder / "training", assembly.parameters, shards, *what, max_file_bytes=max_file_bytes)
+    save_optimizer(folder / "training", assembly.parameters, shards, *what)
 
 
 def train_and_save(model: Path, settings: Settings, folder: Path) -> None:
@@ -52,7 +60,7 @@ def train_and_save(model: Path, settings: Settings, folder: Path) -> None:
         measure_loss(assembly, batches)
         assert step(assembly.optimizer, 1e-2)[0]
     gather_parameters(assembly.model)
-    save_all(assembly, folder, max_file_bytes=200_000)
+    save_all(assembly, folder)
 
 
 def resave_all(checkpoint: Path, settings: Settings, folder: Path) -> None:
@@ -71,4 +79,5 @@ def move(pool, model: Path, one: Layout, other: Layout, tmp_path: Path, **settin
     (folders[0] / "config.json").write_text((model / "config.json").read_text())
     pool.run(one.world_size, train_and_save, model, one.settings(**settings), folders[0])
     pool.run(other.world_size, resave_all, folders[0], other.settings(**settings), folders[1])
-    return tensors(folders[0] / "training"), tensors(folders[1] / "training")
+    saved, moved = (whole_tensors(folder / "training", "optimizer") for folder in folders)
+    return saved, moved

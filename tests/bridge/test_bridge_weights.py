@@ -19,6 +19,7 @@ from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
+from megatune.families.table import Box
 
 
 @pytest.mark.covering
@@ -76,18 +77,18 @@ def test_sixteen_bits_are_saved_as_they_are(pool, model_dir, tmp_path, precision
 def bytes_read_by_each_tensor(model: Path, settings: Settings) -> dict[str, int]:
     """On every rank: how many bytes of each tensor it read."""
     sizes: dict[str, int] = {}
-    read = SafetensorsFolder.read
+    read = SafetensorsFolder.read_box
 
-    def counted(folder: SafetensorsFolder, segment, prefix: str = "") -> Tensor:
-        values = read(folder, segment, prefix)
-        sizes[segment.name] = sizes.get(segment.name, 0) + values.numel() * values.element_size()
+    def counted(folder: SafetensorsFolder, name: str, box: Box) -> Tensor:
+        values = read(folder, name, box)
+        sizes[name] = sizes.get(name, 0) + values.numel() * values.element_size()
         return values
 
-    SafetensorsFolder.read = counted
+    SafetensorsFolder.read_box = counted
     try:
         assemble(model, settings)
     finally:
-        SafetensorsFolder.read = read
+        SafetensorsFolder.read_box = read
     return sizes
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
+from megatune.bridge import file_stream
+from megatune.bridge.checked_files import BLOCK_BYTES, RangedFile, ReadCheck
+from megatune.bridge.file_stream import FileStream, HostBuffers, SmallFile, TensorFile
+from megatune.bridge.safetensors_files import TensorEntry
+from megatune.families.weight_index import read_header
+from megatune.training.storage.manifest import digest_file
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -24,9 +31,10 @@ def test_library_reads_what_was_written(tmp_path_factory, kinds, seed):
     }
     path = tmp_path_factory.mktemp("files") / "x.safetensors"
     entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    with safetensors_writer(path, entries) as write:
-        for name, tensor in tensors.items():
-            write(name, tensor)
+    TensorFile(path.name, entries, tensors.values()).write(path.parent)
+    assert {name: entry.shape for name, entry in read_header(path).items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
     found = load(path.read_bytes())
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -36,17 +44,41 @@ def test_library_reads_what_was_written(tmp_path_factory, kinds, seed):
 
 def test_transposed_tensor_is_written_in_order(tmp_path):
     tensor = torch.arange(6.0).view(2, 3).T
-    with safetensors_writer(tmp_path / "x.safetensors", [TensorEntry("x", (3, 2), torch.float32)]) as write:
-        write("x", tensor)
+    TensorFile("x.safetensors", [TensorEntry("x", (3, 2), torch.float32)], [tensor]).write(tmp_path)
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], tensor)
 
 
-def test_wrong_order_and_missing_tensors_are_caught(tmp_path):
+def test_missing_tensors_are_caught(tmp_path):
     entries = [TensorEntry("a", (1,), torch.float32), TensorEntry("b", (1,), torch.float32)]
-    with pytest.raises(AssertionError), safetensors_writer(tmp_path / "x.safetensors", entries) as write:
-        write("b", torch.zeros(1))
-    with (
-        pytest.raises(AssertionError, match="1 tensors were not written"),
-        safetensors_writer(tmp_path / "x.safetensors", entries) as write,
-    ):
-        write("a", torch.zeros(1))
+    with pytest.raises(AssertionError, match="is not as large as its header says"):
+        TensorFile("x.safetensors", entries, [torch.zeros(1)]).write(tmp_path)
+
+
+def test_a_stream_writes_what_a_file_has(tmp_path, monkeypatch):
+    """In buckets that end inside of tensors, with digests of the file and of its blocks."""
+    monkeypatch.setattr(file_stream, "BUCKET_BYTES", 2 * BLOCK_BYTES)
+    tensors = [torch.randn(100_003), torch.randn(5, 7).bfloat16().T, torch.randn(70_000)]
+    entries = [TensorEntry(f"{index}", tuple(each.shape), each.dtype) for index, each in enumerate(tensors)]
+    stream = FileStream(tmp_path, HostBuffers())
+    written = []
+    thread = threading.Thread(target=lambda: written.extend(stream.write()))
+    thread.start()
+    stream.put([TensorFile("a/x.safetensors", entries, tensors), SmallFile("b.json", b"{}")])
+    thread.join()
+    TensorFile("plain.safetensors", entries, tensors).write(tmp_path)
+    content = (tmp_path / "a/x.safetensors").read_bytes()
+    assert content == (tmp_path / "plain.safetensors").read_bytes()
+    assert [file.name for file in written] == ["a/x.safetensors", "a/training/digests/x.safetensors.xxh3", "b.json"]
+    for file in written:
+        assert (file.size, file.digest) == digest_file(tmp_path / file.name)
+    check = ReadCheck(tmp_path / "a")
+    assert bytes(RangedFile(tmp_path / "a/x.safetensors", check).read(5, 300_000).numpy()) == content[5:300_000]
+    assert not check.problems
+    damaged = bytearray(content)
+    damaged[200_000] ^= 1
+    (tmp_path / "a/x.safetensors").write_bytes(damaged)
+    file = RangedFile(tmp_path / "a/x.safetensors", check)
+    file.read(0, 1000)
+    assert not check.problems
+    file.read(199_999, 200_002)
+    assert check.problems == {"x.safetensors": "x.safetensors is damaged: its digest does not match"}

@@ -184,3 +184,27 @@ def test_an_adapter_of_another_model_is_refused(
     assert main(["export", *words, "--export_dir", str(tmp_path / "merged")]) == 66
     assert "give the base that it was trained on" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_file_of_training_is_read(
+    model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What says how to train changes nothing, and its output_dir, which it may overwrite, is that of the run."""
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        f"model_name_or_path: {model}\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\n"
+        f"dataset: identity\ncutoff_len: 2048\nquantization_bit: 4\noutput_dir: {adapter}\n"
+        "overwrite_output_dir: true\nper_device_train_batch_size: 1\nlearning_rate: 1.0e-4\nbf16: true\n"
+    )
+    assert main(["export", str(path)]) == 64
+    said = capsys.readouterr().err
+    assert "export_dir is missing" in said
+    out = tmp_path / "merged"
+    assert main(["export", str(path), f"adapter_name_or_path={adapter}", f"export_dir={out}"]) == 0
+    assert (adapter / "adapter_config.json").is_file()
+    assert (out / "model.safetensors").is_file()
+    assert capsys.readouterr().err.splitlines() == [
+        "accepted   stage, do_train, lora_rank, dataset, cutoff_len, per_device_train_batch_size, learning_rate, bf16: "
+        "it is about training",
+        "accepted   quantization_bit, output_dir, overwrite_output_dir: said of the run that the file trains",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,16 @@ from llamafactory_kit import Example, examples
 
 from megatune.cli import infer
 from megatune.cli.infer import InferOptions
-from megatune.cli.model_options import _model, _model_findings, say_ignored
 from megatune.errors import ExitCode, MegatuneError
+from megatune.generation.asked import model_findings, model_of
 
 FILES = [example for example in examples() if example.verb == "infer"]
 
 
 def read(*words: str) -> InferOptions:
     given = infer.COMMAND.read(words)
-    say_ignored(infer.COMMAND, given)
-    given.stop(_model_findings(infer.COMMAND, given, _model(given)[0]))
+    print(*given.lines, sep="\n", file=sys.stderr)
+    given.stop(model_findings(given, model_of(given)[0]))
     return given.options
 
 
@@ -57,3 +58,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     path.write_text("top_p: 0.5\n")
     with pytest.raises(MegatuneError, match="model_name_or_path is missing"):
         read(str(path))
+
+
+def test_a_file_of_training_is_answered_with_what_it_trained(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\nstage: sft\ndataset: d\noutput_dir: out/first\nlearning_rate: 1e-5\n")
+    assert [(each.what, each.fix) for each in infer.COMMAND.read([str(path)]).findings] == [
+        (f"{path} is a file of training", "megatune infer out/first, which has what it trained")
+    ]

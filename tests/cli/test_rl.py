@@ -40,6 +40,16 @@ def test_train_knows_whose_file_it_is(capsys):
     assert f"fix: megatune rl {FILES / 'qwen3_8b.yaml'}" in capsys.readouterr().err
 
 
+def test_a_file_of_training_has_no_roles(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\ndataset: d\noutput_dir: out\n")
+    assert main(["rl", str(path)]) == ExitCode.SETTINGS
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path} has no roles: it is a file of training",
+        f"    fix: megatune train {path}",
+    ]
+
+
 def test_engines_that_are_not_installed_are_named_with_what_helps(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # not installed, wherever this runs
     file = str(FILES / "colocated_vllm_packing.yaml")

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.dialects.dialect import Alias, Dialect, GlobalBatchSize, Refused, ValueMap
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.row import Row
 from megatune.config.load import Loaded, dump, load
 from megatune.errors import Finding
 
 # Some of Megatron-SWIFT's flags, old names and new ones.
 SWIFT = Dialect(
     name="Megatron-SWIFT",
-    keys={
-        "lr": "optimizer.learning_rate",
-        "output_dir": "run.output_dir",
-        "save": "run.output_dir",
-        "model": "model.model_name_or_path",
-        "micro_batch_size": Alias(("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size")),
-        "global_batch_size": GlobalBatchSize(),
-        "recompute_granularity": Alias(("recompute.recompute_granularity",), values={"none": None}),
-        "lr_decay_style": Alias(("optimizer.lr_scheduler_type",), values={"inverse-square-root": "inverse_sqrt"}),
-        "no_rope_fusion": Alias(("performance.apply_rope_fusion",), values={True: False, False: True}),
-        "distributed_timeout_minutes": Alias(("run.ddp_timeout",), factor=60),
-        "torch_dtype": ValueMap(
-            {
+    rows={
+        "lr": Row(target="optimizer.learning_rate"),
+        "output_dir": Row(target="run.output_dir"),
+        "save": Row(target="run.output_dir"),
+        "model": Row(target="model.model_name_or_path"),
+        "micro_batch_size": Row(target=["batch.per_device_train_batch_size", "batch.per_device_eval_batch_size"]),
+        "global_batch_size": Row(global_batch=True),
+        "recompute_granularity": Row(target="recompute.recompute_granularity", values={"none": None}),
+        "lr_decay_style": Row(target="optimizer.lr_scheduler_type", values={"inverse-square-root": "inverse_sqrt"}),
+        "no_rope_fusion": Row(target="performance.apply_rope_fusion", values={True: False, False: True}),
+        "distributed_timeout_minutes": Row(target="run.ddp_timeout", factor=60),
+        "torch_dtype": Row(
+            choices={
                 "bfloat16": {"precision.bf16": True},
                 "float16": {"precision.fp16": True},
                 "float32": {"precision.bf16": False},
             }
         ),
+        "tp_comm_overlap": Row(unsupported="it needs Transformer Engine", passes=[False]),
     },
-    not_built={"tp_comm_overlap": Refused("it needs Transformer Engine", off=(False,))},
     prefix="--",
     separator=" ",
 )
@@ -225,7 +226,7 @@ def test_run_yaml_is_in_our_own_keys_and_is_read_again(tmp_path):
     assert lines["gradient_accumulation_steps"][1:] == ["2", "#", "flag"]
     assert lines["apply_rope_fusion"][1:] == ["true", "#", "flag"]
     assert lines["bf16"][1:] == ["true", "#", "flag"]
-    assert not lines.keys() & set(SWIFT.keys) - {"output_dir", "recompute_granularity"}
+    assert not lines.keys() & set(SWIFT.rows) - {"output_dir", "recompute_granularity"}
     path = tmp_path / "run.yaml"
     path.write_text(text)
     for again in (load(path, dialect=SWIFT), load(path)):

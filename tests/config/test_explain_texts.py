@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from megatune.config.chinese import phrases, rl_translations, translations
+from megatune.config.chinese import phrases, translations
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.rl.pages import rl_keys
-from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import describe
 from megatune.config.settings import all_settings
 
@@ -73,22 +72,22 @@ def test_digest_sees_every_text(tmp_path, monkeypatch):
 
 
 def test_refusals_are_translated():
-    known = {**LLAMAFACTORY.not_built, **NOT_BUILT}
+    known = {key: row for key, row in LLAMAFACTORY.rows.items() if row.unsupported}
     for key, refused in known.items():
-        assert refused.why in phrases("refusals"), key
+        assert refused.unsupported in phrases("refusals"), key
         assert not refused.fix or refused.fix in phrases("fixes"), key
-    assert set(phrases("refusals")) == {refused.why for refused in known.values()}
-    assert set(phrases("accepted")) == {accepted.why for accepted in LLAMAFACTORY.accepted.values()}
+    assert set(phrases("refusals")) == {refused.unsupported for refused in known.values()}
+    assert set(phrases("accepted")) == {row.ignored for row in LLAMAFACTORY.rows.values() if row.ignored}
 
 
 def test_chinese_is_imported_only_when_asked_for():
     script = (
         "import sys\n"
         "from megatune.plan.explain.settings import explain_key\n"
-        "from megatune.plan.explain.ground import default_grounds\n"
-        "explain_key('cutoff_len', default_grounds())\n"
+        "from megatune.plan.explain.base_case import default_cases\n"
+        "explain_key('cutoff_len', default_cases())\n"
         "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
-        "explain_key('cutoff_len', default_grounds(), 'zh')\n"
+        "explain_key('cutoff_len', default_cases(), 'zh')\n"
         "print('megatune.config.chinese' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -98,7 +97,7 @@ def test_chinese_is_imported_only_when_asked_for():
 @pytest.mark.parametrize("info", rl_keys().values(), ids=lambda info: info.path)
 def test_keys_of_reinforcement_learning_are_complete_in_both_languages(info):
     test_english_is_complete(info)
-    text = rl_translations()[info.path]
+    text = translations("rl")[info.path]
     assert text.english == info.digest
     assert list(text.values) == list(info.texts.values)
     for each in (text.what, text.how, text.when):
@@ -107,4 +106,4 @@ def test_keys_of_reinforcement_learning_are_complete_in_both_languages(info):
 
 
 def test_no_key_of_reinforcement_learning_is_made_up():
-    assert rl_translations().keys() == {info.path for info in rl_keys().values()}
+    assert translations("rl").keys() == {info.path for info in rl_keys().values()}

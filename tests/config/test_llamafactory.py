@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megatune.config.dialects.dialect import Alias, Dialect, Refused
+from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.row import Row
 from megatune.config.dialects.table import table
 from megatune.config.load import load
 from megatune.config.rules import DATA_RULES
@@ -76,7 +77,7 @@ def fate(name: str, value: str) -> str:
         return "refused"
     if any(name in keys for keys in loaded.accepted.values()):
         return "accepted"
-    if not loaded.findings and LLAMAFACTORY.meaning_of(name) is None:
+    if not loaded.findings and not ((row := LLAMAFACTORY.row_of(name)) and row.paths):
         return "passes"
     sets = {path for path, entry in loaded.entries.items() if entry.key == name and path not in loaded.invalid}
     return "works" if sets and (sets & marked(Mark.SECRET) or not loaded.findings) else "dropped"
@@ -100,24 +101,25 @@ def test_every_default_that_differs_is_listed():
     for name, _, default, _, becomes in ARGUMENTS:
         if becomes in ("works", "passes") and name not in ("hub_token", "swanlab_api_key"):
             settings = load(overrides=[f"{name}={default}"]).settings
-            meaning = LLAMAFACTORY.meaning_of(name)
-            here = {path: all_settings()[path].default for path in meaning.paths} if meaning else {}
+            row = LLAMAFACTORY.row_of(name)
+            here = {path: all_settings()[path].default for path in row.paths} if row else {}
             refused = fate(name, default) == "refused" or name == "optimizer_offload_fraction"
             if refused or any(setting_value(settings, path) != value for path, value in here.items()):
                 differing[name] = default
-    assert differing == {name: shown(row.default) for name, row in table("llamafactory").rows.items() if row.kept}
+    assert differing == {name: shown(row.default) for name, row in table("llamafactory").items() if row.kept}
 
 
 def test_every_setting_can_be_set_and_every_key_sets_one():
     """Its own keys are the names of our settings, which options.txt freezes, and these."""
     for path, info in all_settings().items():
-        assert LLAMAFACTORY.meaning_of(info.name) == Alias((path,))
+        row = LLAMAFACTORY.row_of(info.name)
+        assert (row.paths, row.values, row.factor) == ((path,), {}, 1)
         assert LLAMAFACTORY.key_of(path) == info.name
     assert LLAMAFACTORY.names_of("data.packing") == [
         "packing", "neat_packing", "sequence_packing", "use_packed_sequences"
     ]  # fmt: skip
     known = {argument.name for argument in ARGUMENTS} | {info.name for info in all_settings().values()}
-    others = {*LLAMAFACTORY.keys, *LLAMAFACTORY.accepted} - known
+    others = {key for key, row in LLAMAFACTORY.rows.items() if row.paths or row.ignored} - known
     assert others == set()
 
 
@@ -173,7 +175,7 @@ def test_what_keys_of_other_names_set(override, path, value):
 
 
 def test_no_key_is_refused_without_a_reason():
-    assert all(refused.why for refused in LLAMAFACTORY.not_built.values())
+    assert all(row.paths or row.ignored or row.unsupported for row in LLAMAFACTORY.rows.values())
 
 
 def test_a_megatron_file_for_eight_processes_is_read_unchanged(tmp_path):
@@ -282,8 +284,12 @@ def test_reading_data_refuses_what_is_not_built(tmp_path):
 def test_another_dialect_is_a_table():
     dialect = Dialect(
         name="other",
-        keys={"lr": "optimizer.learning_rate", "save": "run.output_dir", "output_dir": "run.output_dir"},
-        not_built={"tp_comm_overlap": Refused("needs Transformer Engine", off=(False,))},
+        rows={
+            "lr": Row(target="optimizer.learning_rate"),
+            "save": Row(target="run.output_dir"),
+            "output_dir": Row(target="run.output_dir"),
+            "tp_comm_overlap": Row(unsupported="needs Transformer Engine", passes=[False]),
+        },
     )
     flags = ["--lr", "1", "--save", "out", "--tp-comm-overlap", "--learning_rate", "1e-5", "--neat_packing"]
     loaded = load(flags=flags, dialect=dialect)

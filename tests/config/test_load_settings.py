@@ -148,6 +148,7 @@ WRONG = [
         "run.yaml:1: cutoff_len is 0\n    why: expected a whole number, at least 2\n    fix: write cutoff_len: 2048",
     ),
     ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    fix: did you mean learning_rate?"),
+    ("tp: 2", "run.yaml:1: unknown setting 'tp'\n    fix: tp is a short name; write tensor_model_parallel_size"),
     (
         "zzz: 1",
         "run.yaml:1: unknown setting 'zzz'\n    fix: remove it; `megatune explain --all` lists every setting",
@@ -217,8 +218,15 @@ WRONG = [
         "pref_loss: [sigmoid, SimP0]",
         "run.yaml:1: pref_loss is [sigmoid, SimP0]\n"
         "    why: expected a list of any of: sigmoid, hinge, ipo, robust, simpo, orpo, cpo, apo_zero, apo_down,"
-        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop, aot, aot_unpaired, kto_pair; 'SimP0' does not fit\n"
+        " bco_pair, sppo_hard, nca_pair, exo_pair, discopop; 'SimP0' does not fit\n"
         "    fix: write pref_loss: [sigmoid, simpo]",
+    ),
+    (
+        "pref_loss: [sigmoid, kto_pair]",
+        "run.yaml:1: pref_loss: [sigmoid, kto_pair] is not supported\n"
+        "    why: losses that look at all pairs of a step together are not supported\n"
+        "    fix: write pref_loss: sigmoid, which is what LLaMA-Factory computes for kto_pair; stage: kto trains on"
+        " single answers",
     ),
     (
         "output_dir: [a]",
@@ -366,3 +374,12 @@ def test_a_colon_without_a_space_is_named_in_its_line(line: str, tmp_path: Path)
     (finding,) = load(tmp_path / "run.yaml").findings
     assert finding.where.endswith("run.yaml:2")
     assert "put a space after the colon" in finding.fix
+
+
+def test_a_misspelt_setting_is_not_said_to_be_missing_as_well(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\ndatset: d\nouput_dir: out\n")
+    assert [finding.what for finding in load(path).check()] == [
+        "unknown setting 'datset'",
+        "unknown setting 'ouput_dir'",
+    ]

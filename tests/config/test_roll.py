@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.roll import ReadRL, is_rl_file, read_roll, run_yaml
+from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
+from megatune.config.entry import is_rl_file
 
 FILES = Path(__file__).with_name("roll_files")
 STRATEGY = "actor_train.strategy_args.strategy_config"
@@ -182,7 +183,7 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
         (("actor_train.use_dynamic_batching_in_train=true",), "without max_tokens_per_microbatch_in_train"),
         (("actor_train.router_replay.mode=R2",), "write mode: R3"),
-        (("force_disable_old_logprobs_recompute=true", f"{CORRECTION}.is_weight.enabled=true"), f"with {CORRECTION}"),
+        (("force_disable_old_logprobs_recompute=true", "ppo_epochs=2"), "updates a step"),
         ((f"{CORRECTION}.filters=[{{enable: true}}]",), "did you mean train_infer_correction.filters.enabled?"),
         ((f"{STRATEGY}.tensor_model_paralel_size=1",), f"did you mean {STRATEGY}.tensor_model_parallel_size?"),
         ((f"{STRATEGY}.overlap_param_gather=true",), "ROLL refuses it, too"),
@@ -309,3 +310,15 @@ def test_references_are_those_of_omegaconf(read):
     found = read(SMALL + "a: {b: 3, c: [1, '${.b}']}\nkey: b\n", "seed=${a.${key}}", "~a.c")
     assert found.settings is None  # a and key are not ROLL's
     assert found.tree["seed"].value.data == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [("custom_envs", "agentic reinforcement learning"), ("sft_train", "supervised"), ("chosen_key", "ROLL's DPO")],
+)
+def test_a_file_of_another_pipeline_is_one_finding(tmp_path: Path, key: str, says: str) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(f"exp_name: x\n{key}: {{a: 1}}\nbeta: 0.1\nactor_train: {{unheard_of: 1}}\n")
+    (finding,) = read_roll(file).findings
+    assert says in finding.what
+    assert finding.fix

@@ -44,7 +44,7 @@ TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
         (QWEN, [LORA]),
         (None, [LORA, "lora_target=.*[qv]_proj", "use_dora=true", "use_rslora=true", "loraplus_lr_ratio=16"]),
         (QWEN, [LORA, "adapter_name_or_path=a,b", "create_new_adapter=true", "lora_dropout=0.1"]),
-        (QWEN_VL, [LORA, *TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
+        (QWEN_VL, [LORA, *TRAINED, "vision_lr=1e-6", "merger_lr=1e-5", "lora_target=all,merger.mlp.0"]),
         (QWEN, [FULL, "lora_rank=8", "lora_target=all", "create_new_adapter=false"]),
         (QWEN, ["use_dora=false", "create_new_adapter=false"]),
     ],

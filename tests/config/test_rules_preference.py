@@ -116,7 +116,7 @@ WRONG = [
     (
         [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
         "dpo_label_smoothing: 0.1 with pref_loss: [ipo, hinge]\n"
-        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, aot, aot_unpaired, and of no other loss\n"
+        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, and of no other loss\n"
         "    fix: write pref_loss: sigmoid, or remove dpo_label_smoothing",
     ),
     (
@@ -197,7 +197,7 @@ WRONG = [
             "    why: it says how the two answers of a pair are compared\n"
             f"    fix: write stage: dpo, or remove {name}",
         )
-        for name, value in (("pref_loss", "[kto_pair]"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
+        for name, value in (("pref_loss", "[hinge]"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
     ),
     (
         [KTO, "ref_model_adapters=a"],

@@ -104,13 +104,10 @@ def test_import_needs_no_torch():
 
 def test_losses_of_pairs():
     """They are named apart from what computes them, which needs torch."""
-    from megatune.config.groups import preference as named
-    from megatune.objectives.joint_losses import JOINT
     from megatune.objectives.pair_losses import SEPARABLE, WITHOUT_REFERENCE
 
     names = all_settings()["preference.pref_loss"].choices
-    assert {*SEPARABLE, *JOINT} == set(names)
-    assert set(JOINT) == set(named.JOINT)
+    assert {*SEPARABLE} == set(names)
     preference = Settings.model_validate({"preference": {"pref_loss": ["simpo", "sigmoid"]}}).preference
     assert preference.losses == {"simpo": 1.0, "sigmoid": 1.0}
     assert preference.has_reference

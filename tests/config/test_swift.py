@@ -265,6 +265,12 @@ def test_rlhf_is_a_preference_stage(flags, path, expected):
     assert value(run, path) == expected
 
 
+def test_losses_of_all_pairs_together_are_refused():
+    run = read("--loss_type kto_pair", verb="rlhf")
+    (message,) = findings(run)
+    assert message.startswith("--loss_type: loss_type: kto_pair is not supported")
+
+
 def test_reinforcement_learning_is_refused_once():
     run = read("--rlhf_type grpo --use_vllm true --vllm_mode colocate --num_generations 4 --loss_type x", verb="rlhf")
     (message,) = findings(run)

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.config.dialects.swift import SwiftRun, read_swift
-from megatune.config.dialects.swift_command import value_of
 from megatune.config.dialects.swift_lines import swift_lines
 from megatune.config.dialects.table import table
 from megatune.config.settings import all_settings
-from megatune.config.values import parse
+from megatune.config.values import as_read, parse
 
 
 class Flag(NamedTuple):
@@ -72,7 +71,7 @@ def test_every_flag_becomes_what_the_table_says(flag):
 def test_flags_of_version_3_alone_tell_the_version():
     both = {"no_masked_softmax_fusion", "no_bias_dropout_fusion", "no_gradient_accumulation_fusion"}  # --no_X of 4
     assert {flag.name for flag in FLAGS if flag.versions == "3"} - both == {
-        name for name, row in table("swift").rows.items() if row.version == 3
+        name for name, row in table("swift").items() if row.version == 3
     }
 
 
@@ -85,16 +84,16 @@ def test_what_is_refused_passes_at_the_value_that_it_has_there():
 
 
 def test_every_default_that_differs_is_applied_or_kept_with_a_reason():
-    rows, missing = table("swift").rows, []
+    rows, missing = table("swift"), []
     for flag in FLAGS:
         row = rows.get(flag.name)
-        if flag.fate != "translated" or row is None or (meaning := row.meaning) is None:
+        if flag.fate != "translated" or row is None or not row.paths:
             continue
-        theirs = meaning.read(parse("null" if flag.default == "null" else flag.default))
-        row = rows[row.now] if row.now else row
-        applied = row.default_in(int(flag.versions[0]))
+        theirs = row.read(parse("null" if flag.default == "null" else flag.default))
+        now = rows[row.now] if row.now else row
+        applied = now.default_in(int(flag.versions[0]))
         differs = any(all_settings()[path].default != value for path, value in theirs.items())
-        if differs and (applied is ... or (not row.kept and meaning.read(value_of(applied)) != theirs)):
+        if differs and (applied is ... or (not now.kept and row.read(as_read(applied)) != theirs)):
             missing.append(flag.name)
     assert missing == []
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.roll import is_rl_file, read_roll
+from megatune.config.dialects.roll import read_roll
+from megatune.config.entry import is_rl_file
 from megatune.config.load import load
 
 _TIMES = 9

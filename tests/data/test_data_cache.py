@@ -19,9 +19,10 @@ import pytest
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
 from megatune.data.cache import files
-from megatune.data.cache.folder import built, cache_dir, is_whole
+from megatune.data.cache.folder import built, is_whole
 from megatune.data.streaming.producer import _as_finding
 from megatune.errors import ExitCode, MegatuneError
+from megatune.hub.digests import cache_dir
 
 # Writes one line for each build; holds it until the file `go` is there, or for ever.
 BUILDER = """

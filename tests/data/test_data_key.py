@@ -19,9 +19,11 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
-from megatune.data.cache.key import prepared_key, remembered_digest
+from megatune.data.cache.key import prepared_key
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
+from megatune.hub import digests
+from megatune.hub.digests import remembered_digest
 
 TOKENIZER = qwen_tokenizer()
 
@@ -206,16 +208,14 @@ def test_a_file_that_cannot_be_read(folder: Path) -> None:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read to the end."""
-    from megatune.data.cache import key
-
     read: list[Path] = []
-    whole: Callable[[Path], str] = key._content_digest
+    whole: Callable[[Path, str], str] = digests._content_digest
 
-    def counting(path: Path) -> str:
+    def counting(path: Path, algorithm: str) -> str:
         read.append(path)
-        return whole(path)
+        return whole(path, algorithm)
 
-    monkeypatch.setattr(key, "_content_digest", counting)
+    monkeypatch.setattr(digests, "_content_digest", counting)
     return read
 
 
@@ -223,7 +223,7 @@ class TestRememberedDigests:
     @pytest.fixture(autouse=True)
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files of these tests count as old at once: the clock is ten seconds ahead."""
-        monkeypatch.setattr("megatune.data.cache.key.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
+        monkeypatch.setattr("megatune.hub.digests.time.time_ns", lambda: time.clock_gettime_ns(0) + 10**10)
 
     def test_a_file_is_read_once(self, tmp_path: Path, counted: list[Path]) -> None:
         path = tmp_path / "a.json"

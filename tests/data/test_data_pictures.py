@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from megatune.data.bad_rows import RowError
 from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, make_encoder
+from megatune.data.formats.form import DEFAULT_FORMS
 from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import unpacked
 from megatune.data.pipeline import Pipeline
+from megatune.data.readers import RawRow
 from megatune.data.rows import Document, TokenRows
+from megatune.data.samples import RowReader, Sample
+from megatune.data.sources.source import source_of
 from megatune.data.streaming.blocks import PART, MixedStream
+from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, MegatuneError
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -265,6 +271,7 @@ def test_rows_that_hold_their_pictures(model: Model, data: Path, monkeypatch: py
     import pyarrow.parquet
 
     monkeypatch.setattr("megatune.data.workers.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("megatune.data.workers.MOST_BYTES", 1)  # one chunk at a time
     content = (data / "b.jpg").read_bytes()
     rows = [asks(images=[{"bytes": content, "path": f"{number}.jpg"}]) for number in range(5)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data / "held.parquet")
@@ -272,6 +279,29 @@ def test_rows_that_hold_their_pictures(model: Model, data: Path, monkeypatch: py
     found = model.prepared(data, "held.parquet").train
     sources = [unpacked(p.packed)[0] for row in found for d in row for p in d.pictures]
     assert [(each.path, each.data) for each in sources] == [(f"{number}.jpg", content) for number in range(5)]
+
+
+def test_rows_with_pictures_wait_within_a_bound(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows a file has, few of them are read and not yet written."""
+    monkeypatch.setattr("megatune.data.workers.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("megatune.data.workers.MOST_BYTES", 20_000)
+    value = {"bytes": (data / "b.jpg").read_bytes() + bytes(6000), "path": None}
+    read = taken = most = 0
+    settings = model.settings(data, "rows.jsonl")
+
+    def samples() -> Iterator[Sample]:
+        nonlocal read
+        for number in range(40):
+            read += 1
+            yield Sample(f"row {number}", None, 1, RawRow(f"row {number}", asks(images=[value])))
+
+    reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, pictures=True)
+    encoder = make_encoder(settings, model.tokenizer, model.vision(settings))
+    for _, found in encode_all(encoder, samples(), 1, reader):
+        assert isinstance(found, Encoded), found
+        most, taken = max(most, read - taken), taken + 1
+    assert taken == 40
+    assert most <= 8
 
 
 def test_relative_paths_begin_at_media_dir(model: Model, data: Path, tmp_path: Path) -> None:

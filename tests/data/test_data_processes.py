@@ -11,7 +11,7 @@ import pytest
 from megatune.config.load import load
 from megatune.data.check import Checked, check_data
 from megatune.data.processes import usable_processes
-from megatune.training.decoding import loader_workers
+from megatune.training.loaders import loader_workers
 
 
 @pytest.fixture(autouse=True)

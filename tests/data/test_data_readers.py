@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers_kit import COMPRESS, parts, rows_of, write, write_arrow
 
-from megatune.data.readers import DATA_SUFFIXES, Position, data_suffix, json_array, read_rows
+from megatune.data.readers import DATA_SUFFIXES, Position, columnar, data_suffix, json_array, read_rows
 from megatune.errors import MegatuneError
 
 ROWS = [{"instruction": "Hi", "output": "Hello\nyou"}, {"instruction": "你好", "output": 'say "hi", 你好 🙂'}]
@@ -171,6 +173,20 @@ def files_of_all_kinds(folder: Path) -> list[Path]:
     files.append(write_arrow(folder / "file.arrow", TABLE, 10, stream=False))
     pyarrow.parquet.write_table(TABLE, folder / "a.parquet", row_group_size=10)
     return [*files, folder / "a.parquet"]
+
+
+def test_large_rows_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an Arrow file, which is mapped into memory."""
+    monkeypatch.setattr(columnar, "BATCH_BYTES", 2**20)
+    table = pyarrow.table({"a": [os.urandom(100_000) for _ in range(200)]})
+    path, tracked = write_arrow(tmp_path / "a.arrow", table, 200, stream=False), 0
+    del table
+    tracemalloc.start()
+    for row in read_rows(path):
+        tracked = max(tracked, tracemalloc.get_traced_memory()[0])
+        assert row.error is None
+    tracemalloc.stop()
+    assert tracked < 5 * 2**20
 
 
 def test_reading_goes_on_after_any_row(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from tokenizer_kit import plain_tokenizer
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
+from megatune.data import workers
 from megatune.data.batches import Batch, Collator
+from megatune.data.encode import Encoder
 from megatune.data.loader import StepLoader
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import Pipeline
@@ -26,6 +30,7 @@ from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.sharing import Exchange, Machines, open_store
 from megatune.data.streaming.stream import Stream, StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
 
@@ -84,9 +89,9 @@ def request(
     return StreamRequest(folder, Pipeline.of(settings, TOKENIZER), "key", state)
 
 
-def blocks(asked: StreamRequest) -> Iterator[Block]:
+def blocks(asked: StreamRequest, exchange: Exchange | None = None) -> Iterator[Block]:
     """The blocks of a stream, without end."""
-    mixed = asked.stream(asked.held_out())
+    mixed = asked.stream(asked.held_out(), exchange)
     while True:
         number = asked.write(mixed).number
         folder = next(block.folder for block in asked.folder.blocks() if block.number == number)
@@ -265,6 +270,77 @@ def global_batches(steps: StreamedSteps, size: int, **loading: int) -> list[list
         ]
         seen.append([text(batch.input_ids[0, : batch.lengths[0]].tolist()) for batch in in_order])
     return seen
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("concat", 1), ("over, by probability", 1), ("concat", 2)])
+def test_machines_tokenise_a_stream_together(
+    strategy: str, processes: int, datasets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each its share of the rows, and all the same blocks as one machine makes alone; from any block on, too."""
+    monkeypatch.setattr(workers, "CHUNK_ROWS", 3)
+    monkeypatch.setattr("megatune.data.pipeline.usable_processes", lambda asked, *_: (asked, ""))
+    data = {**STRATEGIES[strategy], "packing": True, "cutoff_len": 32, "preprocessing_num_workers": processes}
+    alone = list(islice(blocks(request(tmp_path, datasets, **{**data, "preprocessing_num_workers": 1})), 12))
+    for state in (None, alone[4][0].start) if processes == 1 else (None,):
+        expected = alone[: 12 if processes == 1 else 4] if state is None else alone[4:]
+        found, encoded = together(2, lambda number: request(tmp_path, datasets, state, **data), len(expected))  # noqa: B023
+        assert found == [expected, expected]
+        if processes == 1:  # else some are encoded in other processes
+            assert min(encoded) > 0.3 * sum(encoded)
+
+
+def together(
+    count: int, asked: Callable[[int], StreamRequest], number_of_blocks: int
+) -> tuple[list[list[Block]], list[int]]:
+    """The blocks of each of several machines, which are threads here, and how many rows each has encoded."""
+    store, found, encoded = open_store("localhost"), [[] for _ in range(count)], [0] * count
+
+    def run(number: int) -> None:
+        class Counting(Encoder):
+            def encode(self, examples: Sequence[Any]) -> Any:
+                encoded[number] += len(examples)
+                return super().encode(examples)
+
+        exchange = Exchange(Machines(number, count, "localhost", store.port))
+        one = asked(number)
+        if one.pipeline.settings.data.preprocessing_num_workers == 1:
+            encoder = Counting(**{each.name: getattr(one.pipeline.encoder, each.name) for each in fields(Encoder)})
+            one = replace(one, pipeline=replace(one.pipeline, encoder=encoder))
+        found[number] = list(islice(blocks(one, exchange), number_of_blocks))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, encoded
+
+
+def test_a_machine_that_read_other_rows_tokenises_them_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its blocks differ, and are named, as they would without sharing."""
+    monkeypatch.setattr(workers, "CHUNK_ROWS", 3)
+    for machine, changed in enumerate(("7", "seven")):
+        (tmp_path / f"{machine}").mkdir()
+        texts = [changed if number == 7 else str(number) for number in range(20)]
+        (tmp_path / f"{machine}" / "rows.txt").write_text("\n".join(texts), encoding="utf-8")
+
+    def asked(number: int) -> StreamRequest:
+        return request(tmp_path, [str(tmp_path / f"{number}" / "rows.txt")], preprocessing_num_workers=1)
+
+    found, _ = together(2, asked, 3)
+    assert found == [list(islice(blocks(asked(number)), 3)) for number in range(2)]
+    assert [["seven"] in rows for _, rows in found[1]] == [False, True, False]
+
+
+def test_the_failure_of_another_machine_is_named() -> None:
+    store = open_store("localhost")
+    ours, theirs = (Exchange(Machines(number, 2, "localhost", store.port)) for number in range(2))
+    part = next(part for part in (ours.series().next([]) for _ in range(2)) if not part.is_own)
+    theirs.fail("no room")
+    with pytest.raises(MegatuneError, match="failed on another machine") as failure:
+        part.result()
+    assert "machine 1: no room" in str(failure.value)
+    assert failure.value.exit_code == ExitCode.PROCESS_DIED
 
 
 @pytest.fixture

@@ -422,6 +422,19 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
     assert (caught.value.reason, caught.value.detail) == ("the chat template refuses the conversation", "one turn only")
 
 
+def test_a_name_that_the_models_own_template_serves() -> None:
+    """LLaMA-Factory has a hundred more names than this program; most models bring their chat template."""
+    with pytest.raises(MegatuneError) as caught:
+        load_template("glm4", qwen_tokenizer())
+    assert str(caught.value).startswith(
+        "template: 'glm4' is unknown\n    why: the tokenizer of this model has a chat template of its own, which "
+        "template: null uses\n"
+    )
+    with pytest.raises(MegatuneError) as caught:
+        load_template("glm4", plain_tokenizer())
+    assert "why:" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "tokenizer", "exit_code", "message"),
     [

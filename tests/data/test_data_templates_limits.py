@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.templates import Thinking, load_template, watch
+from megatune.data.templates import Thinking, load_template, rendering
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.rendering import RenderLimitError, render, render_marked, template_errors
 from megatune.errors import ExitCode, MegatuneError
@@ -60,6 +60,13 @@ LARGE = {
     "round": "{{ 1.5|round(1000000000, 'ceil') }}",
     "source": "a" * 2**21,
 }
+LONG |= {
+    "filters of a filter": "{% set x = 'ab' * 20000000 %}{{ range(100000)|map('replace', 'c', x)|list|length }}"
+    "{% for i in range(100000) %}{{ x|upper|length }}{% endfor %}",
+    "comparisons": "{% set x = 'a' * 30000000 %}{% set y = x ~ '' %}"
+    "{% for i in range(100000) %}{{ x == y }}{% endfor %}",
+    "slices": "{% set x = 'a' * 30000000 %}{% for i in range(100000) %}{{ x[1:]|length }}{% endfor %}",
+}
 UNSAFE = {
     "ljust": "{{ 'a'.ljust(100000000000) }}",
     "attr": "{{ ('a'|attr('zfill'))(100000000000) }}",
@@ -73,7 +80,7 @@ UNSAFE = {
 
 @pytest.mark.parametrize("source", LONG.values(), ids=LONG)
 def test_rendering_ends_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
     with pytest.raises(RenderLimitError, match=r"more than 0\.25 seconds to render"):
         render(source, CHAT)
     assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"  # nothing is raised in what comes after
@@ -93,7 +100,7 @@ def test_the_sandbox_holds(source: str) -> None:
 
 def test_each_thread_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread's rendering ends; another one's, and what the first does after it, do not."""
-    monkeypatch.setattr(watch, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
     ended: list[str] = []
 
     def endless() -> None:
@@ -109,9 +116,28 @@ def test_each_thread_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == ["2"]
 
 
+def test_threads_do_not_share_what_is_marked() -> None:
+    """Rows are rendered in two threads; answers that the template marks are each conversation's own."""
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ pause() }}{% endfor %}"
+    found: dict[int, tuple[str, list[tuple[int, int]]]] = {}
+
+    def rendered(size: int) -> None:
+        chat = [{"role": "assistant", "content": "x" * size}] * 5
+        found[size] = render_marked(source, chat, pause=lambda: time.sleep(0.01) or "|")
+
+    threads = [threading.Thread(target=rendered, args=(size,)) for size in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for size in (1, 2, 3):
+        text, spans = found[size]
+        assert [text[start:stop] for start, stop in spans] == ["x" * size] * 5
+
+
 def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that a row makes endless refuses the row; one that no conversation can be written with is refused."""
-    monkeypatch.setattr(watch, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
     tokenizer = qwen_tokenizer()
     usual = tokenizer.chat_template
     tokenizer.chat_template = "{% if messages[0].content == 'bomb' %}" + RANGES + "{% endif %}" + usual

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import megatune.engine  # noqa: F401  (installs the stand-ins)
-from megatune.engine import device
+from megatune.engine import device, groups, sequences
 from megatune.engine.layers.rotary import inverse_frequencies
+from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.verify.reference import load_reference_model
 
@@ -41,6 +44,38 @@ def test_a_gpu_is_still_not_there():
     assert torch.cuda.device_count() == 0
 
 
+def test_a_machine_whose_gpus_torch_cannot_use_is_refused(monkeypatch):
+    """It would train on the CPU, far slower, and say so nowhere."""
+    device.require_gpus(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(MegatuneError) as caught:
+        device.require_gpus(8)
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    (finding,) = caught.value.findings
+    assert finding.what == "this machine shows 8 GPUs, and torch can use none"
+    assert finding.why == f"torch {torch.__version__} is a build for CPUs"
+    assert finding.fix.endswith("or write use_cpu: true to train on the CPU")
+
+
+def test_a_refusal_has_the_reason_of_cuda(monkeypatch):
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_init", too_old, raising=False)
+    with pytest.raises(MegatuneError, match="driver on your system is too old"):
+        device.require_gpus(1)
+    monkeypatch.setattr(torch._C, "_cuda_init", lambda: None, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0000")
+    with pytest.raises(MegatuneError, match="CUDA_VISIBLE_DEVICES is GPU-0000"):
+        device.require_gpus(1)
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: too_old())
+    with pytest.raises(MegatuneError, match=r"install a build of torch for CUDA 13\.0"):
+        device.select(0)
+
+
 def test_factories_obey_a_meta_device():
     """Transformers builds models on it; a wrapped factory that torch did not know would fill them with memory."""
     with torch.device("meta"):
@@ -67,3 +102,32 @@ def test_random_state_is_the_cpu_generators():
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(torch.cuda.get_rng_state(), torch.random.get_rng_state())
+
+
+def test_ranks_meet_on_their_devices(monkeypatch):
+    """NCCL connects at once, and groups are parts of the first one."""
+    given = {}
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: given.update(options))
+    groups.meet(None, 0, 1, timeout=1.0)
+    assert given["device_id"] is None
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    groups.meet(None, 0, 1, timeout=1.0)
+    assert given["device_id"] == torch.device("cuda", 3)
+
+
+def test_every_copy_of_a_micro_batch_is_sent(monkeypatch):
+    """From page-locked memory, without waiting: also what is computed on the host, of context-parallel parts."""
+    monkeypatch.setattr(sequences.parallel_state, "get_context_parallel_rank", lambda: 1)
+    monkeypatch.setattr(sequences.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    sent = []
+    monkeypatch.setattr(sequences, "send", lambda tensor: sent.append(tensor) or tensor)
+    ids = torch.arange(8)[None]
+    batch = SimpleNamespace(
+        input_ids=ids, labels=ids, position_ids=ids, lengths=(8,), cu_seqlens=None, extras={}, pictures=None
+    )
+    mine = sequences.local_batch(batch)
+    copies = mine.input_ids, mine.labels, mine.sequences.position_ids, mine.sequences.is_padding
+    copies += mine.sequences.normalizer, mine.sequences.trained
+    assert [any(copy is each for each in sent) for copy in copies] == [True] * 6
+    assert mine.input_ids.tolist() == [[2, 3, 4, 5]]

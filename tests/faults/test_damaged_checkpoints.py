@@ -13,22 +13,27 @@ import pytest
 import xxhash
 from fault_injector import flip_bit
 from pool import RankPool
-from runs import settings_of, train
+from runs import assert_same_tensors, settings_of, train
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.training.resume import choose_checkpoint
+from megatune.training.storage.manifest import Manifest, read_manifest, write_manifest
 
 MANIFEST = "training/manifest.json"
 
 
 @pytest.fixture(scope="module")
-def trained(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(pool: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a run with two checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
-    model = make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
     assert pool.run(1, train, settings_of(model, folder / "out", max_steps=4, save_steps=2), folder) == [0]
     return folder / "out"
 
@@ -121,3 +126,54 @@ def test_without_a_sound_checkpoint_a_run_never_starts_over(
     assert str(no.value).count("state.json is missing") >= 2
     got = next(line for line in str(no.value).splitlines() if "none can be resumed from" in line)
     told(case="T14", fault="damage in every checkpoint", got=f"{got} (exit code 66)", lost="nothing: it does not start")
+
+
+@pytest.mark.parametrize(("file", "world_size"), [(OPTIMIZER, 1), ("model.safetensors", 1), (OPTIMIZER, 2)])
+def test_what_loading_finds_damaged_is_named_and_the_older_checkpoint_is_used(
+    file: str, world_size: int, pool: RankPool, model: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Tensors are compared with their digests while they are loaded. Of two ranks one alone reads the damage."""
+    shutil.copytree(trained, tmp_path / "out", ignore=shutil.ignore_patterns("*.png", "launch"))
+    flip_bit(tmp_path / "out/checkpoint-4" / file)
+    batch = {"gradient_accumulation_steps": 4 // world_size}
+    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, **batch)
+    assert pool.run(world_size, train, settings, tmp_path) == [0] * world_size
+    said = (tmp_path / "out/start.log").read_text()
+    assert f"skipped: {tmp_path}/out/checkpoint-4: {file} is damaged: its digest does not match" in said
+    assert "are verified while they are loaded" in said
+    if world_size == 1:
+        assert_same_tensors(tmp_path / "out", trained)
+        assert_same_tensors(tmp_path / "out/checkpoint-4/training", trained / "checkpoint-4/training")
+
+
+def test_a_checkpoint_that_loading_finds_damaged_is_refused_where_it_was_asked_for(
+    pool: RankPool, model: Path, trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "out", ignore=shutil.ignore_patterns("*.png", "launch"))
+    flip_bit(tmp_path / "out/checkpoint-2" / OPTIMIZER)
+    asked = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-2"), "overwrite_output_dir": True}
+    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, **asked)
+    with pytest.raises(AssertionError, match=rf"checkpoint-2: {OPTIMIZER} is damaged: its digest does not match"):
+        pool.run(1, train, settings, tmp_path)
+
+
+def test_a_checkpoint_of_the_last_version_is_verified_and_resumed(
+    pool: RankPool, model: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Its optimizer has whole tensors, and no digests of blocks: all of it is verified before it is loaded."""
+    shutil.copytree(trained, tmp_path / "out", ignore=shutil.ignore_patterns("*.png", "launch"))
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    shutil.rmtree(tmp_path / "out/checkpoint-2/training/digests")
+    folder = tmp_path / "out/checkpoint-2"
+    manifest = read_manifest(folder)
+    kept = tuple(file for file in manifest.files if "/digests/" not in file.name)
+    write_manifest(folder, Manifest(manifest.step, kept, manifest.metadata))
+    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2)
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    assert "are verified while they are loaded" not in (tmp_path / "out/start.log").read_text()
+    assert_same_tensors(tmp_path / "out", trained)
+    # And a flipped bit is found, too.
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    flip_bit(folder / OPTIMIZER)
+    with pytest.raises(AssertionError, match=rf"{OPTIMIZER} is damaged: its digest does not match"):
+        pool.run(1, train, settings, tmp_path)

@@ -51,7 +51,7 @@ def in_child(fault: Fault, words: list[str]) -> int:
 @pytest.mark.parametrize(
     ("at", "when"),
     [
-        ("megatune.bridge.safetensors_files:safetensors_writer", "before"),
+        ("megatune.bridge.file_stream:TensorFile.write", "before"),
         ("megatune.bridge.merged_model:MergedModel.write", "after"),
         ("megatune.training.storage.new_folder:sync", "after"),
     ],

@@ -23,25 +23,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("fault", "put", "said", "asked"),
+    ("fault", "put", "said"),
     [
         (
             "RLIMIT_AS leaves a rank 4 MiB from its first forward pass on",
             Fault("memory full", "forward", rank=1, step=1, value=4 * MIB),
             "DefaultCPUAllocator: can't allocate memory",
-            "of activations, in a forward pass",
         ),
         (
             "`torch.OutOfMemoryError` in a backward pass",
             Fault("device full", "backward", rank=1, step=1, value=2048 * MIB),
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-            "an allocation of 2.00 GiB, in a backward pass",
         ),
     ],
     ids=["host", "device"],
 )
 def test_out_of_memory(
-    fault: str, put: Fault, said: str, asked: str, model: Path, tmp_path: Path, told: Callable[..., None]
+    fault: str, put: Fault, said: str, model: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
     job = Job(model, tmp_path / "run", [put], per_device_train_batch_size=60, max_steps=2)
     ended = job.finish()
@@ -49,7 +47,6 @@ def test_out_of_memory(
     assert "rank 1 on host" in ended.line
     assert "ran out of memory at step 1 (train)" in ended.line
     assert said in ended.stderr
-    assert asked in ended.stderr
     assert re.search(r"^planned +\S+ GiB of \S+ GiB for stage 0", ended.stderr, re.MULTILINE)
     first, second, third = re.findall(r"^    ([123])\. \w+: .* \(\S+ \w+ less\), ", ended.stderr, re.MULTILINE)
     assert (first, second, third) == ("1", "2", "3")

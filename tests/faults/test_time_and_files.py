@@ -14,9 +14,9 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext
 from megatune.training import run as training
-from megatune.training import time_budget
+from megatune.training import run_schedule
+from megatune.training.run_schedule import TimeBudget
 from megatune.training.storage.store import list_checkpoints
-from megatune.training.time_budget import TimeBudget
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ class Clock:
 
 
 def test_the_last_step_begins_while_there_is_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_budget, "time", clock := Clock())
+    monkeypatch.setattr(run_schedule, "time", clock := Clock())
     budget = TimeBudget(10.0, began=1000.0)
     clock.now += 100  # loading: stands for a save until there was one
     assert not budget.is_spent()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,12 +48,12 @@ def test_a_batch_answers_as_one_by_one(family: str, tmp_path_factory: pytest.Tem
     generator = Generator.load(folder, GenerationOptions(max_new_tokens=16))
     prompts = [generator.chat_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
     for penalty in (None, 1.5):
-        sampling = replace(generator.options, repetition_penalty=penalty)
+        sampling = generator.options.model_copy(update={"repetition_penalty": penalty})
         alone = [generator.backend.write(each, sampling) for each in prompts]
         assert generator.backend.write_all(prompts, sampling) == alone
     # A row that a stop word ends leaves the others as they are.
     middle = alone[1].text[4:7]
-    sampling = replace(sampling, stop_words=(middle,))
+    sampling = sampling.model_copy(update={"stop_words": [middle]})
     together = generator.backend.write_all(prompts, sampling)
     assert together == [generator.backend.write(each, sampling) for each in prompts]
     assert together[1].stopped

@@ -188,7 +188,7 @@ def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
 def test_vllm_samples_as_transformers_would(qwen3: Path) -> None:
     defaults = vllm_backend._Defaults(qwen3, {})
     prompt = Prompt(list(range(60)))
-    greedy = Sampling(stop_words=("x",), top_p=0.5)
+    greedy = Sampling(stop_words=["x"], top_p=0.5)
     expected = {"max_tokens": 4, "temperature": 0.0, "stop": ["x"], "include_stop_str_in_output": True}
     assert defaults.arguments(greedy, prompt) == expected
     defaults.generation.do_sample, defaults.generation.temperature, defaults.generation.top_p = True, 0.6, 0.95

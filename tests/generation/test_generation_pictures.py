@@ -74,7 +74,7 @@ def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
 
 
 def with_pictures(generator: Generator, pictures: PromptPictures, **changes: Any) -> Generator:
-    options = dataclasses.replace(generator.options, **changes)
+    options = generator.options.model_copy(update=changes)
     return Generator(generator.backend, generator.tokenizer, options, generator.source, pictures)
 
 
@@ -291,8 +291,9 @@ def test_what_cannot_be_shown_is_refused(folders: Callable[[str], Path], files: 
     refused(folder, ExitCode.DATA, "--prompt", "<image> Hi", says=says)
     says = ("more placeholders than images and videos",)
     refused(folder, ExitCode.DATA, "--image", wide, "--prompt", "<|image_pad|> Hi", says=says)
-    numbers = ("--image_max_pixels", "0", "--video_fps", "1")
-    refused(folder, ExitCode.SETTINGS, *ask, "--image", wide, *numbers, says=("0 is out of range", "there is no video"))
+    numbers = ("--image_max_pixels", "0")
+    refused(folder, ExitCode.SETTINGS, *ask, "--image", wide, *numbers, says=("a whole number, at least 1",))
+    refused(folder, ExitCode.SETTINGS, *ask, "--image", wide, "--video_fps", "1", says=("there is no video",))
 
 
 def test_a_prompt_longer_than_the_context_names_the_pictures(files: Path, tmp_path: Path) -> None:

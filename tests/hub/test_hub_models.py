@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -317,6 +319,20 @@ def test_modelscope(hub: Hub, tmp_path: Path) -> None:
     assert sorted(path for path, _ in hub.sent) == sorted([*FETCHED, "config.json"])
     assert "no model team/missing at revision master on HOST, or it is private" in results[1]["error"]
     assert "team/pickles on HOST has no model.safetensors" in results[2]["error"]
+
+
+def test_modelscopes_weights_are_digested_once(hub: Hub, tmp_path: Path) -> None:
+    """Its hub's list has the digests that cached files are compared with, at every start."""
+    here: dict[str, str] = {"USE_MODELSCOPE_HUB": "1", "MEGATUNE_CACHE": str(tmp_path / "cache")}
+    ask(hub, tmp_path, "team/sharded", **here)
+    time.sleep(2.1)  # a file that was just written may change within the tick of its time
+    ask(hub, tmp_path, "team/sharded", **here)
+    notes = {note: json.loads(note.read_text()) for note in (tmp_path / "cache/digests").iterdir()}
+    note, said = next((note, said) for note, said in notes.items() if said["path"].endswith("1-of-00002.safetensors"))
+    assert said["digest"] == hashlib.sha256(SHARDED["model-00001-of-00002.safetensors"]).hexdigest()
+    note.write_text(wrong := json.dumps({**said, "digest": "0" * 64}))
+    ask(hub, tmp_path, "team/sharded", **here)
+    assert note.read_text() == wrong, "the file was read again"
 
 
 VERBS = """

@@ -21,7 +21,7 @@ from megatune.training.callbacks import hub_push
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.hub_push import HubPush
-from megatune.training.secrets import use_secrets
+from megatune.training.start import use_secrets
 from megatune.training.storage.store import CheckpointStore
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "training/state.json": b"{}", "iter_1/a.distcp": b""}

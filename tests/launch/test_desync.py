@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from pool import RankPool
 
 from megatune.engine.operations import recent_operations
-from megatune.launch.context import RankContext
-from megatune.launch.desync import answer_dumps, find_desync, leave_operations, operations_path
+from megatune.launch.context import RankContext, watch_signals
+from megatune.launch.desync import find_desync, leave_operations, operations_path
 from megatune.launch.world import RankEnv
 
 SUM = "all_reduce"
@@ -97,7 +98,7 @@ def test_a_signal_asks_for_it_while_the_main_thread_waits(tmp_path: Path) -> Non
     context.operations = lambda: [{"group": "x"}]
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
-        answer_dumps(context)
+        watch_signals({signal.SIGUSR1: partial(leave_operations, context)}, "test")
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 30
         while not operations_path(tmp_path, 0).exists() and time.monotonic() < deadline:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import time
 
 import pytest
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import RankContext, heartbeat_path, read_beat
+from megatune.launch.context import RankContext, heartbeat_path, log_path, read_beat
+from megatune.launch.desync import operations_path, waits_on_device
 from megatune.launch.failure import Kind, describe_failure, read_failure, write_failure
 from megatune.launch.processes import RankState
-from megatune.launch.report import RankActivity, find_hung, first_cause
+from megatune.launch.report import RankActivity, ended_by_watchdog, find_hung, first_cause, hang_reason
 from megatune.launch.world import RankEnv
 
 
@@ -93,6 +95,40 @@ def test_the_hung_rank_is_the_one_outside_of_a_collective_or_behind():
         ((silent, works, stopped), 2),
     ):
         assert find_hung(ranks, dict(enumerate(activities))).rank == culprit
+
+
+def test_a_rank_whose_device_waits_is_not_the_hung_one(tmp_path):
+    """Under NCCL the host waits where it reads a number: its stack has nothing of torch.distributed."""
+    reads = ("_values (/x/megatune/engine/step.py:9)", "loss (/x/megatune/engine/step.py:5)")
+    path = operations_path(tmp_path, 0)
+    path.parent.mkdir()
+    waiting = {"group": "0", "kind": "default_pg", "ranks": [0, 1], "operations": [[3, "all_reduce", [[8]], True]]}
+    for on_device, culprit in ((True, 1), (False, 0)):
+        path.write_text(json.dumps([waiting | {"on_device": on_device}]))
+        activities = {
+            0: RankActivity("S", reads, waits_on_device(tmp_path, 0)),
+            1: RankActivity("S", ("sleep (/x/user.py:1)",)),
+        }
+        ranks = [ended(0, 0.0), ended(1, 0.0)]
+        ranks[0].beat, ranks[1].beat = beat(1.0, 7), beat(2.0, 7)
+        assert find_hung(ranks, activities).rank == culprit
+        if on_device:
+            assert "the other ranks wait for it in a collective operation" in hang_reason(ranks[1], activities)
+    assert not waits_on_device(tmp_path, 1)
+
+
+def test_an_abort_by_the_watchdog_is_told_from_other_aborts(tmp_path):
+    log = log_path(tmp_path, "rank-0")
+    log.parent.mkdir()
+    log.write_text("terminate called after throwing an instance of 'std::bad_alloc'\n")
+    aborted = ended(0, 1.0, None, signal.SIGABRT)
+    assert not ended_by_watchdog(tmp_path, aborted)
+    log.write_text(
+        "[rank0]:[E] [PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=60000) ran for 60042 milliseconds\n"
+    )
+    assert ended_by_watchdog(tmp_path, aborted)
+    assert not ended_by_watchdog(tmp_path, ended(0, 1.0, 1))
 
 
 def beat(moment: float, step: int):

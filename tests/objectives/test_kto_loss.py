@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trl import KTOTrainer
 
-from megatune.objectives.kto import KTO, value_losses, with_margins
+from megatune.objectives.kto import KTO, value_losses
 
 NUM_ANSWERS = 9
 BOUND = 1e-12  # of fp64
@@ -101,9 +101,9 @@ def test_what_is_far_off_is_finite() -> None:
 
 
 def test_margins_are_of_steps_with_both_kinds() -> None:
-    both = with_margins({"rewards/chosen": 0.5, "rewards/rejected": 0.25, "kl": 0.0})
+    both = KTO().reported({"rewards/chosen": 0.5, "rewards/rejected": 0.25, "kl": 0.0})
     assert list(both.items())[2] == ("rewards/margins", 0.25)
-    assert with_margins({"rewards/chosen": 0.5}) == {"rewards/chosen": 0.5}
+    assert KTO().reported({"rewards/chosen": 0.5}) == {"rewards/chosen": 0.5}
 
 
 def test_terms_are_named_where_there_are_several() -> None:

@@ -6,11 +6,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatune.objectives.joint_losses import JOINT, expanded, expansion
 from megatune.objectives.pair_losses import (
     SEPARABLE,
     WITHOUT_REFERENCE,
@@ -19,6 +19,7 @@ from megatune.objectives.pair_losses import (
     log_odds,
     negative_log_likelihood,
 )
+from megatune.objectives.preference import Preference
 
 NUM_PAIRS = 9
 SHAPE = Shape(beta=0.3, smoothing=0.1, gamma=0.6, tau=0.05, reward_shift=0.17)
@@ -133,62 +134,17 @@ def test_log_odds_keep_their_digits():
     assert torch.isfinite(certain.grad)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses of all pairs together
-
-
-def aot(pairs: list[Pair]) -> float:
-    policy = sorted(p.c - p.r for p in pairs)
-    reference = sorted((p.c - p.rho_c) - (p.r - p.rho_r) for p in pairs)
-    return sum(cdpo(B * (ours - theirs)) for ours, theirs in zip(policy, reference, strict=True))
-
-
-def aot_unpaired(pairs: list[Pair]) -> float:
-    chosen, rejected = sorted(p.rho_c for p in pairs), sorted(p.rho_r for p in pairs)
-    return sum(cdpo(B * (better - worse)) for better, worse in zip(chosen, rejected, strict=True))
-
-
-def kto_pair(pairs: list[Pair]) -> float:
-    kl_c = max(0.0, sum(p.rho_c for p in pairs) / len(pairs))
-    kl_r = max(0.0, sum(p.rho_r for p in pairs) / len(pairs))
-    return sum(1 - s(B * (p.rho_c - kl_r)) + 1 - s(B * (kl_c - p.rho_r)) for p in pairs) / 2
-
-
-TOGETHER: dict[str, Callable[[list[Pair]], float]] = {"aot": aot, "aot_unpaired": aot_unpaired, "kto_pair": kto_pair}
-
-
-@pytest.mark.parametrize("name", JOINT)
-@pytest.mark.parametrize("seed", range(3))
-def test_losses_of_all_pairs_are_their_papers(name, seed):
-    pairs = random_pairs(seed)
-    found = float(JOINT[name](pairs, SHAPE).sum())
-    assert found == pytest.approx(TOGETHER[name]([Pair(pairs, i) for i in range(NUM_PAIRS)]), rel=BOUND)
-
-
-def test_kl_of_the_other_answers_has_no_gradient():
-    pairs = random_pairs(1)
-    chosen = pairs.chosen.clone().requires_grad_()
-    assert (pairs.chosen_ratio.mean() > 0) or (pairs.rejected_ratio.mean() > 0)
-    JOINT["kto_pair"](replace(pairs, chosen=chosen), SHAPE).sum().backward()
-    kl_r = max(0.0, float(pairs.rejected_ratio.mean()))
-    inside = torch.sigmoid(B * (pairs.chosen_ratio - kl_r))
-    torch.testing.assert_close(chosen.grad, -B / 2 * inside * (1 - inside), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("name", JOINT)
-def test_pairs_by_themselves_have_the_loss_and_gradient_of_all(name):
-    pairs = random_pairs()
-    whole = [each.clone().requires_grad_() for each in (pairs.chosen, pairs.rejected)]
-    expected = JOINT[name](replace(pairs, chosen=whole[0], rejected=whole[1]), SHAPE).sum()
-    expected.backward()
-    of_pairs = expansion(pairs, SHAPE, [name])
-    total, gradients = 0.0, []
-    for part in torch.arange(NUM_PAIRS).split(2):
-        mine = Pairs(*(getattr(pairs, each.name)[part] for each in fields(pairs)))
-        chosen, rejected = mine.chosen.clone().requires_grad_(), mine.rejected.clone().requires_grad_()
-        loss = expanded(replace(mine, chosen=chosen, rejected=rejected), of_pairs[part]).sum()
-        loss.backward()
-        total += loss.item()
-        gradients.append(torch.stack((chosen.grad, rejected.grad)))
-    assert total == pytest.approx(expected.item(), rel=BOUND)
-    torch.testing.assert_close(torch.cat(gradients, 1), torch.stack([each.grad for each in whole]), rtol=1e-9, atol=0)
+def test_the_running_reward_of_bco_is_part_of_the_state():
+    """The mean of the rewards of whole steps; another loss keeps nothing."""
+    objective = Preference({"bco_pair": 1.0, "sigmoid": 1.0})
+    for pairs, chosen, rejected in ((4.0, 0.5, -0.1), (2.0, 1.0, 0.0)):
+        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected}
+        objective.after_step(SimpleNamespace(normalizer=pairs, metrics=metrics))
+    assert objective.shape.reward_shift == pytest.approx((4 * 0.2 + 2 * 0.5) / 6)
+    resumed = Preference({"bco_pair": 1.0, "sigmoid": 1.0})
+    resumed.load_state_dict(objective.state_dict())
+    assert resumed == objective
+    without = Preference({"sigmoid": 1.0})
+    without.after_step(SimpleNamespace(normalizer=1.0, metrics={"rewards/chosen": 1.0, "rewards/rejected": 1.0}))
+    assert without == Preference({"sigmoid": 1.0})
+    assert without.state_dict() == {}

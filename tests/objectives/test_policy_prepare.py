@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
+from megatune.objectives.policy.losses import k3
 from megatune.objectives.policy.prepare import AlgorithmState, prepare
 from megatune.objectives.policy.samples import Prepared, StepSamples
 
@@ -291,3 +293,14 @@ def test_running_moments_are_of_all_steps_and_come_back() -> None:
 def test_what_is_missing_is_named(part: AlgorithmSettings, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         run(part, replace(SAMPLES, values=None))
+
+
+def test_k3_has_a_finite_gradient_however_far_the_reference_is() -> None:
+    log_probs = torch.tensor([-100.0, -3.0, -1.0, -0.5], requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0, -1.0, -99.0])
+    found = k3(log_probs, reference)
+    expected = [10.0, math.expm1(2) - 2, 0.0, 10.0]
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-6)
+    found.sum().backward()
+    assert log_probs.grad is not None
+    np.testing.assert_allclose(log_probs.grad.numpy(), [0.0, 1 - math.exp(2), 0.0, 0.0], rtol=1e-6)

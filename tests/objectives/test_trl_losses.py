@@ -3,7 +3,7 @@
 TRL's trainers take bare instances here: with what their loss functions read, and nothing else. What TRL defines in
 another way is set so that both are the same: `sigmoid` without label smoothing, BCO before its first step (TRL keeps no
 mean of rewards), ORPO's two terms one by one (its first one is of prompts, too), LD-DPO with the reference's values
-given. TRL has no `kto_pair` any more.
+given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from trl import DPOTrainer
 
 from megatune.data.extras import answer_token_weights
 from megatune.data.rows import IGNORE_INDEX, Document
-from megatune.objectives.joint_losses import JOINT
 from megatune.objectives.pair_losses import SEPARABLE, Pairs, Shape, negative_log_likelihood, odds_ratio
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -34,7 +33,7 @@ from trl.experimental.orpo import ORPOTrainer
 BOUND = 1e-12  # of fp64
 OF_DPO_TRAINER = (
     "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sppo_hard", "nca_pair", "exo_pair", "discopop",
-    "bco_pair", "aot", "aot_unpaired",
+    "bco_pair",
 )  # fmt: skip
 OF_CPO_TRAINER = {"simpo": "simpo", "cpo": "sigmoid"}
 SINGLE = SimpleNamespace(device=torch.device("cpu"), gather=lambda each: each, gather_for_metrics=lambda each: each)
@@ -86,13 +85,13 @@ def by_dpo_trainer(loss: str, pairs: Pairs, shape: Shape, ld_alpha: float | None
 
 def by_us(loss: str, pairs: Pairs, shape: Shape) -> tuple[Tensor, Tensor]:
     chosen, rejected = (each.clone().requires_grad_() for each in (pairs.chosen, pairs.rejected))
-    found = (SEPARABLE | JOINT)[loss](replace(pairs, chosen=chosen, rejected=rejected), shape).mean()
+    found = SEPARABLE[loss](replace(pairs, chosen=chosen, rejected=rejected), shape).mean()
     found.backward()
     return found.detach(), torch.stack((chosen.grad, rejected.grad))
 
 
 def test_every_loss_is_compared() -> None:
-    assert {*OF_DPO_TRAINER, *OF_CPO_TRAINER, "orpo", "kto_pair"} == {*SEPARABLE, *JOINT}
+    assert {*OF_DPO_TRAINER, *OF_CPO_TRAINER, "orpo"} == {*SEPARABLE}
 
 
 @pytest.mark.parametrize("seed", range(2))

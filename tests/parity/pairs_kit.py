@@ -31,11 +31,9 @@ from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards
 from megatune.families.weights import Segment
-from megatune.objectives.joint_losses import JOINT
 from megatune.objectives.pair_losses import SEPARABLE, Pairs
 from megatune.objectives.preference import REFERENCE, Preference
 from megatune.objectives.reward import Reward
-from megatune.training.joint_losses import with_joint_losses
 from megatune.training.log_probs import step_log_probs
 from megatune.verify.measure import _document, _RandomPixels
 from megatune.verify.reference import (
@@ -169,8 +167,6 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     batches = shard_pairs(case, assembly)
     if case.reference is None:
         batches = with_base(assembly, batches)
-    if isinstance(case.objective, Preference) and case.objective.joint:
-        batches = with_joint_losses(assembly.model, batches, case.objective)
     totals = step.forward_backward(assembly.model, batches, case.objective)
     shards = main_shards(assembly.optimizer)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
@@ -239,7 +235,7 @@ def expect(
     found, shape = Pairs(*columns), objective.shape
     loss = objective.likelihood * -(whole / lengths)[:, 0].mean()
     for name, weight in objective.losses.items():
-        loss = loss + weight * (SEPARABLE | JOINT)[name](found, shape).mean()
+        loss = loss + weight * SEPARABLE[name](found, shape).mean()
     loss.backward()
     gradients = gradients_of(model, adapter)
     return Expected(loss.item(), _metrics(objective, sums.detach(), of_reference, lengths), gradients)

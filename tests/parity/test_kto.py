@@ -30,10 +30,9 @@ from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.engine.model import gather_parameters
 from megatune.families import load_architecture
-from megatune.objectives.kto import KTO, with_margins
+from megatune.objectives.kto import KTO
 from megatune.objectives.preference import REFERENCE
 from megatune.training.loaders import Loaders
-from megatune.training.mismatched import with_kl
 from megatune.training.train_step import train_step
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import load_reference_model
@@ -89,11 +88,10 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
     log = []
     for (_, mine), mismatched in zip(batches, others, strict=True):
         objective = case.objective
-        if objective.has_kl:
-            objective = with_kl(assembly.model, [mismatched[1]], objective)
+        objective.before_step(assembly.model, [mismatched[1]])
         result = train_step(assembly, mine, objective, learning_rate=case.settings.optimizer.learning_rate)
         assert result.updated
-        found = with_margins(result.totals.metrics)
+        found = objective.reported(result.totals.metrics)
         log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **found})
     gather_parameters(assembly.model)
     if (adapters := case.settings.finetuning).finetuning_type == "lora":
@@ -143,7 +141,7 @@ def trl_steps(case: Case, optimizer: dict[str, Any], folder: Path, adapter: Path
         desirable_weight=objective.chosen_weight, undesirable_weight=objective.rejected_weight,
     )  # fmt: skip
     trainer = _KTO(model, None, arguments, **data_of(rows), peft_config=config_of(adapter))
-    names = ("loss", "grad_norm", *(name for name in NAMES if name != "kl" or objective.has_kl))
+    names = ("loss", "grad_norm", *(name for name in NAMES if name != "kl" or objective.has_companions))
     return steps_of(trainer, optimizer, names, adapter)
 
 

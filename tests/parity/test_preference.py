@@ -6,27 +6,23 @@ pairs at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
-from pairs_kit import Case, Expected, compute, expect, gradient_errors, log_probs, near, random_pairs, shard_pairs
+from pairs_kit import Case, Expected, compute, expect, gradient_errors, log_probs, near, random_pairs
 from test_lora import finetuning
 from test_vision import NUM_LAYERS, SQUARE, WIDE
 
-from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import apply_adapter
-from megatune.data.batches import Batch
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
 from megatune.objectives import preference
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
-from megatune.training.joint_losses import with_joint_losses
-from megatune.training.train_step import evaluate
 from megatune.verify.adapters import write_random_adapter
 from megatune.verify.reference import load_reference_model
 
@@ -38,8 +34,7 @@ LOSSES: dict[str, Preference] = {
     "orpo": Preference({"orpo": 1.0}, SHAPE),
     # Of MPO (arXiv:2411.10442).
     "a mix": Preference({"sigmoid": 0.8, "bco_pair": 0.2}, SHAPE, likelihood=1.0),
-    "aot": Preference({"aot": 1.0}, SHAPE),
-    "joint losses": Preference({"kto_pair": 0.7, "hinge": 0.5, "aot_unpaired": 1.0}, SHAPE, likelihood=0.5),
+    "three losses": Preference({"nca_pair": 0.7, "hinge": 0.5, "exo_pair": 1.0}, SHAPE, likelihood=0.5),
 }
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EVERY = {**EXPERT_LAYOUTS, **LAYOUTS, **SEQUENCE_LAYOUTS, "dp2, overlaps": Layout(2, OVERLAPS)}
@@ -54,8 +49,7 @@ CASES: list[tuple[str, str, str, int, float | None]] = [
     *(("qwen3", "sigmoid", layout, 1, 0.4) for layout in ("1", "cp2 p2p", "cp2, packed")),
     *(("qwen3", "a mix", layout, 2, 0.4) for layout in ("tp2 sp",)),
     # Pairs of a step on several ranks, and in several micro-batches, of which some hold padding.
-    *(("qwen3", "aot", layout, 1, None) for layout in ("1", "dp2, overlaps", "cp2, packed")),
-    *(("qwen3", "joint losses", layout, 2, None) for layout in ("1", "pp2 vpp2", "tp2 pp2 dp2 sp", "cp2 p2p")),
+    *(("qwen3", "three losses", layout, 2, None) for layout in ("1", "pp2 vpp2", "tp2 pp2 dp2 sp", "cp2 p2p")),
     *(("qwen3_moe", "sigmoid", layout, 1, None) for layout in ("ep2", "cp2 ep2, packed", "ep2 pp2")),
 ]
 GRADIENT = 1e-5
@@ -136,27 +130,6 @@ def test_the_base_is_the_reference_of_its_adapter(pool: Any, model_dir: Any, tmp
     settings = EVERY[layout].settings().model_copy(update={"finetuning": selection})
     case = Case(model, settings, pairs, None, LOSSES["a mix"], 2)
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
-
-
-def evaluate_joint(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
-    """On every rank, as the loop does: the pass over all pairs comes while evaluation asks for its next step."""
-    assembly = assemble(case.model, case.settings)
-
-    def steps() -> Iterator[list[Batch]]:
-        yield with_joint_losses(assembly.model, shard_pairs(case, assembly), case.objective)
-        assert not any(chunk.training for chunk in assembly.model)
-
-    totals = evaluate(assembly.model, steps(), case.objective)
-    assert all(chunk.training for chunk in assembly.model)
-    return totals.loss, totals.metrics
-
-
-@pytest.mark.parametrize("layout", ["1", "pp2 vpp2"])
-def test_joint_losses_of_an_evaluation(pool: Any, truth: Truth, tmp_path: Path, layout: str) -> None:
-    model, pairs, reference, expected = truth("qwen3", "joint losses")
-    case = Case(model, EVERY[layout].settings(), pairs, reference, LOSSES["joint losses"], 2)
-    for loss, _ in pool.run(EVERY[layout].world_size, evaluate_joint, case, tmp_path):
-        assert loss == pytest.approx(expected.loss, rel=1e-6)
 
 
 def compute_with_summing_backward(case: Case, folder: Path) -> tuple[float, dict[str, float]]:

@@ -19,8 +19,7 @@ from torch import Tensor
 from megatune.bridge.assemble import assemble
 from megatune.bridge.save import save_adapters, save_weights
 from megatune.engine.model import gather_parameters
-from megatune.objectives.preference import Preference, RunningReward
-from megatune.training.joint_losses import with_joint_losses
+from megatune.objectives.preference import Preference
 from megatune.training.train_step import train_step
 from megatune.verify.reference import load_reference_model
 
@@ -32,16 +31,15 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
 
     Without values of a reference it is the model as it is at first, without its adapters.
     """
-    assembly, running, log = assemble(case.model, case.settings), RunningReward(), []
+    assembly, log = assemble(case.model, case.settings), []
+    objective = replace(case.objective, shape=replace(case.objective.shape, reward_shift=0.0))
     batches, finetuning = shard_pairs(case, assembly), case.settings.finetuning
     if case.reference is None:
         batches = with_base(assembly, batches)
     for _ in range(NUM_STEPS):
-        objective = running.of_next_step(case.objective)
-        given = with_joint_losses(assembly.model, batches, objective) if objective.joint else batches
-        result = train_step(assembly, given, objective, learning_rate=case.settings.optimizer.learning_rate)
+        result = train_step(assembly, batches, objective, learning_rate=case.settings.optimizer.learning_rate)
         assert result.updated
-        running.add(result.totals)
+        objective.after_step(result.totals)
         log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **result.totals.metrics})
     gather_parameters(assembly.model)
     if finetuning.finetuning_type == "lora":

@@ -27,7 +27,7 @@ from megatune.verify.adapters import write_random_adapter
 SHAPE = Shape(beta=0.3, smoothing=0.1, gamma=0.4)
 LOSSES: dict[str, Preference] = {
     "sigmoid": Preference({"sigmoid": 1.0}, replace(SHAPE, smoothing=0.0)),  # TRL passes over its smoothing
-    **{name: Preference({name: 1.0}, SHAPE) for name in ("ipo", "hinge", "robust", "aot", "simpo", "orpo")},
+    **{name: Preference({name: 1.0}, SHAPE) for name in ("ipo", "hinge", "robust", "simpo", "orpo")},
     "cpo": Preference({"cpo": 1.0}, SHAPE, likelihood=1.0),
     "several": Preference({"robust": 0.7, "apo_zero": 0.2, "sppo_hard": 0.01}, SHAPE, likelihood=0.5),
 }
@@ -84,7 +84,7 @@ def test_losses(pool: Any, truth: Truth, tmp_path: Path, losses: str, optimizer:
     [
         *(("sigmoid", layout) for layout in ("tp2 sp", "pp2 vpp2", "cp2 p2p", "packed", "cp2, packed")),
         ("sigmoid", "dp2, overlaps"),
-        ("aot", "dp2, overlaps"),
+        ("ipo", "dp2, overlaps"),
         ("orpo", "pp2 vpp2"),
     ],
 )

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatune.architecture import Architecture
+from megatune.config.adapters import as_adapter, with_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, load
+from megatune.config.rules import trained
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights
 from megatune.families.peft_form import adapter_config
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
-from megatune.plan import trainable
-from megatune.plan.adapters import as_adapter, with_adapters
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
@@ -39,13 +41,15 @@ def save_adapter(folder: Path, architecture: Architecture, **changes: Any) -> Pa
     selection = FinetuningSettings(finetuning_type="lora", lora_rank=4, lora_alpha=12, **changes)
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(architecture, selection, "model")))
-    header = {
-        f"base_model.model.{name}": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-        for weight, layer in trained_weights(architecture, selection)
-        for name, shape in hf_shapes(weight, architecture, layer).items()
-    }
+    header, end = {}, 0
+    for weight, layer in trained_weights(architecture, selection):
+        for name, shape in hf_shapes(weight, architecture, layer).items():
+            start, end = end, end + 4 * prod(shape)
+            header[f"base_model.model.{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
     return folder
 
 
@@ -66,7 +70,7 @@ def test_what_is_not_written_is_the_adapters(architecture: Architecture, tmp_pat
     assert adapter_weights(architecture, finetuning) == adapter_weights(architecture, expected)
     assert found.origins["finetuning.lora_rank"] == "adapter_config.json"
     assert found.origins["finetuning.lora_dropout"] == "override"
-    assert not found.check_rules(architecture, rules=trainable.RULES)
+    assert not found.check_rules(architecture, rules=trained.RULES)
 
 
 def test_what_is_written_may_say_the_same(architecture: Architecture, tmp_path: Path) -> None:
@@ -79,6 +83,18 @@ def test_what_is_written_may_say_the_same(architecture: Architecture, tmp_path: 
     assert found.settings.finetuning.additional_target == ["lm_head"]
 
 
+def test_a_model_with_experts_everywhere_continues_with_all(tmp_path: Path) -> None:
+    """Its family has a dense feed-forward, which no layer of this model has."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    sparse = DENSE | experts | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(sparse))
+    architecture = load_architecture(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", architecture)
+    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", "lora_target=all"), architecture)
+    assert not found.findings
+
+
 def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", architecture, lora_target=["q_proj"])
     words = ["lora_rank=16", "lora_target=all", "use_dora=true"]
@@ -86,7 +102,7 @@ def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_pa
     text = "\n".join(map(str, found.findings))
     assert f"lora_rank=16: lora_rank is 16, that of {adapter} is 4" in text
     assert "lora_target is all, that of" in text
-    assert "is model.layers.{layer}.self_attn.q_proj" in text
+    assert f"{adapter} is self_attn.q_proj" in text
     assert "use_dora is true" in text
     assert "create_new_adapter: true" in text
     assert len(found.findings) == 3
@@ -109,7 +125,7 @@ def test_processes_that_read_the_model_later_train_the_same(architecture: Archit
 def test_what_peft_could_not_load_is_not_trained(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"model_type": "mixtral"} | sizes))
-    (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trainable.RULES)
+    (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trained.RULES)
     assert str(finding) == (
         "lora_target=w1,q_proj: lora_target: w1, q_proj cannot be saved for peft\n"
         "    why: of experts, w1 and w3 are one matrix to Transformers: both have adapters, or none\n"

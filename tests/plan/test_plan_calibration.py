@@ -11,12 +11,14 @@ from megatune.architecture import Architecture
 from megatune.cli.main import main
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.plan.calibration import calibrate, calibration_for, default_path, read, write
+from megatune.plan.calibration.fit import calibrate
+from megatune.plan.calibration.store import calibration_for, default_path, read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
+from megatune.plan.memory.estimate import beyond_tensors
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, comparable, dump_records
 
 H100S = find_machine("h100-80g", gpus_per_node=8)
@@ -38,7 +40,9 @@ def case(rows: int, tokens: int, tp: int = 1, world: int = 8, machine: Machine =
     )
 
 
-def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0, memory: bool = True) -> Path:
+def leave(
+    folder: Path, planned: Case, truth: Calibration, noise: float = 1.0, memory: bool = True, overhead: bool = False
+) -> Path:
     """A run's folder as training leaves it, on a machine that these factors describe."""
     was = estimate(replace(planned, machine=replace(planned.machine, calibration=truth)))
     counted = "resident" if planned.machine.device.generation == "cpu" else "allocated"
@@ -46,7 +50,12 @@ def leave(folder: Path, planned: Case, truth: Calibration, noise: float = 1.0, m
     measured = Measured(
         counted=counted,  # type: ignore[arg-type]
         stages=tuple(
-            RankMemory(rank=stage.stage, stage=stage.stage, peak=comparable(stage, counted))
+            RankMemory(
+                rank=stage.stage,
+                stage=stage.stage,
+                peak=comparable(stage, counted),
+                overhead=stage.total - comparable(stage, counted) if overhead else 0,
+            )
             for stage in was.stages
             if memory
         ),
@@ -83,6 +92,19 @@ def test_the_factors_of_a_machine_are_found(tmp_path: Path) -> None:
     assert "h100-80g, fitted to 4 runs" in text
     assert "r3" in text
     assert "left out" in text
+
+
+def test_what_a_gpu_holds_beyond_tensors_is_taken_from_the_first_run_that_measured_it(tmp_path: Path) -> None:
+    """Context, NCCL's buffers and fragments are assumed until then."""
+    truth, planned = Calibration(framework=3 * 2**30), case(4, 4096)
+    report = calibrate([leave(tmp_path / "r0", planned, truth, overhead=True)])
+    assert report.calibration.framework == pytest.approx(3 * 2**30, rel=0.05)
+    least, assumed, most = beyond_tensors(planned, estimate(planned).fullest)
+    assert least < assumed < most
+    known = replace(planned, machine=replace(planned.machine, calibration=report.calibration))
+    least, measured, most = beyond_tensors(known, estimate(known).fullest)
+    assert least == measured == most
+    assert measured == pytest.approx(assumed + 3 * 2**30, rel=0.05)
 
 
 def test_what_runs_cannot_tell_is_left_as_it_is(tmp_path: Path) -> None:

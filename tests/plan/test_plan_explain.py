@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.cost import against, value_of, weigh
-from megatune.plan.explain.ground import Ground, default_grounds, ground_of_file
+from megatune.plan.explain.base_case import BaseCase, case_of_file, default_cases
+from megatune.plan.explain.cost import against, impact_of, value_of
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
 from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
 
-GROUNDS = default_grounds()
+CASES = default_cases()
 INFOS = all_settings()
-weighed_once = cache(lambda path: weigh(INFOS[path], GROUNDS))
+impact_once = cache(lambda path: impact_of(INFOS[path], CASES))
 FILE = """\
 model_name_or_path: Qwen3-14B
 dataset: identity
@@ -53,9 +53,9 @@ def file(tmp_path: Path) -> str:
 @pytest.mark.parametrize("path", INFOS)
 def test_costs_are_the_planners(path: str) -> None:
     """Each number is the difference of two plans of valid settings, which differ in what is said and nothing else."""
-    weighed = weighed_once(path)
-    assert weighed is not None
-    for effect in weighed.effects:
+    impact = impact_once(path)
+    assert impact is not None
+    for effect in impact.effects:
         before, after = effect.before.case, effect.after.case
         changes = {**effect.beside, path: effect.value}
         assert after.settings == with_settings(before.settings, changes)
@@ -66,12 +66,12 @@ def test_costs_are_the_planners(path: str) -> None:
         assert effect.after.time == estimate(after).time
         if effect.same_rows:
             assert effect.time == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
-    assert not weighed.effects or not all(effect.is_none for effect in weighed.effects)
+    assert not impact.effects or not all(effect.is_none for effect in impact.effects)
 
 
 def test_what_costs_and_what_does_not() -> None:
     """Decided by the plan: nothing of what only learns, saves or reads has a cost, and everything of the layout has."""
-    costly = {path for path in INFOS if (found := weighed_once(path)) and found.effects}
+    costly = {path for path in INFOS if (found := impact_once(path)) and found.effects}
     groups = {path.partition(".")[0] for path in costly}
     assert not groups & {"logging", "checkpoint", "evaluation"}
     assert {path for path in INFOS if path.startswith("parallel.")} <= costly
@@ -83,9 +83,9 @@ def test_what_costs_and_what_does_not() -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("path", INFOS)
 def test_every_key_is_explained(path: str, language: str) -> None:
-    # Costs are weighed for some: `test_costs_are_the_planners` does so for all.
-    grounds = GROUNDS[:1] if path.startswith(("parallel.", "recompute.")) else [Ground(None, why_not="")]
-    text = explain_key(path, grounds, language)  # type: ignore[arg-type]
+    # Costs are impact for some: `test_costs_are_the_planners` does so for all.
+    cases = CASES[:1] if path.startswith(("parallel.", "recompute.")) else [BaseCase(None, why_not="")]
+    text = explain_key(path, cases, language)  # type: ignore[arg-type]
     assert path.partition(".")[2] in text.splitlines()[0]
     assert max(map(columns_of, text.splitlines())) <= WIDTH + 2
     assert not re.search(r"(?<!\{)\{\w+\}(?!\})", text), "a phrase that is not filled in"
@@ -96,41 +96,41 @@ def test_every_key_is_explained(path: str, language: str) -> None:
 
 
 def test_a_key_by_any_of_its_names() -> None:
-    same = explain_key("packing", GROUNDS)
+    same = explain_key("packing", CASES)
     assert "packing, neat_packing" in same
     for name in ("neat_packing", "data.packing", "--packing", "neat-packing"):
-        assert explain_key(name, GROUNDS) == same
-    assert explain_key("evaluation_strategy", GROUNDS) == explain_key("eval_strategy", GROUNDS)
+        assert explain_key(name, CASES) == same
+    assert explain_key("evaluation_strategy", CASES) == explain_key("eval_strategy", CASES)
 
 
 def test_short_names_of_layouts_lead_to_the_key() -> None:
     with pytest.raises(MegatuneError, match=r"did you mean tensor_model_parallel_size\?"):
-        explain_key("tp", GROUNDS)
+        explain_key("tp", CASES)
 
 
 def test_refused_and_unknown_keys() -> None:
     assert "use_distributed_optimizer" in explain_key("deepspeed", [])
-    assert "已实现 LoRA" in explain_key("oft_rank", GROUNDS, "zh")
-    text = explain_key("hub_strategy", GROUNDS)
+    assert "已实现 LoRA" in explain_key("oft_rank", CASES, "zh")
+    text = explain_key("hub_strategy", CASES)
     assert "all_checkpoints" in text
     assert "hub_strategy: every_save" in text
     with pytest.raises(MegatuneError) as raised:
-        explain_key("lerning_rate", GROUNDS)
+        explain_key("lerning_rate", CASES)
     assert raised.value.exit_code == ExitCode.SETTINGS
     assert raised.value.findings[0].fix == "did you mean learning_rate?"
 
 
 def test_cost_of_the_case_that_was_asked_for() -> None:
-    (ground,) = default_grounds("Qwen3-0.6B", 4, "a100-80g")
-    text = explain_key("use_distributed_optimizer", [ground])
+    (base,) = default_cases("Qwen3-0.6B", 4, "a100-80g")
+    text = explain_key("use_distributed_optimizer", [base])
     assert "for Qwen3-0.6B on 4 × a100-80g" in text
     assert "assumed" not in text
-    assert ground.case is not None
-    effect = weigh(INFOS["parallel.use_distributed_optimizer"], [ground])
+    assert base.case is not None
+    effect = impact_of(INFOS["parallel.use_distributed_optimizer"], [base])
     assert effect is not None
     assert f"false: {signed_bytes(effect.effects[0].memory)}" in text
-    assert "assumed" in explain_key("use_distributed_optimizer", default_grounds("Qwen3-0.6B"))
-    large = default_grounds("llama3-70b", 32, "a100-80g")[0].case
+    assert "assumed" in explain_key("use_distributed_optimizer", default_cases("Qwen3-0.6B"))
+    large = default_cases("llama3-70b", 32, "a100-80g")[0].case
     assert large is not None
     assert estimate(large).fits
 
@@ -141,7 +141,7 @@ def test_what_a_key_needs_is_said_in_both_languages() -> None:
         ("zh", "需要", "或", "MoE 模型"),
     ):
         said = {
-            key: " ".join(explain_key(key, GROUNDS, language).split())  # type: ignore[arg-type]
+            key: " ".join(explain_key(key, CASES, language).split())  # type: ignore[arg-type]
             for key in ("lora_rank", "eval_strategy", "moe_router_dtype")
         }
         assert f"{needs} finetuning_type: lora" in said["lora_rank"]
@@ -150,27 +150,27 @@ def test_what_a_key_needs_is_said_in_both_languages() -> None:
 
 
 def test_a_dense_model_has_no_cost_of_experts() -> None:
-    text = explain_key("expert_model_parallel_size", default_grounds("Qwen3-8B", 8, "h100-80g"))
+    text = explain_key("expert_model_parallel_size", default_cases("Qwen3-8B", 8, "h100-80g"))
     assert "not valid here: expert_model_parallel_size: 2 with a dense model" in " ".join(text.split())
 
 
 def test_file(file: str) -> None:
     loaded = load(file)
-    ground = ground_of_file(loaded, find_machine("h100-80g"), 8)
-    text, findings = explain_file("run.yaml", loaded, ground)
+    base = case_of_file(loaded, find_machine("h100-80g"), 8)
+    text, findings = explain_file("run.yaml", loaded, base)
     assert findings == []
     written = [line.partition(":")[0] for line in FILE.splitlines()]
     assert [line.partition(":")[0] for line in text.splitlines() if "(line " in line] == written
     assert "learning_rate: 1e-05 (line 10; default 5e-05)" in text
     assert "sgd_momentum has no effect without optimizer: sgd" in text
-    assert ground.case is not None
-    effect = against(ground.case, "recompute.recompute_granularity", None)
+    assert base.case is not None
+    effect = against(base.case, "recompute.recompute_granularity", None)
     assert effect is not None
     assert effect.memory < 0 < effect.time
     assert f"against null: {signed_bytes(effect.memory)}" in text
-    off, _ = explain_file("run.yaml", load(file, ["bf16=false"]), ground)
+    off, _ = explain_file("run.yaml", load(file, ["bf16=false"]), base)
     assert "    off: Compute in bfloat16" in off
-    chinese, _ = explain_file("run.yaml", loaded, ground, "zh")
+    chinese, _ = explain_file("run.yaml", loaded, base, "zh")
     assert "第 10 行；默认 5e-05" in chinese
     assert "需要 optimizer: sgd，否则 sgd_momentum 不起作用" in chinese
 
@@ -178,18 +178,18 @@ def test_file(file: str) -> None:
 def test_file_with_faults(file: str) -> None:
     """What is wrong is said, what is right is explained, and a layout that is not valid is not planned."""
     loaded = load(file, ["tensor_model_parallel_size=3", "foo=1", "save_steps=-1"])
-    text, findings = explain_file("run.yaml", loaded, ground_of_file(loaded, find_machine("h100-80g"), 6))
+    text, findings = explain_file("run.yaml", loaded, case_of_file(loaded, find_machine("h100-80g"), 6))
     assert len(findings) == 3
     assert all(str(finding) in text for finding in findings)
     assert "not planned: tensor_model_parallel_size 3" in " ".join(text.split())
     assert "learning_rate: 1e-05" in text
     loaded = load(file, ["model_name_or_path=nobody/knows"])
-    text, _ = explain_file("run.yaml", loaded, ground_of_file(loaded, find_machine("h100-80g")))
+    text, _ = explain_file("run.yaml", loaded, case_of_file(loaded, find_machine("h100-80g")))
     assert "not planned: " in text
 
 
 def test_against_keeps_the_rows_of_a_step(file: str) -> None:
-    case = ground_of_file(load(file), find_machine("h100-80g"), 8).case
+    case = case_of_file(load(file), find_machine("h100-80g"), 8).case
     assert case is not None
     effect = against(case, "parallel.tensor_model_parallel_size", 1)
     assert effect is not None
@@ -239,22 +239,21 @@ def test_needs_no_slow_library() -> None:
 
 
 def test_values_that_are_compared_are_those_that_people_try() -> None:
-    weighed = {
-        path: weighed_once(path)
+    impact = {
+        path: impact_once(path)
         for path in ("experts.moe_router_bias_update_rate", "experts.moe_expert_capacity_factor")
     }
-    for found in weighed.values():
+    for found in impact.values():
         assert found is not None
-        assert all(effect.before.fits for effect in found.effects), found.ground.case
-    [rate] = weighed["experts.moe_router_bias_update_rate"].effects  # type: ignore[union-attr]
+        assert all(effect.before.fits for effect in found.effects), found.base.case
+    [rate] = impact["experts.moe_router_bias_update_rate"].effects  # type: ignore[union-attr]
     assert rate.value == 0.001
     # 1.5 changes nothing, which is worth knowing beside 1.0, which does.
-    factors = weighed["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
+    factors = impact["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
     assert [(effect.value, effect.is_none) for effect in factors] == [(1.0, False), (1.5, True)]
 
 
 def test_every_word_is_in_both_languages() -> None:
-    """English is the default of each field, so that a Chinese word left out would show."""
-    english, chinese = words_of("en"), words_of("zh")
-    same = [each.name for each in fields(english) if getattr(english, each.name) == getattr(chinese, each.name)]
-    assert not same
+    english, chinese = vars(words_of("en")), vars(words_of("zh"))
+    assert english.keys() == chinese.keys()
+    assert not [name for name in english if english[name] == chinese[name]]

@@ -94,6 +94,8 @@ def models() -> dict[str, Architecture]:
         "qwen3_moe, tied": architecture("qwen3_moe", tie_word_embeddings=True, vocab_size=700),
         "qwen3, a reward model": replace(architecture("qwen3"), num_labels=1),
         "deepseek_v3, no query latent": architecture("deepseek_v3", q_lora_rank=None),
+        "deepseek_v3, no sparse layer": architecture("deepseek_v3", first_k_dense_replace=4),
+        "qwen3_moe, no sparse layer": architecture("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]),
     }
 
 

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import json
 
 import pytest
 
 from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.plan.answer import Answer, answer
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.pages import terminal
-from megatune.plan.pages.figures import FRONTIER_NAME, PIPELINE_NAME, draw, frontier_figure, pipeline_figure
+from megatune.plan.pages.figures import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.pages.page import as_text
-from megatune.plan.pages.terminal import view
 from megatune.plan.pages.whole import pages
 from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
 from megatune.plan.question import Question
+from megatune.plan.schedule import makespan
 
 
-@dataclass(frozen=True)
-class Chunk:
-    forward: float
-    backward: float
-
-
-def chunks(pp: int, vpp: int) -> list[list[Chunk]]:
-    return [[Chunk(1 / vpp, 2 / vpp)] * vpp for _ in range(pp)]
-
-
-def question(name: str = "Qwen2.5-1.5B", *, plans_own: bool = True, pp: int = 2, accumulation: int = 4) -> Question:
+def question(
+    name: str = "Qwen2.5-1.5B",
+    *,
+    plans_own: bool = True,
+    pp: int = 2,
+    virtual: int | None = None,
+    accumulation: int = 4,
+) -> Question:
+    layout = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
     settings = Settings(
-        parallel=ParallelSettings(pipeline_model_parallel_size=pp),
+        parallel=ParallelSettings.model_validate(layout),
         batch=BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
         precision=PrecisionSettings(bf16=True),
     )
@@ -44,52 +40,37 @@ def found() -> Answer:
     return answer(question())
 
 
-@pytest.mark.parametrize(("pp", "vpp", "num_micro_batches"),
-                         [(1, 1, 4), (1, 1, 500), (4, 1, 8), (4, 2, 64), (8, 4, 32), (16, 1, 256)])  # fmt: skip
-def test_the_shown_part_is_the_step(pp: int, vpp: int, num_micro_batches: int) -> None:
-    shown = view(chunks(pp, vpp), num_micro_batches)
-    assert shown.bubble == pytest.approx((pp - 1) / (vpp * num_micro_batches + pp - 1))
-    assert shown.begins[0] == 0
-    # The last window ends with the step.
-    begin, end = shown.windows[-1]
-    assert shown.begins[-1] + end - begin == pytest.approx(3 * (num_micro_batches + (pp - 1) / vpp))
-    last = max(slot.work.micro_batch for slot in shown.drawn.stages[0])
-    assert last + 1 + shown.num_left_out == num_micro_batches
-    assert (len(shown.windows) == 1) == (shown.num_left_out == 0)
-    assert sum(1 for _ in shown.slots(0, 0)) <= 2 * vpp * (4 * pp + 8)
+def test_an_answer_is_drawn_and_its_schedule_is_a_trace(found: Answer) -> None:
+    files = figures(found)
+    assert list(files) == [FRONTIER_NAME, TRACE_NAME]
+    assert files[FRONTIER_NAME].startswith(b"\x89PNG")
+    assert json.loads(files[TRACE_NAME]) == schedule_trace(found.own)
 
 
-def test_rows_of_the_terminal_schedule(found: Answer) -> None:
-    assert found.own is not None
-    for width in (60, 80, 120):
-        rows = ["".join(piece.text for piece in line) for line in terminal.schedule_lines(found.own, width)]
-        assert len(rows) == 2 + 1
-        assert rows[0].startswith("  stage 0 1>")
-        assert rows[1].startswith("  stage 1 .")  # it waits for the first
-        assert rows[1].endswith(".")
-        assert all(len(row) <= width and row.isascii() for row in rows)
-        assert len(rows[0]) == len(rows[1]) >= width - 6
-        assert ". waiting 2" in rows[-1]
+@pytest.mark.parametrize(("pp", "virtual", "accumulation"), [(1, None, 4), (4, None, 8), (4, 2, 64)])
+def test_the_trace_is_the_step(pp: int, virtual: int | None, accumulation: int) -> None:
+    """As Chrome's format has it: a process for each stage, and complete events in microseconds that never overlap."""
+    planned = answer(question(pp=pp, virtual=virtual, accumulation=accumulation)).own
+    trace = schedule_trace(planned)
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert names == [f"stage {stage}" for stage in range(pp)]
+    passes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(passes) == 2 * pp * (virtual or 1) * accumulation
+    for stage in range(pp):
+        mine = [event for event in passes if event["pid"] == stage]
+        ends = [event["ts"] + event["dur"] for event in mine]
+        assert all(event["ts"] >= end - 1e-3 for event, end in zip(mine[1:], ends, strict=False))
+    last = max(event["ts"] + event["dur"] for event in passes)
+    assert last / 1e6 == pytest.approx(makespan(planned.time.chunks, accumulation), rel=0.01)
+    assert {event["name"] for event in passes} >= {"forward 1", f"backward {accumulation}"}
 
 
-def test_the_terminal_frontier_marks_everything(found: Answer) -> None:
-    for width in (60, 80):
-        rows = [
-            "".join(piece.text for piece in line)
-            for line in terminal.frontier_lines(found.result, found.own, width, found.recommended)
-        ]
-        assert all(len(row) <= width for row in rows)
-        scale = next(number for number, row in enumerate(rows) if "GiB" in row)
-        drawn = "".join(rows[:scale])
-        assert "*" in drawn
-        assert (drawn.count("@"), drawn.count("R")) == (1, 1)
-        assert "R recommended" in " ".join(rows[scale + 1 :])
-
-
-def test_pictures_are_png_files(found: Answer, tmp_path: Path) -> None:
-    written = draw(found, tmp_path / "new")
-    assert [path.name for path in written] == [FRONTIER_NAME, PIPELINE_NAME]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+def test_of_a_step_with_very_many_passes_the_first_are_in_the_trace() -> None:
+    planned = answer(question(pp=4, accumulation=65_536)).own
+    trace = schedule_trace(planned)
+    assert len(trace["traceEvents"]) <= 100_004
+    assert trace["otherData"]["micro_batches"] == 65_536
+    assert trace["otherData"]["simulated_micro_batches"] == 12_500
 
 
 def test_the_frontier_names_its_layouts(found: Answer) -> None:
@@ -122,17 +103,6 @@ def test_the_devices_memory_is_seen_where_nothing_fits(plans_own: bool) -> None:
         assert bottom < each.time.total < top
 
 
-@pytest.mark.parametrize(("pp", "vpp", "num_micro_batches", "panels"), [(1, 1, 3, 1), (4, 2, 8, 1), (4, 1, 64, 2)])
-def test_the_pipeline_has_a_row_for_each_stage(pp: int, vpp: int, num_micro_batches: int, panels: int) -> None:
-    figure = pipeline_figure(view(chunks(pp, vpp), num_micro_batches), "title")
-    assert len(figure.axes) == panels
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [f"stage {s}" for s in range(pp)]
-    numbers = {text.get_text() for axes in figure.axes for text in axes.texts}
-    assert {"1", f"{num_micro_batches}"} <= numbers
-    waiting = [text.get_text() for text in figure.legends[0].get_texts() if text.get_text() == "waiting"]
-    assert bool(waiting) == (pp > 1)
-
-
 @pytest.mark.parametrize("plans_own", [True, False])
 @pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Qwen3-30B-A3B"])
 def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None:
@@ -143,7 +113,7 @@ def test_pages_say_the_parts_and_stay_narrow(name: str, plans_own: bool) -> None
     fits = name != "Qwen3-30B-A3B"
     said = ["Assumed", "GiB"]
     said += ["activations", "optimizer state", "tokens/s", "MFU", "likely"] if plans_own or fits else ["NO LAYOUT FITS"]
-    said += ["stage 1", "The pipeline"] if plans_own else []
+    said += ["stage 1", "Pipeline: stages wait"] if plans_own else []
     said += (
         ["IT DOES NOT FIT", "What would make it fit", "optimizer_cpu_offload: true"] if plans_own and not fits else []
     )

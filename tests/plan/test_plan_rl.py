@@ -11,20 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from activation_cases import CASES
 from measured_memory import measure_log_probs
+from transformers import AutoModelForCausalLM
 
 from megatune.cli.main import main
+from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode
+from megatune.families import load_architecture
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.memory import stage_memory
+from megatune.plan.memory.estimate import stage_memory
 from megatune.plan.rl.advice import advice
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.engine import engine_memory, key_value_bytes
 from megatune.plan.rl.held import OLD_PASS, REFERENCE_PASS, SAMPLE, SYNC, TRAIN, shares
-from megatune.plan.rl.lengths import Lengths
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
+from megatune.plan.rl.question import Lengths
 from megatune.plan.rl.seconds import UNCERTAINTY
+from megatune.rl.rollout.kv_cache import ATTENTION
+from megatune.rl.rollout.model import bytes_of_a_token, room_of_cache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -122,6 +128,26 @@ def test_the_cache_is_what_the_share_of_the_device_leaves() -> None:
     assert held.sequences == int(held.cached_tokens // question.lengths.mean) < 2048 / infer.num_engines
     latent = find_model("DeepSeek-V3").architecture
     assert key_value_bytes(latent, 2) == 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_the_built_in_engine_keeps_what_is_planned_of_a_token(model_dir, family: str) -> None:
+    """Of latent attention the latent, not the keys and values of every head."""
+    folder = model_dir(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+    assert bytes_of_a_token(model) == key_value_bytes(load_architecture(folder), 4)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.1-8B"])
+def test_the_built_in_engine_takes_the_cache_that_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, lengths, model = find_machine("h200"), Lengths(1024, 7168, 512, 2048), find_model(name)
+    role = InferRole(device_mapping=[0], model_name_or_path=name, engine="builtin")
+    planned = engine_memory(role, model, machine, lengths, samples=10**6, max_running=10**6)
+    free = machine.device.memory - planned.weights - planned.framework
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, machine.device.memory))
+    of_sample = lengths.longest * key_value_bytes(model.architecture, 2)
+    assert planned.sequences == room_of_cache(torch.device("cuda")) // of_sample
+    assert planned.cache == planned.sequences * of_sample
 
 
 def test_roles_take_turns_only_where_they_share_devices() -> None:

@@ -17,9 +17,10 @@ from megatune.config.rules.problem import divisors
 from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import FREE, SearchRequest, equal_within, is_tight, num_kinds, recompute, search
+from megatune.plan.search import SearchRequest, equal_within, is_tight, num_kinds, recompute, search
 from megatune.plan.search.candidate import Candidate, Frontier
 from megatune.plan.search.rank import _Search
 from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, CandidateBatch, CandidateLayout, Space

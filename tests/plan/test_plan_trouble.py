@@ -129,17 +129,15 @@ def test_out_of_memory_names_the_part_that_was_larger_than_planned(tmp_path: Pat
         exit_code=71,
         culprit=3,
         findings=[{"what": what}],
-        traceback='  File "/x/megatune/engine/layers/mlp.py", line 5, in forward\n',
     )
     lines = diagnose(folder)
-    text = "\n".join(lines)
     assert what in lines[0]
-    assert "failed     an allocation of 2.00 GiB, of activations, in a forward pass" in text
-    assert f"larger     {larger}: 20.0 GiB more than planned" in text
+    [line] = [line for line in lines if line.startswith(f"    {larger} ")]
+    assert "times what was planned" in line
     fixes = lines[lines.index("helps, by the planner:") + 1 :]
     assert len(fixes) == 3
     planned = estimate(CASE)
-    room = planned.fullest.total * memory.peak / (memory.peak + 2 * 2**30)
+    room = 0.9 * planned.fullest.total
     assert [fix.split(". ", 1)[1] for fix in fixes] == [str(each) for each in savings(planned, room=int(room))]
 
 
@@ -194,8 +192,7 @@ def test_a_run_that_really_runs_out_of_memory(tmp_path: Path) -> None:
     assert memory.peak > memory.loaded + 2**28  # noted on the way down
     text = "\n".join(diagnose(tmp_path / "out"))
     assert "ran out of memory at step 1" in text
-    assert "failed     an allocation of" in text
-    assert "far from the" in text  # what was free: the limit was lower
+    assert "limit      memory ended at" in text  # the limit was lower than what was free
     assert "per_device_train_batch_size: " in text
     assert text.count(" a step (") == 3
 
@@ -210,18 +207,18 @@ def test_a_run_that_torchrun_started_is_explained_by_what_its_ranks_noted(tmp_pa
         (folder / "launch" / f"rank-{each['rank']}.error.json").write_text(json.dumps(each))
     text = "\n".join(diagnose(folder))
     assert "rank 1 on host here ran out of memory at step 3 (train): tried to allocate 2 GiB" in text
-    assert "failed     an allocation of 2.00 GiB" in text
     assert "helps, by the planner:" in text
 
 
-def test_more_than_planned_is_no_reason_where_memory_ended_far_below_what_there_is(tmp_path: Path) -> None:
+def test_where_memory_ended_far_below_what_there_is_a_limit_is_named(tmp_path: Path) -> None:
     stage = estimate(CASE).stages[0]
     loaded = stage.weights + stage.gradients + stage.master_weights + 3 * 2**30
     folder = leave(
         tmp_path / "run", memory=RankMemory(rank=0, loaded=loaded, peak=loaded + 2**20), exit_code=71, culprit=0
     )
-    [line] = [line for line in diagnose(folder) if line.startswith("larger")]
-    assert "3.00 GiB more than planned, and yet memory ended at" in line
+    [line] = [line for line in diagnose(folder) if line.startswith("limit")]
+    assert "memory ended at" in line
+    assert "a lower limit of the process or its container" in line
 
 
 @pytest.mark.parametrize(
@@ -247,6 +244,6 @@ def test_a_run_without_a_plan_says_how_it_ended_and_what_it_measured(
     assert "run: finished; it took" in finding.what
     assert " a step and 8.00 GiB; " in finding.what
     assert f"`megatune plan {folder}/run.yaml`" in finding.fix
-    (folder / "run.yaml").write_text('memory_check: "off"   # run.yaml:1\n')
+    (folder / "plan.json").unlink(missing_ok=True)
     with pytest.raises(MegatuneError, match="memory_check: off plans nothing"):
         diagnose(folder)

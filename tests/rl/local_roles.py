@@ -21,7 +21,7 @@ from megatune.rl.pipeline.run import _read as read
 from megatune.rl.pipeline.run import drive
 from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
-from megatune.rl.rewards.asking import judge_context, judges_of
+from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.worker import reference, training
 
@@ -43,7 +43,7 @@ class LocalGroup:
         self.objects, self.size = objects, len(objects)
         self.watch = SimpleNamespace(wait=lambda done, seconds: None)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         return [None if method == "join" else getattr(each, method)(*args) for each in self.objects]
 
     def start(self, method: str, *args: Any) -> _Pending:
@@ -89,8 +89,9 @@ def _run(settings: RLSettings, model: Path, trained: Problems, validation: Probl
         return None if role is None else ModelGroup(role, LocalGroup(host(context, settings, role)))
 
     def engines(role: InferRole, max_running: int, context: int) -> EngineGroup:
-        made = [hosts.engine(None, role, 0, max_running, context) for _ in range(role.num_engines)]  # type: ignore[arg-type]
-        return EngineGroup(role, LocalGroup(*made))  # type: ignore[arg-type]
+        own = [RankContext(RankEnv(rank, 0, 1, 1, "127.0.0.1", 1, 0), run_dir) for rank in range(role.num_engines)]
+        made = [hosts.engine(each, role, 0, max_running, context) for each in own]
+        return EngineGroup(role, LocalGroup(*made), settings.sleep_level if role is settings.actor_infer else 1)  # type: ignore[arg-type]
 
     longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}

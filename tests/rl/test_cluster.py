@@ -17,14 +17,17 @@ from unittest import mock
 import numpy as np
 import psutil
 import pytest
+from test_reward_pool import sample
 
+from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster, ensure_pythons
 from megatune.rl.cluster.group import store
 from megatune.rl.cluster.machine import Machine
-from megatune.rl.cluster.role import RoleSpec, Seat, seats
+from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.cluster.weights import sync_weights
+from megatune.rl.rewards.pool import RewardPool
 
 WORKER = "cluster_workers:Worker"
 
@@ -74,8 +77,29 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
         assert sync_weights(trainer, engine, 6, sizes, num_tensors=30).bytes == 30 * 20 * 2**20
 
         pids = [*trainer.call("pid"), *engine.call("pid"), *trainer.call("child")]
+        assert "actor_train-0" in " ".join(psutil.Process(pids[0]).cmdline()), "ps names the role"
     assert ended(pids)
     assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
+
+
+def test_rewards_are_scored_on_every_machine(ray: None, tmp_path: Path) -> None:
+    """By processes that an actor there has started; the pool ends them, and replaces one that dies."""
+    from megatune.rl.rewards.remote import remote_hosts  # which imports Ray
+
+    role = RewardRole("own", "format", workers=2, arguments={"format_pattern": "a+"})
+
+    def processes() -> list[int]:
+        children = psutil.Process().children(recursive=True)  # of Ray's daemon, in this test
+        return [each.pid for each in children if each.name() == "reward-format"]
+
+    with RewardPool({"own": role}, hosts=remote_hosts(["DEFAULT", "DEFAULT"]), log_dir=tmp_path) as pool:
+        texts = ["aaa", "b", "aa", "ab"]
+        assert [each.score for each in pool.score(map(sample, texts))] == [1, 0, 1, 1]
+        mine = processes()
+        assert mine
+        os.kill(mine[0], signal.SIGKILL)
+        assert [each.score for each in pool.score(map(sample, texts))] == [1, 0, 1, 1]
+    assert ended(mine)
 
 
 NOTHING = 0
@@ -216,11 +240,11 @@ def test_a_process_of_rays_own_dies(tmp_path: Path, name: str) -> None:
 
 
 def test_where_actors_are() -> None:
-    ranks = seats(RoleSpec("a", "", devices=(0, 1, 8, 9), rendezvous=True), 8, [0, 1])
-    assert ranks[2] == Seat(2, 1, (8, 9), 0, 2)
-    engines = seats(RoleSpec("a", "", devices=(8, 9, 10, 11), devices_per_actor=2), 8, [1])
-    assert engines == [Seat(0, 0, (8, 9), 0, 2), Seat(1, 0, (10, 11), 1, 2)]
-    assert seats(RoleSpec("a", "", workers=2), 8, [0])[1] == Seat(1, 0, (), 1, 2)
+    ranks = placements(RoleSpec("a", "", devices=(0, 1, 8, 9), rendezvous=True), 8, [0, 1])
+    assert ranks[2] == ActorPlacement(2, 1, (8, 9), 0, 2)
+    engines = placements(RoleSpec("a", "", devices=(8, 9, 10, 11), devices_per_actor=2), 8, [1])
+    assert engines == [ActorPlacement(0, 0, (8, 9), 0, 2), ActorPlacement(1, 0, (10, 11), 1, 2)]
+    assert placements(RoleSpec("a", "", workers=2), 8, [0])[1] == ActorPlacement(1, 0, (), 1, 2)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
 from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of, with_samples
 from megatune.rl.pipeline.learn import sampled_by
+from megatune.rl.pipeline.report import sample_metrics
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.validation import pass_at_k, validation_metrics
 from megatune.rl.samples import Problem, Request, Response
@@ -91,6 +93,19 @@ def _collector(engines: Engines, scores: Scores, max_running: int = 5, **changes
     return Collector(sampler, scores, _problem, {"a": 3, "b": 1}, filters, 2, **changes)
 
 
+def test_the_reward_before_the_filter_is_known() -> None:
+    collector, taken = _collector(Engines(), Scores()), None
+    while taken is None or not taken.num_dropped:
+        while not collector.is_ready:
+            collector.pump()
+        taken = collector.take()
+    assert len(taken.dropped_scores) == 2 * taken.num_dropped
+    kept = [sample.score for group in taken.groups for sample in group.samples]
+    found = sample_metrics(taken, 1)
+    assert found["reward"] == pytest.approx(np.mean(kept))
+    assert found["reward_unfiltered"] == pytest.approx(np.mean([*kept, *taken.dropped_scores]))
+
+
 def _step(collector: Collector) -> list[tuple[str, list[float]]]:
     while not collector.is_ready:
         collector.pump()
@@ -114,10 +129,10 @@ def test_a_checkpoint_goes_on_where_the_run_was() -> None:
     expected = [_step(whole) for _ in range(3)]
     collector = _collector(Engines(), Scores())
     assert _step(collector) == expected[0]
-    collector.hold()
-    state = json.loads(json.dumps(collector.state()))
+    collector.pause()
+    state = json.loads(json.dumps(collector.state({})))
     resumed = _collector(Engines(-1), Scores())
-    resumed.load_state(state)
+    resumed.load_state(state, {})
     assert [_step(resumed), _step(resumed)] == expected[1:]
 
 
@@ -126,18 +141,18 @@ def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_to
     collector = _collector(engines, Scores(), 50, ratio=1.0)
     first = _step(collector)
     collector.pump()
-    collector.hold()
-    state = json.loads(json.dumps(collector.state()))
+    collector.pause()
+    state = json.loads(json.dumps(collector.state({})))
     begun = [group for domain in state.values() for group in [*domain["under_way"], *domain["ready"]]]
     assert len(begun) >= 4  # of the next step
     assert any(group["parts"] or group["responses"] for group in begun)
     other = _collector(engines, Scores(), 50, ratio=1.0)
-    other.load_state(state)
+    other.load_state(state, {})
     engines.version = 2
     assert not {name for name, _ in _step(other)} & {name for name, _ in first}
     engines.version = 4
-    other.hold()
-    other.begin_stale_anew(4)
+    other.pause()
+    other.regenerate_stale(4)
     while not other.is_ready:
         other.pump()
     taken = other.take()
@@ -146,12 +161,48 @@ def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_to
     assert any(request.id.endswith("-1") for request in engines.seen)
 
 
+class StuckScores(Scores):
+    """Gives nothing back while it is stuck."""
+
+    is_stuck = True
+
+    def poll(self, wait: float) -> list[Group]:
+        return [] if self.is_stuck else super().poll(wait)
+
+
+def test_a_sync_waits_for_no_score() -> None:
+    """What is scored meanwhile is kept, or sampled again where it is too old then; a checkpoint has it, too."""
+    engines, scores = Engines(), StuckScores()
+    collector = _collector(engines, scores, 50, ratio=1.0)
+    for _ in range(8):
+        collector.pump(wait=False)
+    assert len(scores.groups) >= 4
+    collector.pause()
+    routing: dict[str, np.ndarray] = {}
+    scores.groups[-1].responses[0] = replace(scores.groups[-1].responses[0], routing=np.ones((2, 3, 1), np.int16))
+    state = json.loads(json.dumps(collector.state(routing)))
+    assert [array.shape for array in routing.values()] == [(2, 3, 1)]
+    resumed, again = _collector(Engines(), restored := Scores(), 50, ratio=1.0), list(scores.groups)
+    resumed.load_state(state, routing)
+    assert {group.number for group in restored.groups} == {group.number for group in again}
+    assert len(_step(resumed)) == 4
+    engines.version = 4
+    collector.regenerate_stale(4)
+    scores.is_stuck = False
+    while not collector.is_ready:
+        collector.pump()
+    taken = collector.take()
+    assert taken.num_stale >= len(again)
+    assert not {id(group) for group in taken.groups} & {id(group) for group in again}
+    assert all((group.oldest_version or 0) >= 3 for group in taken.groups)
+
+
 def test_a_part_goes_on_with_what_it_has() -> None:
     engines = Engines()
     sampler = Sampler(engines, SAMPLING, 8)
     sampler.add([Group(_problem("a", 0), 3, 0, 4)])
     sampler.pump()
-    sampler.hold()
+    sampler.pause()
     engines.version = 2
     sampler.pump()
     again = {place_of(request.id)[1]: request for request in engines.seen[4:]}
@@ -189,6 +240,7 @@ def test_a_run_that_drops_every_group_ends() -> None:
         (_filter("mean_filter", threshold_up=0.9, threshold_down=0.1), [1, 0], True),
         (_filter("mean_filter", threshold_up=0.9, threshold_down=0.5), [1, 0], False),  # at a bound
         (_filter("std_filter", std_threshold=0), [1, 1], False),
+        (_filter("std_filter", std_threshold=0), [0.1] * 6, False),  # whose computed deviation is 1.5e-17
         (_filter("std_filter", std_threshold=0.7), [1, 0], True),  # of n - 1: 0.707
         (_filter("mean_filter", threshold_up=0.9, threshold_down=0.1), [1], True),  # a single sample
         (_filter("std_filter", std_threshold=0), [1, 1, None], False),  # None: its reward failed

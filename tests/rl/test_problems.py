@@ -125,6 +125,17 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
     assert "2 rows are of math_rule" in str(raised.value)
 
 
+def test_a_difficulty_is_a_number_where_it_weighs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [math_row(number, difficulty=value) for number, value in enumerate(("0.5", "hard", "nan", "0.1"))]
+    data = data_of(tmp_path, rows)
+    assert len(read(data, tokenizer).all()) == 4
+    with pytest.raises(MegatuneError) as raised:
+        read(data, tokenizer, needs_difficulty=True)
+    assert raised.value.exit_code == ExitCode.DATA
+    assert [each.where.rpartition("/")[2] for each in raised.value.findings] == ["a.jsonl:2", "b.parquet:row 1"]
+    assert "difficulty_loss_weight needs a number" in str(raised.value)
+
+
 def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [math_row(number, source="ab"[number % 2]) for number in range(6)]
     data, kept = data_of(tmp_path, rows), DatasetFilter(source=["b"], num_samples=2)

@@ -23,7 +23,7 @@ from megatune.rl.pipeline.collector import Collector
 from megatune.rl.pipeline.groups import Group, Sampling, with_samples
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.phases import Phases
-from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
+from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.rewards.answer import Answer
@@ -37,7 +37,7 @@ ALL = {**EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS}
 class Together(LocalGroup):
     """A role of which every rank has one worker, and all are called at once."""
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         found = getattr(self.objects[0], method)(*args)
         return groups.gather(found)
 
@@ -70,17 +70,17 @@ def curve(settings: RLSettings) -> list[float]:
     engine = BuiltinEngine.load(settings.actor_infer, max_running=128, context=64)
     policy = ModelGroup(settings.actor_train, Together(worker))  # type: ignore[arg-type]
     policy.ready = worker._ready()
-    turns = Turns(EngineGroup(settings.actor_infer, LocalGroup(engine)), [])  # type: ignore[arg-type]
+    scheduler = DeviceScheduler(EngineGroup(settings.actor_infer, LocalGroup(engine)), [])  # type: ignore[arg-type]
     stops = (CHARACTERS.index("#"),)
     sampling = Sampling(
         settings.actor_infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=stops
     )
     order = ProblemOrder(problems(), run.seed)
     collector = Collector(
-        Sampler(turns._engines, sampling, 128), Scores(), order.at, {"digits": rollout.rollout_batch_size}, {},
+        Sampler(scheduler._engines, sampling, 128), Scores(), order.at, {"digits": rollout.rollout_batch_size}, {},
         rollout.num_return_sequences_in_group,
     )  # fmt: skip
-    learner = Learner(settings, turns, policy, None, None, {})
+    learner = Learner(settings, scheduler, policy, None, None, {})
     rewards = []
     for step in range(STEPS):
         buckets = list(worker.weights(range(len(settings.actor_train.devices))))
@@ -109,7 +109,7 @@ def settings_in(layout: Layout, model: Path) -> RLSettings:
     changes = {name: getattr(own, name) for name in names} | {"optimizer": optimizer, "batch": batch}
     tokens = {"packed_tokens_train": 40, "packed_tokens_forward": 40} if layout.packed else {}
     actor = found.actor_train.model_copy(update={"settings": engine.model_copy(update=changes), **tokens})
-    # On a device of its own, so that nothing takes turns.
+    # On a device of its own, so that nothing takes scheduler.
     infer = found.actor_infer.model_copy(update={"device_mapping": [layout.world_size]})
     return replace(found, actor_train=actor, actor_infer=infer)
 

@@ -21,8 +21,8 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
-from megatune.rl.rewards.asking import EngineAsk, judges_of
 from megatune.rl.rewards.judge import Judge, read_judgement
+from megatune.rl.rewards.judge_client import JudgeClient, judges_of
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Request, Response
 
@@ -156,12 +156,12 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
         name="rewards.a",
     )
     engines = _Engines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
-    ask = EngineAsk(engines, load_tokenizer(folder), generating, context=300)
+    ask = JudgeClient(engines, load_tokenizer(folder), generating, context=300)
     texts = [f"Is {number} right?" for number in range(10)]
 
     def answers(threads: int) -> list[str]:
         with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(ask, [{"role": "user", "content": text}]) for text in texts]
+            futures = [pool.submit(ask, [{"role": "user", "content": text}], 60.0) for text in texts]
             while not all(future.done() for future in futures):
                 ask.pump(wait=True)
                 time.sleep(0.001)
@@ -171,10 +171,38 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
     assert answers(len(texts)) == alone
     assert len(set(alone)) > 1
     with pytest.raises(RewardError, match="its context is 300"):
-        ask([{"role": "user", "content": "long " * 300}])
+        ask([{"role": "user", "content": "long " * 300}], 1.0)
     ask.close()
     with pytest.raises(RewardError, match="the run ends"):
-        ask([{"role": "user", "content": "short"}])
+        ask([{"role": "user", "content": "short"}], 60.0)
+
+
+def test_an_answer_that_is_lost_ends_no_run(tmp_path: Path) -> None:
+    """Neither the thread that waits for it, nor the engines: they are not asked for it again."""
+
+    class Losing:
+        number, steps = 1, 0
+
+        def submit(self, requests: Sequence[Sequence[Request]]) -> None: ...
+
+        def step(self, *, wait: bool = True) -> list[Response]:
+            self.steps += 1
+            return []
+
+    folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
+    engines = Losing()
+    ask = JudgeClient(engines, load_tokenizer(folder), Generating(max_new_tokens=4), context=300)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, [{"role": "user", "content": "Is it right?"}], 0.5)
+        until = time.monotonic() + 30
+        while not answer.done() and time.monotonic() < until:
+            ask.pump(wait=True)
+            time.sleep(0.01)
+        with pytest.raises(TimeoutError, match=r"has not answered within 0\.5 seconds"):
+            answer.result(0)
+    asked = engines.steps
+    ask.pump(wait=True)
+    assert engines.steps == asked
 
 
 def test_judges_are_found_by_domain() -> None:

@@ -19,7 +19,7 @@ import pytest
 from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rewards import pool as pool_module
-from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rewards.pool import RewardPool, load_rewards
 from megatune.rl.samples import Problem, Response, Sample
 
 REWARDS = """
@@ -141,7 +141,7 @@ def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
         "e": RewardRole("e", "math_rule", arguments={"code_url": "http://x"}),
     }
     with pytest.raises(MegatuneError) as raised:
-        RewardPool(rewards)
+        load_rewards(rewards)
     assert raised.value.exit_code == ExitCode.SETTINGS
     assert [each.where for each in raised.value.findings] == [f"rewards.{name}" for name in rewards]
     for said in ("maths_rule", "own_rewards:nothing", "takes no factor", "'kind'", "code_url"):
@@ -155,7 +155,7 @@ class _Model:
         self.most = 0  # asked at once
         self._asked: list[tuple[str, threading.Event]] = []
 
-    def __call__(self, messages: list[dict[str, str]]) -> str:
+    def __call__(self, messages: list[dict[str, str]], limit: float) -> str:
         event = threading.Event()
         self._asked.append((messages[0]["content"], event))
         assert event.wait(10)
@@ -182,7 +182,7 @@ class _Model:
 def test_a_judge_of_the_run_works_while_samples_are_collected() -> None:
     judge, model = RewardRole("own", "llm_judge", workers=4, arguments={"judge_model_type": "inference"}), _Model()
     with RewardPool({"own": judge}) as pool:
-        pool.asks["own"] = model
+        pool.clients["own"] = model  # type: ignore[assignment]
         pool.submit(map(sample, "abcdefgh"))
         until = time.monotonic() + 60
         while model.asking < 4 and time.monotonic() < until:

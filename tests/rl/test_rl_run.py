@@ -217,5 +217,7 @@ def _run_behind(settings: RLSettings, model: Path) -> int:
 
 
 def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):
+    found = _settings(model, tmp_path, 6)
+    kept = found.actor_infer.model_copy(update={"sleep_level": 1})  # so that it has older weights to sample from
     with pytest.raises(AssertionError, match="does not sample from version"):
-        pool.run(1, _run_behind, _settings(model, tmp_path, 6), model, limit=LIMIT)
+        pool.run(1, _run_behind, replace(found, actor_infer=kept), model, limit=LIMIT)

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
 from megatune.rl.rollout.builtin import BuiltinEngine
-from megatune.rl.rollout.gap import check_gap, log_prob_gap
+from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
+from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, is_inlier, mismatch_of
 from megatune.rl.rollout.sampling import Draw, sample
 from megatune.rl.samples import Request, Response
 
@@ -69,6 +72,12 @@ def reference(folder: Path, request: Request, response: Response) -> np.ndarray:
     return logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
 
 
+def measured(trainer: list[np.ndarray], rollout: list[np.ndarray], dtype: str) -> Mismatch:
+    found = mismatch_of(trainer, rollout, dtype)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_log_probs_and_independence(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
@@ -77,9 +86,9 @@ def test_log_probs_and_independence(kind: str, request: pytest.FixtureRequest) -
     for each in requests:
         response = together[each.id]
         np.testing.assert_array_equal(response.response_ids, alone[each.id].response_ids)
-        gap = log_prob_gap([reference(folder, each, response)], [response.log_probs])
-        check_gap(gap, "fp32", 0)
-        assert gap.tokens == len(response.response_ids) > 0
+        found = measured([reference(folder, each, response)], [response.log_probs], "fp32")
+        check_mismatch(found, "fp32", 0)
+        assert (found.tokens, found.outliers) == (len(response.response_ids), 0)
 
 
 def test_it_says_which_experts_it_took(dense: Path, experts: Path) -> None:
@@ -195,11 +204,30 @@ def test_a_stale_engine_is_caught(dense: Path) -> None:
     response = drained(load(dense), [request])["a"]
     stale = reference(dense, request, response)
     stale[4] += 0.3
-    with pytest.raises(MegatuneError, match="token 4 of response 1") as raised:
-        check_gap(log_prob_gap([response.log_probs, stale], [response.log_probs] * 2), "fp32", 3)
+    with pytest.raises(MegatuneError, match=r"differ by 0\.00625 on average over 48 tokens") as raised:
+        check_mismatch(measured([response.log_probs, stale], [response.log_probs] * 2, "fp32"), "fp32", 3)
     assert raised.value.exit_code == ExitCode.NOT_FINITE
     with pytest.raises(MegatuneError, match="differ by inf"):
-        check_gap(log_prob_gap([stale * np.nan], [response.log_probs]), "bf16", 3)
+        check_mismatch(measured([stale * np.nan], [response.log_probs], "bf16"), "bf16", 3)
+
+
+def test_one_token_that_is_far_off_ends_no_run() -> None:
+    rollout = np.full(10_000, -1.0, np.float32)
+    trainer = rollout + np.float32(0.01)
+    trainer[7] = -9.0
+    found = measured([trainer], [rollout], "bf16")
+    check_mismatch(found, "bf16", 3)
+    assert (found.outliers, found.max) == (1, 8.0)
+    assert found.metrics["log_prob_gap_outliers"] == 1e-4
+    assert found.median == found.p99 == pytest.approx(0.01, rel=1e-4)
+    # The estimate of the divergence: one token of exp(-8) - 1 + 8, all others of 0.01 squared over 2.
+    assert found.k3 == pytest.approx((7.000335 + 9999 * 5.0167e-5) / 10_000, rel=1e-3)
+    with pytest.raises(MegatuneError, match=r"max_log_prob_gap is 0\.005"):
+        check_mismatch(found, "bf16", 3, bound=0.005)
+    kept = is_inlier(trainer, rollout, "bf16")
+    assert not kept[7]
+    assert kept.sum() == 9_999
+    assert is_inlier(trainer, np.full_like(rollout, np.nan), "bf16").all(), "of other weights nothing is known"
 
 
 def test_the_distribution() -> None:
@@ -214,3 +242,16 @@ def test_the_distribution() -> None:
         expected[kept] = (logits[0, kept] / 0.7).softmax(0)
         torch.testing.assert_close(shares, expected, atol=1e-3, rtol=0)
         torch.testing.assert_close(log_probs, (logits[0] / 0.7).log_softmax(0)[tokens])
+
+
+def test_a_judge_that_is_too_short_is_told_what_fits(dense: Path) -> None:
+    """Its context also has its instructions and its answer: what is advised is not refused again."""
+    judge = InferRole(device_mapping=[0], model_name_or_path=str(dense), dtype="fp32", name="reward_model",
+                      generating_args=Generating(max_new_tokens=8))  # fmt: skip
+    longest = load_architecture(dense).max_position_embeddings
+    with pytest.raises(MegatuneError) as raised:
+        BuiltinEngine.load(judge, max_running=1, context=longest + 1)
+    (finding,) = raised.value.findings
+    advised = longest - INSTRUCTION_TOKENS - 8
+    assert (f"response_length of {advised} together" in finding.fix) == (advised > 0)
+    assert "a smaller max_new_tokens of reward_model" in finding.fix

@@ -18,7 +18,7 @@ import megatune
 from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.rollout.outside import check_arguments, check_version, starting
+from megatune.rl.rollout.external import check_arguments, check_version, starting
 
 ROLE = InferRole(device_mapping=[0], model_name_or_path="model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")

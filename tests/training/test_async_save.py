@@ -15,7 +15,7 @@ import pytest
 from pool import RankPool
 from runs import assert_same_runs, metrics, run, settings_of, train
 
-from megatune.bridge import file_set
+from megatune.bridge import file_stream
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
@@ -52,15 +52,15 @@ def train_with(patch: Callable[[pytest.MonkeyPatch], object], settings: Settings
 
 
 def on_writing(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
-    """Have the thread that writes a checkpoint do something before each of its files."""
-    write = file_set.SmallFile.write
+    """Have the thread that writes a checkpoint beside training do something before each of its buckets."""
+    write = file_stream._OpenFile.write
 
-    def wait_and_write(file: file_set.SmallFile, folder: Path) -> Path:
-        if threading.current_thread() is not threading.main_thread():
+    def wait_and_write(file: file_stream._OpenFile, content: memoryview) -> None:
+        if getattr(threading.current_thread(), "_is_nice", False):
             before()
-        return write(file, folder)
+        write(file, content)
 
-    monkeypatch.setattr(file_set.SmallFile, "write", wait_and_write)
+    monkeypatch.setattr(file_stream._OpenFile, "write", wait_and_write)
 
 
 # --- the same checkpoints ---------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_run_as_it_does_otherwise(pool: RankPool, model: Pa
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "free_memory", lambda: 1000)
-    monkeypatch.setattr(saving._Save, "start", None)
+    monkeypatch.setattr(saving, "_NICENESS", None)  # a thread beside training would fail
     said: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *values, **options: said.append(" ".join(map(str, values))))
     end = loop.Trainer._train

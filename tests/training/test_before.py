@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.errors import ExitCode, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.launch import devices
+from megatune.training import start as training_start
 from megatune.training.before import check_before
+from megatune.training.checks import Launch
 from megatune.training.room import Room
 from megatune.training.start import start
 from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
@@ -289,3 +293,33 @@ def test_a_command_says_it_without_starting_a_process_or_importing_torch(run: di
     assert done.stdout.split("\n")[0] == "64 []"
     assert "unknown setting 'learning_rat'" in done.stderr
     assert "'row' is neither in data/dataset_info.json nor a path" in done.stderr
+
+
+def test_use_cpu_hides_the_gpus_of_the_machine(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what decides the world, and from the ranks, which inherit the environment."""
+    monkeypatch.setattr(devices, "nvidia_smi", lambda *arguments: "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    seen: list[int] = []
+
+    def look(launch: Launch) -> None:
+        seen.append(launch.num_gpus)
+        raise MegatuneError(Finding("seen"), ExitCode.SETTINGS)
+
+    monkeypatch.setattr(training_start, "check_all", look)
+    for changes in ({}, {"use_cpu": True}):
+        with pytest.raises(MegatuneError, match="seen"):
+            start(load(None, [f"{key}={json.dumps(value)}" for key, value in {**run, **changes}.items()]))
+    assert seen == [2, 0]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_the_allocator_grows_its_segments_unless_a_user_chose() -> None:
+    for given, found in (
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+    ):
+        env = dict(given)
+        training_start.prepare_devices(env, use_cpu=False)
+        assert env == found

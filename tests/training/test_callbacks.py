@@ -18,12 +18,12 @@ from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatune.data.batch_pictures import Unreadable
+from megatune.training.bad_rows import Quarantine
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
-from megatune.training.quarantine import Quarantine
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.json_lines import read_json_lines
 

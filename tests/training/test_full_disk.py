@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pool import RankPool
 from runs import settings_of, train
 
-from megatune.bridge import file_set
+from megatune.bridge import file_stream
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 
 
 def train_on_full_disk(settings: Settings, folder: Path) -> tuple[int, str]:
-    """One rank's run, on a disk that has room for three tensors; its exit code, and what it raised."""
-    writer = file_set.safetensors_writer
+    """One rank's run, on a disk that has room for three buckets; its exit code, and what it raised."""
+    write, left = file_stream._OpenFile.write, 3
 
-    @contextmanager
-    def filling(path: Path, entries: Any) -> Iterator[Callable[..., None]]:
-        left = 3
-        with writer(path, entries) as write:
-
-            def write_some(*tensor: Any) -> None:
-                nonlocal left
-                if not left:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                left -= 1
-                write(*tensor)
-
-            yield write_some
+    def write_some(file: file_stream._OpenFile, content: memoryview) -> None:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= 1
+        write(file, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_set, "safetensors_writer", filling)
+        patch.setattr(file_stream, "BUCKET_BYTES", file_stream.BLOCK_BYTES)
+        patch.setattr(file_stream._OpenFile, "write", write_some)
         try:
             return train(settings, folder), ""
         except MegatuneError as error:

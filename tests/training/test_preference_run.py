@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatune.config.settings import Settings
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.storage.manifest import TRAINING_FOLDER
+from megatune.training.train_state import STATE_NAME, read_state
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -83,10 +85,10 @@ BCO_EVALUATED = {"pref_loss": "sigmoid,bco_pair", "val_size": 4, "eval_strategy"
 RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "full, tp2 sp, BCO's running mean, evaluated": ("qwen3", 2, {**TP2, **BCO_EVALUATED}),
     "LoRA, bf16, pp2, dropout": ("qwen3", 2, {**LORA, **PP2, "bf16": True, "lora_dropout": 0.1}),
-    "full, dp2, overlaps, joint losses": (
+    "full, dp2, overlaps, two losses": (
         "qwen3",
         2,
-        {**OVERLAPS, "pref_loss": "aot,kto_pair", "gradient_accumulation_steps": 2},
+        {**OVERLAPS, "pref_loss": "ipo,hinge", "gradient_accumulation_steps": 2},
     ),
     "full, experts, ep2": ("qwen3_moe", 2, {**EP2, "gradient_accumulation_steps": 2}),
     "LoRA, words trained whole": ("qwen3", 1, {**LORA, "additional_target": "embed_tokens,norm"}),
@@ -212,3 +214,13 @@ def test_what_is_measured_is_everywhere(pool: RankPool, models: dict[str, Path],
     assert {f"{group}/{name}" for group in ("train", "eval") for name in names} <= set(events.Tags()["scalars"])
     assert (tmp_path / "out/training_loss.png").stat().st_size > 10_000
     assert len(reference_files(tmp_path)) == 2
+
+
+def test_the_state_of_bco_in_earlier_checkpoints_is_read(tmp_path: Path) -> None:
+    """It was a part of the run's state until a loss had one of its own."""
+    (tmp_path / TRAINING_FOLDER).mkdir()
+    content = {"step": 3, "reward_sum": 1.5, "reward_pairs": 4.0}
+    (tmp_path / TRAINING_FOLDER / STATE_NAME).write_text(json.dumps(content))
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.objective == {"reward_sum": 1.5, "reward_pairs": 4.0}

@@ -21,7 +21,7 @@ from test_callbacks import SCHEDULE, evaluation, step, summary
 from megatune.config.settings import Settings
 from megatune.training.callbacks import CallbackList, build_callbacks, trackers
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.records import Shown, evaluation_record
 from megatune.training.trackers import asked_trackers, read_ids
 
 STEPS = list(range(1, 13))
@@ -215,5 +215,5 @@ def test_switches_leave_out_throughput_and_perplexity() -> None:
     assert "grad_norm 1.23  mem 1.2 GiB" in output.getvalue()
     assert "perplexity" not in output.getvalue()
     shown = Shown(throughput=False, perplexity=False)
-    assert "eval/perplexity" not in shown.eval_values(evaluation(1))
-    assert "eval/perplexity" in Shown().eval_values(evaluation(1))
+    assert "eval/perplexity" not in shown.scalars(evaluation_record(evaluation(1)))
+    assert "eval/perplexity" in Shown().scalars(evaluation_record(evaluation(1)))

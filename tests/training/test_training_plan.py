@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 from pool import RankPool
 from runs import settings_of, train
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
-from megatune.plan.calibration import calibrate, read, write
+from megatune.plan.calibration.fit import calibrate
+from megatune.plan.calibration.store import read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine
 from megatune.plan.estimate import estimate
+from megatune.plan.run.preflight import preflight
 from megatune.plan.run.record import RunRecord, read_rank_memory, read_records
 from megatune.plan.run.trouble import diagnose
 
@@ -49,6 +53,29 @@ def run(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "dense"),
+    [
+        ("deepseek_v3", "deepseek3", {"first_k_dense_replace": 4}),
+        ("qwen3_moe", "qwen3_nothink", {"mlp_only_layers": [0, 1, 2, 3]}),
+    ],
+)
+def test_a_family_of_experts_without_a_sparse_layer_is_planned_and_trained(
+    pool: RankPool, tmp_path: Path, family: str, template: str, dense: dict[str, Any]
+) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    config = AutoConfig.from_pretrained(model, **dense)
+    assert config.num_hidden_layers == 4
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    words = [f"model_name_or_path={model}", "dataset=identity", f"template={template}", f"output_dir={tmp_path}/out"]
+    checked = preflight(load(None, words), 1, machine=cpu_machine(16 * 2**30, 2))
+    assert checked.planned is not None
+    record = run(pool, model, tmp_path / "out", max_steps=2, template=template)
+    assert record.outcome == "finished"
+    steps = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert 0 < json.loads(steps[-1])["loss"] < 12
 
 
 def test_planned_and_measured_of_every_rank(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class AdapterFolder(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.adapter.tensors[name].shape
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        name = prefix + segment.name
+    def read(self, segment: Segment) -> Tensor:
+        name = segment.name
         place = self.adapter.tensors[name]
         if not place.num_experts:
             return self._files.read(Segment(place.name, segment.dim, segment.start, segment.stop))

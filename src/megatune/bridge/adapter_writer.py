@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER
-from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, TensorSource, safetensors_writer
+from megatune.bridge.file_stream import TensorFile
+from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, TensorSource
 from megatune.families import FAMILIES
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
@@ -91,13 +92,15 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
                 plain[PREFIX + OUTPUT_LAYER.hf[0].name] = name
                 entries.append(replace(entries[-1], name=PREFIX + OUTPUT_LAYER.hf[0].name))
     entries.sort(key=lambda entry: entry.name)
-    with safetensors_writer(path, entries) as write:
+
+    def tensors() -> Iterator[Tensor]:
         for entry in entries:
             if entry.name in plain:
-                write(entry.name, _whole(source, plain[entry.name], entry.shape[0]).to(entry.dtype))
-                continue
-            for part in _stack(source, *stacks[entry.name], architecture):
-                write(entry.name, part)
+                yield _whole(source, plain[entry.name], entry.shape[0]).to(entry.dtype)
+            else:
+                yield from _stack(source, *stacks[entry.name], architecture)
+
+    TensorFile(path.name, entries, tensors()).write(path.parent)
 
 
 def write_adapter_config(

@@ -44,7 +44,7 @@ class InitialAdapters(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+    def read(self, segment: Segment) -> Tensor:
         shape = self._shapes[segment.name]
         if segment.name.endswith(MAGNITUDE):
             rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)

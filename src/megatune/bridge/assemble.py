@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from megatune.bridge.score import InitialScore
 from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
+from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import Chunk, build_model
@@ -33,6 +35,8 @@ from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.dense import SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
+from megatune.families.table import Box
+from megatune.families.weights import TensorLayout, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 
 
@@ -192,7 +196,7 @@ def _some(keys: Iterable[str]) -> str:
 def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from Hugging Face tensors, cast to their dtype; padding is zero.
 
-    What is kept in few bits is quantized on the way.
+    Collective over the ranks that hold slices of the same weights. What is quantized is quantized on the way.
 
     Raises:
         MegatuneError: INPUT, where a file is damaged.
@@ -201,7 +205,29 @@ def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], arc
         if isinstance(local.parameter, QuantizedMatrix):
             fill_quantized(local.parameter, source, local.segments(architecture), local.hf_shapes(architecture))
             continue
+        if local.weight.layout is TensorLayout.COLUMNS and local.slice.tp_size > 1:
+            _fill_columns(source, local, architecture)
+            continue
         source.fill(local.parameter.data.view(-1), local.segments(architecture))
+
+
+def _fill_columns(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
+    """Fill a matrix whose columns are cut over ranks: each reads whole rows, which lie together in files, and sends the
+    others their columns of them. None reads what it does not need; collective over these ranks."""
+    group = groups.expert_tensor_parallel_group() if local.weight.per_expert else groups.tensor_parallel_group()
+    size, rank = local.slice.tp_size, local.slice.tp_rank
+    target = local.parameter.data
+    for piece in local.pieces(architecture):
+        ((name, (rows, columns)),) = hf_shapes(local.weight, architecture, local.layer, piece.slice).items()
+        edges = [rows * number // size for number in range(size + 1)]
+        box = Box(edges[rank], edges[rank + 1], 0, columns)
+        mine = source.read_box(name, box).to(target.device, target.dtype)
+        width = columns // size
+        sent = [part.contiguous().view(-1).view(torch.uint8) for part in mine.split(width, dim=1)]
+        counts = [(last - first) * width * target.dtype.itemsize for first, last in pairwise(edges)]
+        found = torch.empty(sum(counts), dtype=torch.uint8, device=target.device)
+        torch.distributed.all_to_all_single(found, torch.cat(sent), counts, [len(part) for part in sent], group=group)
+        target.view(-1)[piece.start : piece.stop].copy_(found.view(target.dtype))
 
 
 @torch.no_grad()

@@ -38,9 +38,9 @@ class MergedFolder(TensorSource):
         """Return whether an adapter has a tensor, or an adapter of it."""
         return any(adapter.has(name) or adapter.has(_beside(name, LORA_A)) for adapter in self._adapters)
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        if not self.is_changed(prefix + segment.name):
-            return self._base.read(segment, prefix)
+    def read(self, segment: Segment) -> Tensor:
+        if not self.is_changed(segment.name):
+            return self._base.read(segment)
         if segment.dim == 1 and any(adapter.has(_beside(segment.name, MAGNITUDE)) for adapter in self._adapters):
             # The norms are of whole rows.
             rows = Segment(segment.name, 0, 0, self.shape(segment.name)[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
+from megatune.bridge.file_stream import SmallFile, TensorFile
 from megatune.bridge.merged import MergedFolder
-from megatune.bridge.safetensors_files import TensorEntry, safetensors_writer
+from megatune.bridge.safetensors_files import TensorEntry, index_of
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
@@ -112,16 +112,15 @@ class MergedModel:
             progress: is told the bytes of each part that was written.
         """
         files = _dealt(self.entries, max_file_bytes)
-        names = [_file_name(index, len(files)) for index in range(len(files))]
+        places: dict[str, tuple[str, int]] = {}
+        for index, entries in enumerate(files):
+            name = f"{_NAME}-{index + 1:05d}-of-{len(files):05d}" if len(files) > 1 else _NAME
+            parts = (part for entry in entries for part in self._parts(entry))
+            TensorFile(f"{name}.safetensors", entries, parts).write(folder, progress)
+            places |= {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
+        if (found := index_of(_NAME, places)) is not None:
+            SmallFile(*found).write(folder)
         changed = sum(self._is_changed(entry.name) for entry in self.entries)
-        for name, entries in zip(names, files, strict=True):
-            with safetensors_writer(folder / name, entries) as write:
-                for entry in entries:
-                    for part in self._parts(entry):
-                        write(entry.name, part)
-                        progress(part.nbytes)
-        if len(files) > 1:
-            _write_index(folder, dict(zip(names, files, strict=True)))
         return Merged(len(self.entries), changed, len(files), self.num_bytes)
 
     def _is_changed(self, name: str) -> bool:
@@ -148,10 +147,7 @@ class MergedModel:
 
 
 def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:
-    width = 1
-    for size in shape[1:]:
-        width *= size
-    step = max(1, _PART // width)
+    step = max(1, _PART // prod(shape[1:]))
     for start in range(0, shape[0], step):
         yield Segment(name, 0, start, min(start + step, shape[0]))
 
@@ -167,21 +163,6 @@ def _dealt(entries: Sequence[TensorEntry], max_file_bytes: int) -> list[list[Ten
         files[-1].append(entry)
         size += entry.num_bytes
     return files
-
-
-def _file_name(index: int, count: int) -> str:
-    return f"{_NAME}.safetensors" if count == 1 else f"{_NAME}-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _write_index(folder: Path, files: dict[str, list[TensorEntry]]) -> None:
-    index = {
-        "metadata": {"total_size": sum(entry.num_bytes for entries in files.values() for entry in entries)},
-        "weight_map": {entry.name: name for name, entries in files.items() for entry in entries},
-    }
-    with open(folder / f"{_NAME}.safetensors.index.json", "w", encoding="utf-8") as out:
-        json.dump(index, out, indent=2)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.parameters import LocalParameter, holders_of
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
+from megatune.families.table import rows_of
 from megatune.families.weights import TensorLayout
 
 
@@ -25,8 +24,10 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for local in parameters:
         if _is_counted_here(local, place):
-            for values in _unpadded(local, architecture):
-                total += torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
+            values = local.parameter.data.reshape(-1)
+            for row in rows_of(local.weight, architecture, local.slice, local.layer):  # without padding
+                part = values[row.start : row.start + row.box.numel]
+                total += torch.linalg.vector_norm(part, dtype=torch.float32).double().square()
     groups.add_up(total)
     return float(total.sqrt())
 
@@ -36,15 +37,3 @@ def _is_counted_here(local: LocalParameter, place: RankCoordinates) -> bool:
     holders = holders_of(place, experts=local.weight.per_expert)
     is_whole = local.weight.layout is TensorLayout.REPLICATED
     return not local.is_copy and holders.replicas.rank() == 0 and (not is_whole or holders.slices.rank() == 0)
-
-
-def _unpadded(local: LocalParameter, architecture: Architecture) -> Iterator[Tensor]:
-    """Yield a parameter's elements that are in a checkpoint."""
-    values, shapes, position = local.parameter.data.reshape(-1), local.hf_shapes(architecture), 0
-    for segment in local.segments(architecture):
-        size = segment.stop - segment.start
-        if segment.name:
-            shape = shapes[segment.name]
-            size *= math.prod(shape) // shape[segment.dim]
-            yield values[position : position + size]
-        position += size

@@ -84,9 +84,9 @@ class DequantizedSource(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+    def read(self, segment: Segment) -> Tensor:
         if segment.name not in self._shapes:
-            return self._source.read(segment, prefix)
+            return self._source.read(segment)
         if segment.name not in self._recent:
             if len(self._recent) == _MOST_RECENT:
                 self._recent.pop(next(iter(self._recent)))

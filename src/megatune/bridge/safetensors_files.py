@@ -1,32 +1,37 @@
-"""Safetensors files: slices of tensors read from a folder of them, and one written tensor by tensor."""
+"""Safetensors files: boxes of tensors read from a folder of them, and how files of tensors begin."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import re
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
-from megatune.families.weight_index import no_weights, read_weight_index
+from megatune.families.table import Box, segment_rows, split_rows, whole_box
+from megatune.families.weight_index import HeaderEntry, damaged_file, no_weights, read_header, read_weight_index
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# What is read at a time, beyond the memory that it is read for.
+_BUCKET_BYTES = 2**26
+# A part of a tensor: NAME[first:last,left:right of 4096x11008]
+_PART = re.compile(r"(.+)\[(\d+):(\d+),(\d+):(\d+) of (\d+(?:x\d+)*)\]")
 
 
 class TensorSource(ABC):
-    """Hugging Face tensors by name, of which slices can be read."""
+    """Hugging Face tensors by name, of which boxes can be read."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -37,37 +42,36 @@ class TensorSource(ABC):
         """Return the shape of a tensor."""
 
     @abstractmethod
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        """Return the rows or columns that the segment names, on the CPU.
+    def read(self, segment: Segment) -> Tensor:
+        """Return the rows or columns that the segment names, on the CPU."""
 
-        Args:
-            prefix: of the tensor's name.
-        """
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor, [rows, columns], on the CPU."""
+        whole = whole_box(self.shape(name))
+        if (box.first, box.last) == (whole.first, whole.last) and box != whole:
+            return self.read(Segment(name, 1, box.left, box.right))
+        rows = self.read(Segment(name, 0, box.first, box.last)).reshape(box.last - box.first, whole.right)
+        return rows[:, box.left : box.right]
 
     def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
         """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
 
-        Only segments with such elements are read, one at a time.
+        Only boxes with such elements are read, a bucket at a time.
 
         Args:
             target: elements `start` on of the engine's slice, [n], of any dtype and device.
             segments: of the whole slice, one below the other.
+            prefix: of the tensors' names in the source.
         """
-        position = -start  # of a segment's first element in the target
-        for segment in segments:
-            if not segment.name:
-                first, last = max(position, 0), min(position + segment.stop, len(target))
-                target[first : max(first, last)].zero_()
-                position += segment.stop
-                continue
-            shape = self.shape(prefix + segment.name)
-            size = math.prod(shape) // shape[segment.dim] * (segment.stop - segment.start)
-            first, last = max(position, 0), min(position + size, len(target))
-            if first < last:
-                values = self.read(segment, prefix).reshape(-1)
-                target[first:last].copy_(values[first - position : last - position])
-            position += size
-        target[max(position, 0) :].zero_()
+        filled = 0
+        shapes = segment_rows(segments, lambda name: self.shape(prefix + name), start, start + len(target))
+        for whole in shapes:
+            for row in split_rows(whole, _BUCKET_BYTES // 4) if whole.name else ():
+                first = row.start - start
+                target[filled:first].zero_()
+                filled = first + row.box.numel
+                target[first:filled].copy_(self.read_box(prefix + row.name, row.box).reshape(-1))
+        target[filled:].zero_()
 
 
 class ModelFolder(TensorSource):
@@ -88,10 +92,18 @@ class ModelFolder(TensorSource):
         """List the files that hold tensors."""
 
 
+class _Part(NamedTuple):
+    """A box of a tensor, and the entry of a file that has it."""
+
+    box: Box
+    entry: str
+
+
 class SafetensorsFolder(ModelFolder):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
-    Only what is asked for is read, from memory-mapped files. NAME is "model" for a Hugging Face checkpoint.
+    Only what is asked for is read. NAME is "model" for a Hugging Face checkpoint. A tensor may be there in parts, which
+    several ranks wrote (`part_name`).
 
     Attributes:
         places: where a tensor is in the files, by its name; those that it does not list are there under their names.
@@ -102,20 +114,32 @@ class SafetensorsFolder(ModelFolder):
 
     def __init__(self, folder: str | Path, name: str = "model") -> None:
         self.folder = Path(folder)
+        self._open: dict[str, tuple[RangedFile, dict[str, HeaderEntry]]] = {}
         self._file_of = self._list(name)
-        self._open: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        for entry in self._file_of:
+            if match := _PART.fullmatch(entry):
+                part = _Part(Box(*map(int, match.group(2, 3, 4, 5))), entry)
+                self._parts.setdefault(match[1], []).append(part)
+                self._shapes[match[1]] = tuple(map(int, match[6].split("x")))
+        for whole, parts in self._parts.items():
+            all_of_it = whole_box(self._shapes[whole])
+            is_inside = all(part.box.overlap(all_of_it) == part.box for part in parts)
+            if not is_inside or sum(part.box.numel for part in parts) != all_of_it.numel:
+                raise self._parts_missing(whole)
         self.places: Mapping[str, FileTensor] = {}
+
+    def _parts_missing(self, name: str) -> MegatuneError:
+        finding = Finding(f"parts of {name} are missing", str(self.folder), fix="copy the checkpoint again")
+        return MegatuneError(finding, ExitCode.INPUT)
 
     def _list(self, name: str) -> dict[str, str]:
         index, single = self.folder / f"{name}.safetensors.index.json", self.folder / f"{name}.safetensors"
         if index.is_file():
             return self._read_index(index)
         if single.is_file():
-            try:
-                with safe_open(single, framework="pt") as file:
-                    return dict.fromkeys(file.keys(), single.name)
-            except (SafetensorError, OSError) as error:
-                raise _damaged(single, error) from None
+            return dict.fromkeys(self._opened(single.name)[1], single.name)
         raise MegatuneError(no_weights(self.folder, single.name), ExitCode.INPUT)
 
     def _read_index(self, index: Path) -> dict[str, str]:
@@ -128,69 +152,123 @@ class SafetensorsFolder(ModelFolder):
         return file_of
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        parts = {part.entry for each in self._parts.values() for part in each}
+        return {*self._file_of.keys() - parts, *self._parts}
 
     def files(self) -> list[Path]:
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:
-        found = self._slice(name)
-        dtype = next(dtype for dtype, text in _DTYPE_NAMES.items() if text == found.get_dtype())
-        return TensorEntry(name, tuple(found.get_shape()), dtype)
+        entry = self._parts[name][0].entry if name in self._parts else name
+        return TensorEntry(name, self.file_shape(name), _DTYPES[self._header(entry)[1].dtype])
 
     def has(self, name: str) -> bool:
-        return self._place(name).name in self._file_of
+        place = self._place(name)
+        return place.name in self._file_of or place.name in self._parts
 
-    def _slice(self, name: str) -> Any:
-        file = self._file_of[name]
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
-            found = self._open[file].get_slice(name)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(self.folder / file, error) from None
-        if (dtype := found.get_dtype()) not in _DTYPE_NAMES.values():
-            what, fix = f"{name} is {dtype}", "give the model in bfloat16, float16 or float32"
-            path = str(self.folder / file)
-            raise MegatuneError(Finding(what, path, "tensors are read in 16 or 32 bits", fix), ExitCode.INPUT)
-        return found
+    def _opened(self, file: str) -> tuple[RangedFile, dict[str, HeaderEntry]]:
+        if file not in self._open:
+            path = self.folder / file
+            header = read_header(path)
+            self._open[file] = RangedFile(path), header
+        return self._open[file]
+
+    def _header(self, entry: str) -> tuple[RangedFile, HeaderEntry]:
+        """Return where an entry is."""
+        name = self._file_of[entry]
+        file, header = self._opened(name)
+        if (found := header.get(entry)) is None:
+            raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index says is there")
+        if found.dtype not in _DTYPES:
+            what, fix = f"{entry} is {found.dtype}", "give the model in bfloat16, float16 or float32"
+            why = "tensors are read in 16 or 32 bits"
+            raise MegatuneError(Finding(what, str(self.folder / name), why, fix), ExitCode.INPUT)
+        return file, found
 
     def file_shape(self, name: str) -> tuple[int, ...]:
-        """Read the shape of a tensor in the files."""
-        return tuple(self._slice(name).get_shape())
+        """Return the shape of a tensor in the files."""
+        return self._shapes[name] if name in self._shapes else self._header(name)[1].shape
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Read the shape of a tensor."""
         place = self._place(name)
         shape = self.file_shape(place.name)
         return shape if place.expert is None else (place.rows, shape[1 if place.transposed else 2])
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        """Read the rows or columns that the segment names, in the file's dtype, on the CPU.
+    def read(self, segment: Segment) -> Tensor:
+        """Read the rows or columns that the segment names, in the file's dtype, on the CPU."""
+        shape = self.shape(segment.name)
+        box = whole_box(shape)
+        if segment.dim == 1:
+            return self.read_box(segment.name, box._replace(left=segment.start, right=segment.stop))
+        rows = self.read_box(segment.name, box._replace(first=segment.start, last=segment.stop))
+        return rows.view(segment.stop - segment.start, *shape[1:])
 
-        Args:
-            prefix: of the tensor's name in the file.
-        """
-        place = self._place(prefix + segment.name)
-        source, part = self._slice(place.name), slice(segment.start, segment.stop)
+    def read_box(self, name: str, box: Box) -> Tensor:
+        place = self._place(name)
+        if place.name in self._parts:
+            return self._joined(place.name, box)
         if place.expert is None:
-            return source[part] if segment.dim == 0 else source[:, part]
-        rows, columns = slice(place.first_row, place.first_row + place.rows), slice(None)
-        if segment.dim == 0:
-            rows = slice(place.first_row + segment.start, place.first_row + segment.stop)
-        else:
-            columns = part
+            return self._read_matrix(place.name, whole_box(self.file_shape(place.name)), box)
+        # A matrix in a stack of those of all experts.
+        rows, columns = self.file_shape(place.name)[1:]
+        inside = box._replace(first=box.first + place.first_row, last=box.last + place.first_row)
+        matrix = Box(0, rows, 0, columns)
         if place.transposed:
-            return source[place.expert, columns, rows].T
-        return source[place.expert, rows, columns]
+            return self._read_matrix(place.name, matrix, inside.transposed(), place.expert).T
+        return self._read_matrix(place.name, matrix, inside, place.expert)
+
+    def _joined(self, name: str, box: Box) -> Tensor:
+        """Read a box of a tensor that is in parts."""
+        found: Tensor | None = None
+        for part in self._parts[name]:
+            if (overlap := part.box.overlap(box)) is not None:
+                values = self._read_matrix(part.entry, part.box, overlap)
+                if overlap == box:
+                    return values
+                found = values.new_zeros(box.shape) if found is None else found
+                found[overlap.within(box)] = values
+        if found is None:
+            raise self._parts_missing(name)
+        return found
+
+    def _read_matrix(self, entry: str, whole: Box, box: Box, index: int = 0) -> Tensor:
+        """Read a box of a matrix of an entry, which may be the index-th in a stack of the same size."""
+        file, place = self._header(entry)
+        dtype = _DTYPES[place.dtype]
+        height, width = box.shape
+        row_bytes = (whole.right - whole.left) * dtype.itemsize
+        if place.stop - place.start < (index + 1) * whole.numel * dtype.itemsize:
+            raise damaged_file(file.path, f"{entry} is smaller than its name says")
+        first = place.start + index * whole.numel * dtype.itemsize + (box.first - whole.first) * row_bytes
+
+        def read(start: int, stop: int) -> Tensor:
+            try:
+                content = file.read(start, stop)
+            except OSError as error:
+                raise damaged_file(file.path, error) from None
+            # Files of other writers may not align what they hold.
+            return (content if content.data_ptr() % dtype.itemsize == 0 else content.clone()).view(dtype)
+
+        if height == 1 or width * dtype.itemsize == row_bytes:
+            begin = first + (box.left - whole.left) * dtype.itemsize
+            return read(begin, begin + height * width * dtype.itemsize).view(height, width)
+        found = torch.empty(height, width, dtype=dtype)
+        step = max(1, _BUCKET_BYTES // row_bytes)
+        for row in range(0, height, step):
+            rows = read(first + row * row_bytes, first + min(row + step, height) * row_bytes)
+            columns = slice(box.left - whole.left, box.right - whole.left)
+            found[row : row + step] = rows.view(-1, whole.right - whole.left)[:, columns]
+        return found
 
     def _place(self, name: str) -> FileTensor:
         return self.places.get(name) or FileTensor(name)
 
 
-def _damaged(path: Path, error: Exception) -> MegatuneError:
-    what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
-    return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)
+def part_name(name: str, shape: Sequence[int], box: Box) -> str:
+    """Return what files call a box of a tensor; the tensor's own name where it is all of it."""
+    if box == whole_box(tuple(shape)):
+        return name
+    return f"{name}[{box.first}:{box.last},{box.left}:{box.right} of {'x'.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +284,8 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@contextmanager
-def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a file tensor by tensor; it is synced at the end.
-
-    The safetensors library would write it from tensors that are all in memory. The format
-    (github.com/huggingface/safetensors): the header's length as a little-endian u64, the header as JSON, then the
-    tensors' bytes at the offsets that the header states.
-
-    Yields:
-        What writes the next tensor, or the next part of its dimension 0; it must be the one that `entries` has next.
-    """
+def header_of(entries: Iterable[TensorEntry]) -> bytes:
+    """Return how a file of these tensors begins, up to the first one's bytes; see `weight_index.read_header`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -226,23 +295,20 @@ def safetensors_writer(path: Path, entries: Sequence[TensorEntry]) -> Iterator[C
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
-    pending, written = list(reversed(entries)), 0
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    return struct.pack("<Q", len(text)) + text
 
-        def write(name: str, tensor: Tensor) -> None:
-            nonlocal written
-            entry = pending[-1]
-            expected = entry.name, entry.shape[1:], entry.dtype
-            assert expected == (name, tuple(tensor.shape[1:]), tensor.dtype), entry
-            file.write(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-            written += tensor.numel()
-            assert written <= math.prod(entry.shape), entry
-            if written == math.prod(entry.shape):
-                pending.pop()
-                written = 0
 
-        yield write
-        assert not pending, f"{len(pending)} tensors were not written"
-        file.flush()
-        os.fsync(file.fileno())
+def index_of(stem: str, places: Mapping[str, tuple[str, int]]) -> tuple[str, bytes] | None:
+    """Return name and content of the index that says which file holds which tensor; None where one file holds all.
+
+    Args:
+        stem: of the files' names, with their folder.
+        places: the file of each tensor, and the tensor's bytes.
+    """
+    if len({file for file, _ in places.values()}) <= 1:
+        return None
+    index = {
+        "metadata": {"total_size": sum(num_bytes for _, num_bytes in places.values())},
+        "weight_map": {name: file.rpartition("/")[2] for name, (file, _) in sorted(places.items())},
+    }
+    return f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode()

@@ -1,6 +1,6 @@
 """Saves the engine's tensors as Hugging Face safetensors: weights, adapters, the optimizer's state, gradients.
 
-`*_files` say what each rank writes, now or from copies later (`bridge.file_set`); `save_*` write it at once. All are
+`*_files` say what each rank writes, now or from copies later (`bridge.file_stream`); `save_*` write it at once. All are
 collective over all ranks.
 """
 
@@ -17,7 +17,8 @@ from megatune.bridge.adapter_files import ADAPTER, AS_IN_PEFT
 from megatune.bridge.adapter_writer import is_rewritten, join_adapter
 from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
 from megatune.bridge.file_set import MAX_FILE_BYTES, FileSet, united
-from megatune.bridge.parameters import LocalParameter, Piece
+from megatune.bridge.parameters import LocalParameter
+from megatune.bridge.shard_files import ShardFiles
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
@@ -40,8 +41,7 @@ def weight_files(
         form: names and arrangement of the tensors in the files.
         carried: further tensors beside them.
     """
-    layout = architecture, place, max_file_bytes, form, carried
-    return FileSet("model", ("",), None, _elements, False, parameters, *layout)
+    return FileSet("model", parameters, architecture, place, max_file_bytes, form, carried)
 
 
 def save_weights(
@@ -64,8 +64,7 @@ def adapter_files(parameters: Sequence[LocalParameter], architecture: Architectu
     Ranks write files of their own, of which `finish_adapter` makes the one that peft reads.
     """
     trained = [local for local in parameters if local.parameter.requires_grad]
-    layout = architecture, place, MAX_FILE_BYTES, AS_IN_PEFT
-    return FileSet(ADAPTER, ("",), None, _elements, False, trained, *layout)
+    return FileSet(ADAPTER, trained, architecture, place, form=AS_IN_PEFT, is_final=False)
 
 
 def finish_adapter(folder: Path, architecture: Architecture, selection: Selection) -> None:
@@ -94,10 +93,6 @@ def save_adapters(
         finish_adapter(folder, architecture, selection)
 
 
-def _elements(piece: Piece, kind: str) -> Tensor:
-    return piece.local.parameter.data.view(-1)[piece.start : piece.stop]
-
-
 def optimizer_files(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
@@ -105,8 +100,7 @@ def optimizer_files(
     place: RankCoordinates,
     *,
     folder: str = "",
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> FileSet:
+) -> ShardFiles:
     """Return master weights and running averages, fp32, as `optimizer*.safetensors`.
 
     Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where all
@@ -122,8 +116,7 @@ def optimizer_files(
     if any(groups.gather(is_narrow)):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
-    stem, layout = f"{folder}optimizer", (architecture, place, max_file_bytes)
-    return _shard_files(stem, kinds, parameters, shards, tensors, *layout)
+    return ShardFiles(f"{folder}optimizer", kinds, parameters, shards, tensors, architecture, place)
 
 
 def save_optimizer(
@@ -132,12 +125,9 @@ def save_optimizer(
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
     place: RankCoordinates,
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write `optimizer_files`, and return those that this rank wrote."""
-    files = optimizer_files(parameters, shards, architecture, place, max_file_bytes=max_file_bytes)
-    return [file.write(folder) for file in files.files()]
+    return [file.write(folder) for file in optimizer_files(parameters, shards, architecture, place).files()]
 
 
 def save_gradients(
@@ -149,43 +139,5 @@ def save_gradients(
 ) -> list[Path]:
     """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
-    files = _shard_files("gradient", ["grad"], parameters, shards, tensors, architecture, place, MAX_FILE_BYTES)
+    files = ShardFiles("gradient", ["grad"], parameters, shards, tensors, architecture, place)
     return [file.write(folder) for file in files.files()]
-
-
-def _shard_files(
-    stem: str,
-    kinds: Sequence[str],
-    parameters: Sequence[LocalParameter],
-    shards: Mapping[Tensor, MainShard],
-    tensors: Mapping[Tensor, Mapping[str, Tensor]],
-    architecture: Architecture,
-    place: RankCoordinates,
-    max_file_bytes: int,
-) -> FileSet:
-    """Return files of tensors of which this rank holds elements start..stop, those of its shard, as fp32."""
-    trained = [local for local in parameters if local.parameter.requires_grad]
-
-    def is_whole(local: LocalParameter) -> bool:
-        shard = shards.get(local.parameter)
-        return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
-
-    # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
-    is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
-
-    def provide(piece: Piece, kind: str) -> Tensor:
-        param, shard = piece.local.parameter, shards.get(piece.local.parameter)
-        if not is_split:
-            # Averages may lie in the host's memory, or be narrower.
-            return tensors[param][kind[:-1]][piece.start : piece.stop].to(param.device, torch.float32)
-        whole = torch.zeros(piece.stop - piece.start, dtype=torch.float32, device=param.device)
-        if shard is not None:
-            first, last = max(shard.start, piece.start), min(shard.stop, piece.stop)
-            if first < last:
-                mine = tensors[param][kind[:-1]]
-                whole[first - piece.start : last - piece.start] = mine[first - shard.start : last - shard.start]
-        return whole
-
-    names = tuple(f"{kind}/" for kind in kinds)
-    layout = architecture, place, max_file_bytes
-    return FileSet(stem, names, torch.float32, provide, is_split, trained, *layout)

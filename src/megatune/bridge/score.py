@@ -27,7 +27,7 @@ class InitialScore(TensorSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
+    def read(self, segment: Segment) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed)
         drawn = torch.empty(self.shape(segment.name)).normal_(0.0, self._deviation, generator=generator)
         return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Generic
 
 from megatune.cli.pages import Help, write_page
 from megatune.config.entry import Arguments, SettingEntry, is_key, read_file, read_overrides, split_arguments
-from megatune.config.options import Foreign, Given, Options, T
+from megatune.config.options import Given, Options, T
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
@@ -29,6 +29,8 @@ class Command(Generic[T]):
         usage: the words behind the name.
         about: a description.
         options: the group of its own options.
+        system, ignores_training: what other systems call them, as in `Options`.
+        of_run: keys of a file that names a data set, so that it is one of training, which say something of its run.
         takes_settings: settings of training may stand among the words; otherwise a file holds options.
         most_words: words that are no options, where there are no settings; None for any number.
         unknown: how to write what is no flag; "" suggests a name.
@@ -40,7 +42,9 @@ class Command(Generic[T]):
     about: str
     options: type[T]
     epilog: str = ""
-    foreign: Foreign = field(default_factory=Foreign)
+    system: str = ""
+    ignores_training: bool = False
+    of_run: tuple[str, ...] = ()
     takes_settings: bool = False
     most_words: int | None = 0
     unknown: str = ""
@@ -52,7 +56,7 @@ class Command(Generic[T]):
 
     @cached_property
     def table(self) -> Options[T]:
-        return Options(self.program, self.options, self.foreign, self.unknown)
+        return Options(self.program, self.options, self.system, self.ignores_training, self.unknown)
 
     def help(self) -> str:
         """Return the page of --help."""
@@ -85,10 +89,29 @@ class Command(Generic[T]):
             if self.most_words == 1 and rest and rest[0].endswith(_FILES):
                 file, wrong = read_file(rest.pop(0))
                 findings += wrong
+        run: list[SettingEntry] = []
+        if any(entry.key == "dataset" for entry in file):
+            run, file = self._of_training(file, findings)
         first = [SettingEntry(name, parse(text), "", "default") for name, text in (defaults or {}).items()]
         written, _ = read_overrides(overrides)
         options = self.table.build([*first, *file, *written, *flags], entries, findings)
-        return Given(options, rest, settings, entries, findings)
+        lines = self.table.accepted_lines(entries)
+        if run:
+            lines.append(f"accepted   {', '.join(entry.key for entry in run)}: said of the run that the file trains")
+        return Given(self.program, options, rest, settings, entries, findings, lines)
+
+    def _of_training(
+        self, file: list[SettingEntry], findings: list[Finding]
+    ) -> tuple[list[SettingEntry], list[SettingEntry]]:
+        """Split a file of training into what it says of its run, and options; refuse it where it has none of them."""
+        if self.ignores_training:
+            run = [each for each in file if each.key in self.of_run]
+            return run, [each for each in file if each not in run]
+        name = file[0].where.rpartition(":")[0]
+        trained = next((each.value.text for each in file if each.key == "output_dir"), None)
+        fix = f"{self.program} {trained or 'MODEL'}" + ", which has what it trained" * bool(trained)
+        findings.append(Finding(f"{name} is a file of training", fix=fix))
+        return [], []
 
     def _is_own(self, word: str) -> bool:
         """Tell whether `key=value` sets an option, and not a setting of the same name."""

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from megatune.cli.command import Command
 from megatune.config.options import Flag
-from megatune.config.setting import Group
+from megatune.demo.sizes import ModelSizes
 from megatune.errors import ExitCode, Finding
 
 
-class DemoOptions(Group):
+class DemoOptions(ModelSizes):
     """The options of `megatune demo-model`."""
 
     family: Annotated[str | None, Flag("F")] = None
@@ -23,59 +23,16 @@ class DemoOptions(Group):
     olmo3 or minimax_m2"""
     output: Annotated[str | None, Flag("DIR")] = None
     """the folder to create"""
-    dtype: str = "float32"
-    """float32, bfloat16 or float16"""
     seed: int = 0
     """of the random weights"""
     max_shard_size: Annotated[str, Flag("SIZE")] = "5GB"
     """split the weights into files of this size"""
     overwrite: bool = False
     """replace an existing checkpoint"""
-    tied: bool = False
-    """the output layer is the word embedding (as the family has it)"""
     untied: bool = False
     """the output layer has its own weights"""
-    attention_bias: bool = False
-    """biases on q, k, v and o (llama, qwen3, qwen3_moe)"""
-    mlp_bias: bool = False
-    """biases in the MLP (llama)"""
-    layers: int = 4
-    """decoder layers"""
-    hidden: int = 64
-    """hidden size"""
-    ffn: int | None = None
-    """hidden size of the MLP (3 × hidden)"""
-    heads: int = 4
-    """attention heads"""
-    kv_heads: int | None = None
-    """key/value heads (2; in deepseek_v3 as many as heads)"""
-    head_dim: int | None = None
-    """channels of one head (hidden / heads; twice that for qwen3 and its kin)"""
-    experts: int | None = None
-    """experts of a layer, in families that have them (8)"""
-    topk: int | None = None
-    """experts that each token is routed to (2)"""
-    moe_ffn: int | None = None
-    """hidden size of one expert (hidden; in mixtral that of --ffn, in qwen3_vl_moe 3/4 of hidden)"""
-    vision_layers: int | None = None
-    """layers of the vision encoder, in families that have one (4)"""
-    vision_hidden: int | None = None
-    """hidden size of the vision encoder (40)"""
-    vision_heads: int | None = None
-    """attention heads of the vision encoder (2)"""
-    vocab: int = 2000
-    """tokens in the vocabulary"""
-    max_position_embeddings: int = 4096
-    """tokens that the model can read"""
 
 
-# Our option -> attribute of `ModelSizes`, where the names differ.
-_SIZES = {
-    "layers": "num_layers", "hidden": "hidden_size", "ffn": "ffn_hidden_size", "heads": "num_attention_heads",
-    "kv_heads": "num_query_groups", "experts": "num_experts", "topk": "router_topk", "moe_ffn": "moe_ffn_hidden_size",
-    "vision_layers": "vision_num_layers", "vision_hidden": "vision_hidden_size", "vision_heads": "vision_num_heads",
-    "vocab": "vocab_size",
-}  # fmt: skip
 _REQUIRED = (("family", "--family qwen3"), ("output", "--output DIR"))
 COMMAND = Command(
     name="demo-model",
@@ -96,18 +53,18 @@ def run(verb: str, words: Sequence[str]) -> int:
     options = given.options
     missing = [(name, fix) for name, fix in _REQUIRED if getattr(options, name) is None]
     wrong = [Finding(f"{name} is missing", COMMAND.program, fix=fix) for name, fix in missing]
-    if options.tied and options.untied:
+    if options.tie_word_embeddings and options.untied:
         wrong.append(Finding("--tied and --untied contradict each other", COMMAND.program, fix="leave one of them out"))
     given.stop(wrong)
     from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
     from megatune.demo.family import demo_family
 
-    values = options.model_dump(exclude={"family", "output", "tied", "untied"})
-    sizes = {_SIZES.get(name, name): value for name, value in values.items()}
-    tied = True if options.tied else False if options.untied else None
+    sizes = options.model_dump(exclude={"family", "output", "untied"})
+    if options.untied:
+        sizes["tie_word_embeddings"] = False
     assert options.family is not None
     assert options.output is not None
-    folder = make_checkpoint(options.family, Path(options.output), tie_word_embeddings=tied, **sizes)
+    folder = make_checkpoint(options.family, Path(options.output), **sizes)
     summary = summarize_checkpoint(folder)
     print(
         f"{folder}: {options.family}, {summary.num_parameters:,} parameters, vocabulary {summary.vocab_size:,}, "

@@ -49,7 +49,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     from megatune.doctor.needs import needs_of
     from megatune.doctor.report import as_json, has_failed, lines
-    from megatune.doctor.run import look_joined, look_started
+    from megatune.doctor.run import check_joined, check_started
     from megatune.launch.world import World, joined
 
     given = COMMAND.read(words)
@@ -60,7 +60,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     here = joined(os.environ) or _world(loaded)
     loaded = loaded.for_world(here.world_size)
     needs = needs_of(loaded, here.world_size, whole=is_run)
-    checks = look_started(needs, here) if isinstance(here, World) else look_joined(needs, here)
+    checks = check_started(needs, here) if isinstance(here, World) else check_joined(needs, here)
     if isinstance(here, World) or here.rank == 0:
         print(as_json(checks) if given.options.json_ else "\n".join(lines(checks)), flush=True)
     return int(ExitCode.UNAVAILABLE if has_failed(checks) else ExitCode.DONE)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from io import TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatune.cli.command import Command
@@ -16,9 +14,7 @@ from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.config.load import Loaded
-    from megatune.plan.explain.ground import Ground
-    from megatune.plan.explain.words import Language
+    from megatune.plan.machine import Machine
 
 _EPILOG = """    megatune explain recompute_granularity
     megatune explain recompute_granularity run.yaml        its cost in this file
@@ -65,10 +61,11 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
     """
-    from megatune.plan.explain.rl import explain_rl_key, knows_rl
-    from megatune.plan.explain.settings import knows, settings_page
+    from megatune.launch.devices import count_gpus
+    from megatune.plan.explain.settings import settings_page
+    from megatune.plan.explain.subject import Subject
     from megatune.plan.explain.words import language_of
-    from megatune.plan.run.record import PLAN_NAME
+    from megatune.training.this_machine import this_machine
 
     given = COMMAND.read(words)
     given.stop()
@@ -82,79 +79,13 @@ def run(verb: str, words: Sequence[str]) -> int:
     if not given.words:
         fix = "name a setting, a settings file or a run's folder; --all explains every setting"
         raise MegatuneError(Finding("nothing to explain", "megatune explain", fix=fix), ExitCode.SETTINGS)
-    subject, *changes = given.words
-    if knows(subject):
-        return _key(subject, changes, options, language)
-    if knows_rl(subject):
-        print(explain_rl_key(subject, language))
-        return ExitCode.DONE
-    path = Path(subject)
-    if path.is_dir() or path.name == PLAN_NAME:
-        return _run_folder(path if path.is_dir() else path.parent)
-    if subject.endswith((".yaml", ".yml")) or path.is_file():
-        return _file(subject, changes, options, language)
-    if os.sep in subject:  # no setting's name
-        finding = Finding(f"there is no folder or file {subject}", fix="name the output_dir of a run, or a file")
-        raise MegatuneError(finding, ExitCode.INPUT)
-    return _key(subject, changes, options, language)
 
+    def machine_here() -> Machine | None:
+        count = count_gpus(os.environ)
+        return this_machine(count, count)[0] if count else None
 
-def _key(key: str, words: list[str], options: ExplainOptions, language: Language) -> int:
-    """Explain one setting, in the case of a file where one is named."""
-    from megatune.config.load import load
-    from megatune.plan.explain.ground import default_grounds
-    from megatune.plan.explain.settings import explain_key, knows
-
-    grounds: list[Ground] = []
-    if knows(key) and words:  # what is not known needs no planner
-        grounds = [_ground(load(words[0], words[1:]), options)]
-    elif knows(key):
-        grounds = default_grounds(options.model, options.gpus, options.gpu)
-    print(explain_key(key, grounds, language))
-    return ExitCode.DONE
-
-
-def _file(name: str, words: list[str], options: ExplainOptions, language: Language) -> int:
-    from megatune.config.dialects.roll import is_rl_file, read_roll
-    from megatune.config.load import load
-    from megatune.plan.explain.rl import explain_rl_file
-    from megatune.plan.explain.settings import explain_file
-
-    if is_rl_file(name):
-        read = read_roll(name, words)
-        print(explain_rl_file(name, read, language))
-        return ExitCode.SETTINGS if read.findings else ExitCode.DONE
-    loaded = load(name, words)
-    text, findings = explain_file(name, loaded, _ground(loaded, options), language)
+    name, *changes = given.words
+    subject = Subject(name, changes, language, options.model, options.gpus, options.gpu, machine_here)
+    text, code = subject.explain()
     print(text)
-    return ExitCode.SETTINGS if findings else ExitCode.DONE
-
-
-def _ground(loaded: Loaded, options: ExplainOptions) -> Ground:
-    """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
-    from megatune.launch.devices import count_gpus
-    from megatune.plan.catalogue import find_machine
-    from megatune.plan.explain.ground import DEFAULT_GPU, ground_of_file
-    from megatune.training.this_machine import this_machine
-
-    if options.model is not None:
-        settings = loaded.settings
-        model = settings.model.model_copy(update={"model_name_or_path": options.model})
-        loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
-    machine = find_machine(options.gpu) if options.gpu else None
-    if not options.gpu and (count := count_gpus(os.environ)):
-        machine, _ = this_machine(count, count)  # None where the catalogue does not know its GPUs
-    return ground_of_file(loaded, machine or find_machine(DEFAULT_GPU), options.gpus, is_assumed=machine is None)
-
-
-def _run_folder(folder: Path) -> int:
-    from megatune.plan.run.trouble import diagnose
-
-    if not (folder / "run.yaml").is_file():
-        fix = "name the output_dir of a run, a settings file, or a setting"
-        if (folder.absolute().parent / "run.yaml").is_file():
-            fix = f"megatune explain {folder.parent}: that is the run's"
-        finding = Finding(f"{folder} is not the folder of a run: it has no run.yaml", fix=fix)
-        raise MegatuneError(finding, ExitCode.INPUT)
-    print("\n".join(diagnose(folder)))
-    return ExitCode.DONE
+    return code

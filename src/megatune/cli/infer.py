@@ -9,12 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.cli import model_options
 from megatune.cli.command import Command
-from megatune.cli.model_options import FOREIGN, WriterOptions
 from megatune.config.options import Flag, Given
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
+from megatune.generation.options import WriterOptions
 
 
 class PromptOptions(Group):
@@ -61,17 +60,17 @@ COMMAND = Command(
     about="Answers --prompt or the rows of --val_dataset; without either, chats on a terminal, or answers each line of "
     "its input. FILE.yaml has options, as LLaMA-Factory's files of `chat` do.",
     options=InferOptions,
-    foreign=FOREIGN,
+    system="write",
     most_words=1,
 )
 
 
 def run(verb: str, words: Sequence[str]) -> int:
     """Load the model and answer."""
-    return answer(COMMAND, COMMAND.read(words))
+    return answer(COMMAND.read(words))
 
 
-def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
+def answer(given: Given[InferOptions]) -> int:
     """Load the model and answer.
 
     Raises:
@@ -82,9 +81,10 @@ def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
     options = given.options
     pictures = [(entry.key, entry.value.text or entry.value.data[0]) for entry in given.entries
                 if entry.key in ("image", "video")]  # fmt: skip
-    checked = model_options.check(
-        command, given, _findings(options, bool(pictures)), pictures, brings_pictures=bool(options.val_dataset)
-    )
+    from megatune.generation.asked import checked
+
+    findings, has_rows = _findings(options, bool(pictures)), bool(options.val_dataset)
+    asked = checked(given, findings, pictures, brings_pictures=has_rows)
     sources = []
     if options.val_dataset:
         from megatune.generation.dataset import open_datasets
@@ -94,7 +94,7 @@ def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
     from megatune.generation.inputs import find_model
     from megatune.generation.opening import backend_loader, model_dir
 
-    folder = find_model(model_dir(checked.adapted.base, options.model_revision, options.cache_dir))
+    folder = find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
 
     from megatune.generation import answering
     from megatune.generation.generator import Generator
@@ -102,24 +102,24 @@ def answer(command: Command[InferOptions], given: Given[InferOptions]) -> int:
 
     path = Path(options.result_path) if options.result_path else None
     if sources and path is None:
-        own = Path(checked.name)  # a hub's cache is no place for answers
+        own = Path(asked.name)  # a hub's cache is no place for answers
         path = default_path(own if own.is_dir() else Path("result") / own.name)
     with ExitStack() as stack:
         results = stack.enter_context(ResultFile(path)) if path else None
         generator = Generator.load(
-            folder, checked.options, checked.adapted.adapters,
-            load_backend=backend_loader(checked.vllm), brings_pictures=bool(sources),
+            folder, asked.options, asked.adapted.adapters,
+            load_backend=backend_loader(asked.vllm), brings_pictures=bool(sources),
         )  # fmt: skip
         if sources:
             assert results is not None
             names = {"model_name": options.model_name, "model_author": options.model_author}
             answering.answer_datasets(
-                generator, sources, results, answering.placeholders_of(Path(checked.name), names),
+                generator, sources, results, answering.placeholders_of(Path(asked.name), names),
                 batch_size=options.max_batch_size, media_dir=options.dataset_dir, stream=bool(options.stream),
                 shows_accuracy=options.metric is not None,
             )  # fmt: skip
         else:
-            stream = False if options.stream is None and checked.vllm is not None else options.stream
+            stream = False if options.stream is None and asked.vllm is not None else options.stream
             answering.answer(generator, options.prompt, results, stream=stream)
     return ExitCode.DONE
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.cli.command import Command
 from megatune.config.options import Given
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding
 from megatune.plan.options import PlanOptions
 
 if TYPE_CHECKING:
-    from megatune.plan.answer import Answer
+    from megatune.config.settings import Settings
+    from megatune.plan.case import PlannedModel
 
 _EPILOG = """A settings file is planned as it is, then better layouts are searched for:
 
@@ -25,6 +25,11 @@ A model's folder, config.json or name is searched for its best layout:
 
     megatune plan Qwen3-30B-A3B --gpus 32 --gpu h100-80g
     megatune plan ./my-model --gpus 8 --gpu a100-80g --seq 4096 --global_batch 64 --output best.yaml
+
+Several kinds of GPUs are compared by the time and the price of a run, by prices of a GPU for an hour:
+
+    megatune plan run.yaml --gpus 8 --gpu h100-80g,a100-80g --price h100-80g=2.5 a100-80g=1.3
+    megatune plan Qwen3-30B-A3B --gpus 8 --gpu any --dataset_tokens 40M --trainable lora
 
 ROLL's file of reinforcement learning is planned role by role: what shares a device, and the seconds of each phase.
 
@@ -60,14 +65,25 @@ def run(verb: str, words: Sequence[str]) -> int:
     given = COMMAND.read(words)
     options = given.options
     if options.calibrate:
-        return _calibrate(given)
+        asked = given.settings
+        more = [word for word in (asked.source, *asked.overrides, *asked.flags) if word is not None]
+        given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
+        from megatune.plan.results import show_calibration
+
+        show_calibration(options)
+        return ExitCode.DONE
 
     from megatune.launch.devices import count_gpus
     from megatune.plan.answer import answer
+    from megatune.plan.compare import kinds_of
     from megatune.plan.read_question import QuestionReader
     from megatune.training.rows_ahead import data_rows
     from megatune.training.this_machine import this_machine
 
+    if kinds := kinds_of(options.gpu, options.devices):
+        return _compare(given, kinds)
+    if options.price:
+        given.findings.append(Finding("--price without several kinds of GPUs", fix="--gpu KIND,KIND or --gpu any"))
     question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
     gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
     try:
@@ -82,8 +98,49 @@ def run(verb: str, words: Sequence[str]) -> int:
         from megatune.plan.pages.whole import show
 
         show(found, options.top)
-    _write(found, options)
+    from megatune.plan.results import write_results
+
+    lines = write_results(found, options)
+    if lines and not options.json_:
+        print("\n".join(lines))
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
+
+
+def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
+    """Plan the run on each of several kinds of GPUs and print the table."""
+    from megatune.launch.devices import count_gpus
+    from megatune.plan.compare import document, offers, pages, prices_of
+    from megatune.plan.pages.page import show_pages
+    from megatune.plan.question import Question
+    from megatune.plan.read_question import PlannedRows, QuestionReader
+    from megatune.training.rows_ahead import data_rows
+    from megatune.training.this_machine import this_machine
+
+    options, why = given.options, "it is of one kind of GPU"
+    for name in ("output", "figures", "launch", "calibration"):
+        if given.origin(name) is not None:
+            given.findings.append(Finding(f"--{name} with several kinds", "", why, "plan the kind that you choose"))
+    prices = prices_of(options.price, kinds, options.devices)
+    rows: list[PlannedRows] = []  # read once: the kind of GPU changes nothing about them
+
+    def rows_of(settings: Settings, model: PlannedModel) -> PlannedRows:
+        rows[:] = rows or [data_rows(settings, model)]
+        return rows[0]
+
+    def ask(kind: str) -> Question:
+        asked = replace(given, options=options.model_copy(update={"gpu": kind}), findings=[*given.findings])
+        return QuestionReader(asked, count_gpus, this_machine, rows_of=rows_of).question()
+
+    gc.disable()
+    try:
+        found = offers(kinds, ask, prices)
+    finally:
+        gc.enable()
+    if options.json_:
+        print(document(found))
+    else:
+        show_pages(lambda width: pages(found, width))
+    return ExitCode.DONE if any(offer.found is not None for offer in found) else ExitCode.OUT_OF_MEMORY
 
 
 def _rl_file(words: Sequence[str]) -> str | None:
@@ -91,7 +148,7 @@ def _rl_file(words: Sequence[str]) -> str | None:
     files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     if not files:
         return None
-    from megatune.config.dialects.roll import is_rl_file
+    from megatune.config.entry import is_rl_file
 
     return next((file for file in files if is_rl_file(file)), None)
 
@@ -107,7 +164,7 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
     if given.options.json_:
         import json
 
-        from megatune.plan.rl.document import document
+        from megatune.plan.rl.pages import document
 
         print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
     else:
@@ -115,60 +172,3 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
 
         show(answer)
     return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY
-
-
-def _write(found: Answer, options: PlanOptions) -> None:
-    """Write the files, and print the lines that start the run, that were asked for."""
-    written: list[str] = []
-    if options.figures is not None:
-        from megatune.plan.pages.figures import draw
-
-        written += [str(path) for path in draw(found, Path(options.figures))]
-    if options.output is not None and found.best is not None:
-        from megatune.plan.launch_lines import winner_yaml
-
-        text = winner_yaml(found.best, found.question.origins, found.question.written)
-        try:
-            Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            finding = Finding("cannot write the settings", options.output, error.strerror or str(error))
-            raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
-        written.append(options.output)
-    launch = _launch(found, options) if options.launch is not None else []
-    if not options.json_:
-        print("\n".join([*(f"written: {path}" for path in written), *launch]), end="\n" if written or launch else "")
-
-
-def _launch(found: Answer, options: PlanOptions) -> list[str]:
-    from megatune.plan.launch_lines import Launch, sbatch_file, torchrun_lines
-
-    chosen = (found.own if options.output is None else None) or found.best
-    if chosen is None:
-        return []
-    case, file = chosen.case, options.output or found.question.file or "best.yaml"
-    launch = Launch(file=file, settings=case.settings, machine=case.machine, world_size=case.world_size)
-    if options.launch == "slurm":
-        return ["", "# A file for sbatch", sbatch_file(launch)]
-    lines = torchrun_lines(launch)
-    if len(lines) == 1:
-        return ["", *lines]
-    return [part for rank, line in enumerate(lines) for part in ("", f"# On machine {rank}", line)]
-
-
-def _calibrate(given: Given[PlanOptions]) -> int:
-    """Fit, print what it does to the errors, and keep the factors for the next plan."""
-    options, words = given.options, given.settings
-    more = [word for word in (words.source, *words.overrides, *words.flags) if word is not None]
-    given.stop(Finding(f"{word!r} has no effect on --calibrate") for word in more)
-    from megatune.plan.calibration import calibrate, default_path, write
-
-    report = calibrate(options.calibrate)
-    path = Path(options.calibration) if options.calibration else default_path(report.device)
-    print("\n".join(report.lines()))
-    if not report.calibration.num_runs:
-        what, fix = "nothing is written: without these factors plans are nearer", "give more runs, of several sizes"
-        raise MegatuneError(Finding(what, why="the fit is refused, as said above", fix=fix), ExitCode.INPUT)
-    write(report.calibration, path, report.device)
-    print(f"written: {path}; plans for {report.device} use it" + (" with --calibration" if options.calibration else ""))
-    return ExitCode.DONE

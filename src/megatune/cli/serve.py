@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatune.cli import model_options
 from megatune.cli.command import Command
-from megatune.cli.model_options import FOREIGN, Checked, WriterOptions
 from megatune.config.options import Flag, Given
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.options import WriterOptions
 
 if TYPE_CHECKING:
     from socket import socket
+
+    from megatune.generation.asked import Asked
 
 _KEY = "MEGATUNE_API_KEY"
 
@@ -58,17 +59,17 @@ COMMAND = Command(
     about="Serves chat completions and completions over HTTP with OpenAI's API until it is stopped. Needs pip install "
     "'megatune[serve]'. FILE.yaml has options, as LLaMA-Factory's files of `api` do.",
     options=ServeOptions,
-    foreign=FOREIGN,
+    system="write",
     most_words=1,
 )
 
 
 def run(verb: str, words: Sequence[str]) -> int:
     """Serve a model until SIGINT or SIGTERM."""
-    return serve(COMMAND, COMMAND.read(words))
+    return serve(COMMAND.read(words))
 
 
-def serve(command: Command[ServeOptions], given: Given[ServeOptions]) -> int:
+def serve(given: Given[ServeOptions]) -> int:
     """Serve a model until SIGINT or SIGTERM.
 
     Raises:
@@ -79,29 +80,30 @@ def serve(command: Command[ServeOptions], given: Given[ServeOptions]) -> int:
     key = os.environ.get(_KEY) if options.api_key is None else options.api_key
     given.stop(_findings(options, key))
     _check_installed()
-    checked = model_options.check(command, given, brings_pictures=True)
-
+    from megatune.generation.asked import checked
     from megatune.generation.endpoint.server import listening_socket
 
+    asked = checked(given, brings_pictures=True)
+
     with listening_socket(options.host, options.port, has_key=key is not None) as taken:
-        _serve(options, checked, key, taken)
+        _serve(options, asked, key, taken)
     return ExitCode.DONE
 
 
-def _serve(options: ServeOptions, checked: Checked, key: str | None, taken: socket) -> None:
+def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.model import load_model
     from megatune.generation.endpoint.server import Server
     from megatune.generation.opening import model_dir
 
-    folder = model_dir(checked.adapted.base, options.model_revision, options.cache_dir)
+    folder = model_dir(asked.adapted.base, options.model_revision, options.cache_dir)
     prompter, streams = load_model(
-        folder, checked.options, checked.adapted.adapters, vllm=checked.vllm, max_waiting=options.max_waiting
+        folder, asked.options, asked.adapted.adapters, vllm=asked.vllm, max_waiting=options.max_waiting
     )
-    name = options.served_model_name or Path(checked.name).resolve().name
+    name = options.served_model_name or Path(asked.name).resolve().name
     limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)
-    app = App(prompter, streams, name, int(time.time()), defaults=checked.options, api_key=key, limits=limits)
+    app = App(prompter, streams, name, int(time.time()), defaults=asked.options, api_key=key, limits=limits)
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{taken.getsockname()[1]}/v1"
 

@@ -14,7 +14,6 @@ from megatune.cli.command import Command, unknown_verb
 from megatune.cli.pages import Help
 from megatune.config.options import Given, NoOptions
 from megatune.config.setting import Group
-from megatune.config.values import is_variable, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
 
 
 # Our verb behind each of ms-swift's, its options there, and what runs it.
-_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[Command[Any], Given[Any]], int]]] = {
+_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[Given[Any]], int]]] = {
     "export": (export.COMMAND, ExportOptions, export.write),
     "merge-lora": (export.COMMAND, ExportOptions, export.write),
     "infer": (infer.COMMAND, InferOptions, infer.answer),
@@ -152,32 +151,25 @@ def _hand_over(program: str, verb: str, words: Sequence[str]) -> int:
         if given.origin(name) == "default":
             print(f"swift      --{name} {value}  ms-swift's default: {why}", file=sys.stderr, flush=True)
     with _environment(variables_of(given, os.environ)):
-        return _HANDED[verb][2](command, given)
+        return _HANDED[verb][2](given)
 
 
 def command_of(program: str, verb: str) -> Command[Any]:
     """Return one of our verbs as ms-swift's users call it."""
     ours, options, _ = _HANDED[verb]
-    foreign, is_export = ours.foreign, ours is export.COMMAND
-    if is_export:
-        from megatune.config.dialects.swift import kinds
-
-        own = {*options.model_fields, *foreign.aliases, *foreign.refused}
-        of_training = {name: "it is about training" for name in kinds() if name not in own}
-        foreign = replace(foreign, ignored=of_training | dict(foreign.ignored))
-    return replace(ours, name=f"{program} {verb}", options=options, foreign=foreign, abbreviates=is_export)
+    return replace(ours, name=f"{program} {verb}", options=options, abbreviates=ours is export.COMMAND)
 
 
 def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a command line asks for; names of a hub are ModelScope's where nothing else is said."""
+    from megatune.config.dialects.swift_syntax import read_variables
+
     options: HubOptions = given.options
     on_hugging_face = env.get("USE_HF", "0").lower() in ("1", "true") if options.use_hf is None else options.use_hf
     found = {"USE_MODELSCOPE_HUB": "0" if on_hugging_face else "1"}
-    for name, value in (options.ENV or {}).items():
-        if not is_variable(name):
-            given.findings.append(Finding(f"ENV: {name!r} is not a name of a variable", fix="write `  NAME: value`"))
-        elif value is not None:
-            found[name] = shown(value).strip('"')
+    for entry in given.entries:
+        if entry.key == "ENV":
+            found |= read_variables(entry, given.findings)
     if options.hub_token is not None:
         found |= {"HF_TOKEN": options.hub_token, "MODELSCOPE_API_TOKEN": options.hub_token}
     return found

@@ -54,7 +54,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 def refuse_roles(given: Given, what: str, why: str, fix: str) -> None:
     """Refuse a file of reinforcement learning (exit code 64)."""
-    from megatune.config.dialects.roll import is_rl_file
+    from megatune.config.entry import is_rl_file
 
     file = given.settings.source
     if file is not None and is_rl_file(file):

@@ -12,6 +12,7 @@ import yaml
 from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+RL_ROLES = ("actor_train", "student_train", "actor_infer")  # of which every file of reinforcement learning has one
 _LONGEST_PLACE = 200  # characters
 # In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
 _OLD_TEMPLATE = re.compile(r"^template: default(?= +# default$)", re.MULTILINE)
@@ -73,6 +74,17 @@ def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[F
         where = f"{name}:{node.start_mark.line + 1}"
         return None, [Finding(f"the file holds {kind}, not settings", where, fix="write one `key: value` a line")]
     return node, []
+
+
+def is_rl_file(source: str | Path) -> bool:
+    """Tell whether a YAML file describes reinforcement learning: it has roles, or names a file that
+    may have them. False for what cannot be read."""
+    try:
+        node = compose(read_text(Path(source)))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
+    return any(key in keys for key in (*RL_ROLES, "defaults"))
 
 
 def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], list[Finding]]:

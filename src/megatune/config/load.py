@@ -5,7 +5,6 @@ Those of a run are written as run.yaml: all of them, each with where it came fro
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,17 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import ACCUMULATION, Dialect, GlobalBatchSize
+from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.row import ACCUMULATION
 from megatune.config.dialects.table import foreign_keys
 from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
-from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.rules.problem import Rule, either, multiples_around
 from megatune.config.setting import Group, Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value
-from megatune.config.values import coerce, is_long_name, nearest_valid, short, shown
-from megatune.errors import ExitCode, Finding, MegatuneError, in_order
+from megatune.config.values import coerce, is_long_name, quoted, shown, wrong_value
+from megatune.errors import ExitCode, Finding, MegatuneError, in_order, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
 
@@ -84,7 +83,7 @@ class Loaded:
         if world_size is None or self.rows is not None or world_size % settings.parallel.model_parallel_size:
             return self
         rows = settings.batch.per_device_train_batch_size * (world_size // settings.parallel.model_parallel_size)
-        if entry is None or not isinstance(self.dialect.meaning_of(entry.key), GlobalBatchSize):
+        if entry is None or not _is_global_batch(entry, self.dialect):
             return replace(self, rows=rows)
         asked = coerce(entry.value, all_settings()[ACCUMULATION])
         if not isinstance(asked, int) or asked < 1:  # found already
@@ -204,7 +203,7 @@ def load_entries(
 def dump(settings: Settings, origins: Mapping[str, str]) -> str:
     """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
 
-    Those that would be refused where they are written, because they are not built, are left out, and so are secrets.
+    Secrets are left out.
 
     Args:
         origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
@@ -214,7 +213,7 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
         value = setting_value(settings, path)
         if f"# {info.group}" not in lines:
             lines += ["", f"# {info.group}"] if lines else [f"# {info.group}"]
-        if Mark.SECRET not in info.marks and (info.name not in NOT_BUILT or not NOT_BUILT[info.name].refuses(value)):
+        if Mark.SECRET not in info.marks:
             line = f"{info.name}: {shown(value, quoted=True)}"
             lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {' '.join(origins.get(path, 'default').split())}")
     return "\n".join(lines) + "\n"
@@ -235,10 +234,12 @@ class _Reading:
         here: dict[str, tuple[SettingEntry, Any]] = {}
         for entry in entries:
             if not self.dialect.knows(entry.key):
-                self.findings.append(_unknown_key(entry, self.dialect))
+                finding, meant = _unknown_key(entry, self.dialect)
+                self.findings.append(finding)
+                self.invalid.update(meant)  # that they are missing follows from it
                 continue
-            meaning = self.dialect.meaning_of(entry.key)
-            sets = meaning.read(entry.value) if meaning else {}
+            row = self.dialect.row_of(entry.key)
+            sets = row.read(entry.value) if row is not None and row.paths else {}
             for target, value in (sets or {entry.key: entry.value.data}).items():
                 first = None if last_wins else here.get(target)
                 if first is None:
@@ -257,29 +258,30 @@ class _Reading:
         secrets: dict[str, str] = {}
         accepted: dict[str, list[str]] = {}
         for target, (entry, value) in self.chosen.items():
-            meaning, refused = self.dialect.meaning_of(entry.key), self.dialect.not_built.get(entry.key)
+            row = self.dialect.row_of(entry.key)
+            assert row is not None, "what nobody knows was found"
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
-            if (passes := self.dialect.accepted.get(entry.key)) is not None and passes.has_line(read):
-                accepted.setdefault(passes.why, []).append(entry.key)
-            if refused is not None and refused.refuses(read):
+            if row.ignored and not row.passes_as(read):
+                accepted.setdefault(row.ignored, []).append(entry.key)
+            if row.is_refused(read):
                 said = read if entry.value.text is None else entry.value.text
-                what, why, fix = refused.texts(entry.key, said, self.dialect.prefix, self.dialect.separator)
+                what, why, fix = row.refusal(entry.key, said, self.dialect.prefix, self.dialect.separator)
                 self._report(Finding(what, entry.where, why, fix))
                 self.invalid.add(target)
             elif target in marked(Mark.NAME) and is_long_name(value):
                 why, fix = "no file system has such names: 255 bytes between two /, 4095 in all", "write a shorter one"
-                self._report(Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix))
+                self._report(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix))
                 self.invalid.add(target)
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
                 values[infos[target].group][infos[target].name] = value
-            elif meaning is not None:
-                self.findings.append(self._wrong_value(entry, meaning.paths[0]))
+            elif row.paths:
+                self.findings.append(self._wrong_value(entry, row.paths[0]))
         groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
-        if steps is not None and isinstance(self.dialect.meaning_of(steps.key), GlobalBatchSize):
+        if steps is not None and _is_global_batch(steps, self.dialect):
             settings = _with_accumulation(settings, infos[ACCUMULATION].default)
             self.invalid.add(ACCUMULATION)
         invalid = frozenset(self.invalid & set(infos))
@@ -308,29 +310,16 @@ class _Reading:
             self.findings.append(finding)
 
     def _wrong_value(self, entry: SettingEntry, path: str, items: Sequence[Any] = ()) -> Finding:
-        """Say what is wrong with one value.
+        """Say what is wrong with one value; of a list, with `items`."""
+        row, key = self.dialect.row_of(entry.key), entry.key
+        assert row is not None
+        info = row.described(path)
 
-        Args:
-            items: of a list, those that are wrong; (), where all of it is.
-        """
-        meaning, key = self.dialect.meaning_of(entry.key), self.dialect.prefix + entry.key
-        assert meaning is not None
-        info = meaning.described(path)
+        def write(value: Any) -> str:
+            return self.dialect.prefix + key if value is None else self.dialect.written(key, value)
+
         value = coerce(entry.value, info)
-        nearest = nearest_valid(value, info)
-        if items and info.choices:
-            near = [nearest_valid(item, info) if item in items else item for item in value]
-            nearest = None if None in near else near
-        if nearest is not None:
-            fix = f"write {self.dialect.written(entry.key, nearest)}" + (", or null" if info.optional else "")
-        elif info.default is None or info.default == []:
-            fix = f"remove {key}, or give it {info.expected.removesuffix(', or null')}"
-        else:
-            fix = f"write {self.dialect.written(entry.key, info.default)}, the default"
-        why = f"expected {info.expected}"
-        if items and len(value) > 1:
-            why += f"; {', '.join(map(_quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-        return Finding(f"{entry.key} is {_quoted(entry.value.data)}", entry.where, why, fix)
+        return wrong_value(key, value, info, entry.where, write, said=entry.value.data, items=items)
 
 
 def _described(settings: Settings) -> Settings:
@@ -342,33 +331,36 @@ def _described(settings: Settings) -> Settings:
     return settings.model_copy(update={"model": model})
 
 
+def _is_global_batch(entry: SettingEntry, dialect: Dialect) -> bool:
+    row = dialect.row_of(entry.key)
+    return row is not None and row.global_batch
+
+
 def _with_accumulation(settings: Settings, steps: int) -> Settings:
     batch = settings.batch.model_copy(update={"gradient_accumulation_steps": steps})
     return settings.model_copy(update={"batch": batch})
 
 
-def _unknown_key(entry: SettingEntry, dialect: Dialect) -> Finding:
-    """Say what an unknown key could be: another program's name of a setting, or a misspelt one of any dialect."""
+def _unknown_key(entry: SettingEntry, dialect: Dialect) -> tuple[Finding, Collection[str]]:
+    """Say what an unknown key could be: another program's name of a setting, or a misspelt one of any dialect.
 
+    Returns:
+        The finding, and "group.name" of the settings that are most likely meant.
+    """
     foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
     names = dict.fromkeys((*dialect.names, *foreign))
-    close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
+    close = nearest_names(key, names)
     # Of keys that are about as near, the one of training comes first.
     near = [key] if key in names else sorted(close, key=lambda name: "eval" in name and "eval" not in key)[:1]
+    sets: Collection[str] = ()
     if not near:
         fix = "remove it; `megatune explain --all` lists every setting"
     elif dialect.knows(near[0]):
-        fix = f"did you mean {near[0]}?"
+        fix, row = f"did you mean {near[0]}?", dialect.row_of(near[0])
+        sets = row.paths if row is not None else ()
     else:
         what, sets = foreign[near[0]]
         keys = " and ".join(dialect.prefix + dialect.key_of(path) for path in sets)
         said = f"{near[0]} is {what}" if near[0] == key else f"did you mean {near[0]}, {what}?"
         fix = f"{said}; write {keys}" if keys else said
-    return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix)
-
-
-def _quoted(value: Any) -> str:
-    """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
-    if isinstance(value, str):
-        return short(value)
-    return said if len(said := shown(value)) < 1000 else f"{said[:1000]}..."
+    return Finding(f"unknown setting {entry.key!r}", entry.where, fix=fix), sets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.config.dialects.dialect import AUX_LOSS, PooledLoss
+from megatune.config.dialects.row import AUX_LOSS
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.values import Value
@@ -27,7 +27,8 @@ def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[s
         return loaded, []
     if written is None:
         return _published(loaded, moe)
-    if entry is None or not isinstance(loaded.dialect.meaning_of(entry.key), PooledLoss):
+    row = None if entry is None else loaded.dialect.row_of(entry.key)
+    if entry is None or row is None or not row.pooled_loss:
         return loaded, []
     value = written * pooled_factor(moe)
     line = (

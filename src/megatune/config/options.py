@@ -4,28 +4,23 @@ of what other systems call them."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from megatune.config.entry import Arguments, SettingEntry
 from megatune.config.setting import Group, SettingInfo, describe
-from megatune.config.values import Value, coerce, nearest_valid, parse, short, shown
-from megatune.errors import ExitCode, Finding, MegatuneError, closest, in_order
+from megatune.config.values import TRUTH, Value, coerce, parse, shown, wrong_value
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:
+    from megatune.config.dialects.row import Row
     from megatune.config.load import Loaded
 
 T = TypeVar("T", bound=Group)
-_TRUTH = {
-    **dict.fromkeys(("true", "yes", "y", "t", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "n", "f", "off", "0"), False),
-}
 
 
 class NoOptions(Group):
@@ -38,6 +33,7 @@ class Flag:
 
     Attributes:
         metavar: the placeholder of its value in --help.
+        name: how it is typed, where that is not the name of its field.
         bare: the value of the flag by itself; None where a value has to follow.
         repeats: each flag adds one item to a list; otherwise all words up to the next flag are the list.
         commas: each text of a list is split at its commas. Other systems' names take one such text.
@@ -46,37 +42,12 @@ class Flag:
     """
 
     metavar: str = ""
+    name: str = ""
     bare: str | None = None
     repeats: bool = False
     commas: bool = False
     read: Callable[[str], Any] | None = None
     expected: str = ""
-
-
-class Refused(NamedTuple):
-    """Why a key that users of another system know is not supported, except for the values in `passes`."""
-
-    why: str = ""
-    fix: str = ""
-    passes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """What other systems call the options of a verb: a part of options.yaml, with `ignored` and `refused` by key."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    ignored: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, Refused] = field(default_factory=dict)
-
-
-def foreign_keys(verb: str) -> Foreign:
-    """Read the part of a verb."""
-    rows = yaml.safe_load((Path(__file__).parent / "options.yaml").read_text(encoding="utf-8"))[verb]
-    ignored = {key: why for why, keys in rows["ignored"].items() for key in keys}
-    refused = {key: Refused(**row) for row in rows["refused"] for key in row.pop("keys")}
-    return Foreign(rows["aliases"], rows.get("values", {}), ignored, refused)
 
 
 class Option(NamedTuple):
@@ -92,12 +63,15 @@ class Options(Generic[T]):
 
     Attributes:
         program: "megatune infer", for messages.
-        unknown: how to write what is not known; "" suggests a name.
+        system: the part of options.yaml that has other systems' keys; "" where there are none.
+        ignores_training: keys of training change nothing.
+        unknown_fix: how to write what is not known; "" suggests a name.
     """
 
     program: str
     group: type[T]
-    foreign: Foreign
+    system: str = ""
+    ignores_training: bool = False
     unknown_fix: str = ""
 
     @cached_property
@@ -107,24 +81,34 @@ class Options(Generic[T]):
         for info in describe("options", self.group):
             metadata = self.group.model_fields[info.name].metadata
             flag = next((each for each in metadata if isinstance(each, Flag)), Flag())
-            found[info.name.rstrip("_")] = Option(info, flag)
+            found[flag.name or info.name.rstrip("_")] = Option(info, flag)
         return found
+
+    @cached_property
+    def foreign(self) -> Mapping[str, Row]:
+        """The keys of other systems."""
+        from megatune.config.dialects.table import table, training_rows  # with all settings, unlike --help
+
+        rows = table("options", self.system) if self.system else {}
+        known = training_rows() if self.ignores_training else {}
+        return {**{key: row for key, row in known.items() if key not in self.own}, **rows}
 
     @cached_property
     def names(self) -> list[str]:
         """Every key that is understood."""
-        return [*self.own, *self.foreign.aliases, *self.foreign.ignored, *self.foreign.refused]
+        return list(dict.fromkeys((*self.own, *self.foreign)))
 
     def find(self, key: str) -> Option | None:
         """Return the option that a key sets; None where it is ignored, refused or not known."""
-        return self.own.get(self.foreign.aliases.get(key, key))
+        row = self.foreign.get(key)
+        return self.own.get(str(row.target) if row is not None else key)
 
     def unknown(self, key: str, what: str, where: str) -> Finding:
         """Say what a key that is not known could be."""
         dashes = "--" * key.startswith("-")
-        near = closest(key, [dashes + name for name in self.names])
-        fix = f"did you mean {near}?" if near else f"`{self.program} --help` lists what it takes"
-        return Finding(what, where, fix=self.unknown_fix or fix)
+        otherwise = f"`{self.program} --help` lists what it takes"
+        fix = self.unknown_fix or did_you_mean(key, [dashes + name for name in self.names], otherwise)
+        return Finding(what, where, fix=fix)
 
     def is_flag(self, word: str) -> bool:
         """Tell a flag from a quoted text that begins like one."""
@@ -142,11 +126,11 @@ class Options(Generic[T]):
         words = [] if text is None else [text]
         takes_all = option is None or (list in kinds and not flag.repeats and key in self.own)
         while text is None and left and not self.is_flag(left[0]) and (takes_all or not words):
-            if (kinds == {bool} and left[0].lower() not in _TRUTH) or (flag.bare is not None and "=" in left[0]):
+            if (kinds == {bool} and left[0].lower() not in TRUTH) or (flag.bare is not None and "=" in left[0]):
                 break
             words.append(left.popleft())
         if option is None:  # ignored, or refused
-            return Value(said := " ".join(words) or "true", said)
+            return parse(" ".join(words) or "true")
         if not words:
             bare = "true" if kinds == {bool} else flag.bare
             return None if bare is None else parse(bare)
@@ -157,17 +141,19 @@ class Options(Generic[T]):
     def build(self, written: Iterable[SettingEntry], entries: list[SettingEntry], findings: list[Finding]) -> T:
         """Make the group of what was written, and note the entries, and everything that is wrong with them."""
         values: dict[str, Any] = {}
-        by_field: dict[str, SettingEntry] = {}
+        by_field: dict[str, tuple[SettingEntry, Option]] = {}
         for entry in written:
-            key, is_null = entry.key, entry.value.data is None
-            if key in self.foreign.refused and not is_null:
-                findings += self._refused(entry)
-            elif key in self.foreign.ignored and not is_null:
+            key, is_null, row = entry.key, entry.value.data is None, self.foreign.get(entry.key)
+            if row is not None and row.unsupported:
+                if row.is_refused(entry.value.data):
+                    what, why, fix = row.refusal(key, entry.value.text or entry.value.data)
+                    findings.append(Finding(what, entry.where, why, fix))
+            elif row is not None and row.ignored and not is_null:
                 entries.append(entry)
             elif (option := self.find(key)) is not None and not is_null:
                 name, value = option.info.name, self._coerced(option, entry.value)
                 values[name] = [*values.get(name, ()), *value] if option.flag.repeats else value
-                by_field[name] = entry
+                by_field[name] = (entry, option)
                 entries.append(SettingEntry(name.rstrip("_"), entry.value, entry.where, entry.origin))
             elif key not in self.names:
                 findings.append(self.unknown(key, f"unknown setting {key!r}", entry.where))
@@ -175,26 +161,28 @@ class Options(Generic[T]):
             return self.group(**values)
         except ValidationError as error:
             wrong = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_url=False))
-        findings += [_wrong(by_field[name], self.own[name.rstrip("_")]) for name in wrong]
+        findings += [_wrong(*by_field[name]) for name in wrong]
         return self.group(**{name: value for name, value in values.items() if name not in wrong})
 
-    def _refused(self, entry: SettingEntry) -> list[Finding]:
-        why, fix, passes = self.foreign.refused[entry.key]
-        text = entry.value.text or shown(entry.value.data)
-        what = f"{entry.key}: {text} is not supported"
-        return [] if text.lower() in passes else [Finding(what, entry.where, why, fix or f"remove {entry.key}")]
+    def accepted_lines(self, entries: Iterable[SettingEntry]) -> list[str]:
+        """Say which keys change nothing, a line for each reason."""
+        keys: dict[str, list[str]] = {}
+        for entry in entries:
+            if (row := self.foreign.get(entry.key)) is not None and row.ignored:
+                keys.setdefault(row.ignored, []).append(entry.key)
+        return [f"accepted   {', '.join(names)}: {why}" for why, names in keys.items()]
 
     def _coerced(self, option: Option, value: Value) -> Any:
         """Convert a value to the type of an option, as far as there is one right way."""
         (info, flag), text = option, value.text
-        theirs = self.foreign.values.get(info.name, {})
-        if text is not None and text in theirs:
-            return theirs[text]
+        row = self.foreign.get(info.name)
+        if row is not None and text in row.values:
+            return row.values[text]
         if flag.read is not None and text is not None:
             made = flag.read(text)
             return value.data if made is None else made
-        if bool in info.kinds and text is not None and text.lower() in _TRUTH:
-            return _TRUTH[text.lower()]
+        if bool in info.kinds and text is not None and text.lower() in TRUTH:
+            return TRUTH[text.lower()]
         if list not in info.kinds:
             return coerce(value, info)
         items = [value] if text is not None else value.items
@@ -204,16 +192,17 @@ class Options(Generic[T]):
 
 def _wrong(entry: SettingEntry, option: Option) -> Finding:
     """Say what is wrong with a value, and which one would do."""
-    info, key, data = option.info, entry.key, entry.value.data
-    nearest = nearest_valid(coerce(entry.value, info), info)
-    valid = info.default if nearest is None else nearest
-    expected = option.flag.expected or info.expected.removesuffix(", or null")
+    key, data = entry.key, entry.value.data
     lead = {"flag": f"--{key} ", "override": f"{key}="}.get(entry.origin, f"{key}: ")
-    fix = f"remove {lead.rstrip(':= ')}, or give it {expected}"
-    if valid not in (None, []):
-        fix = f"write {lead}{shown(valid)}" + ", the default" * (nearest is None)
-    said = short(data) if isinstance(data, str) else shown(data)
-    return Finding(f"{key} is {said}", entry.where, f"expected {expected}", fix)
+    info = replace(option.info, optional=False)  # null is no value of an option
+
+    def write(value: Any) -> str:
+        return lead.rstrip(":= ") if value is None else lead + shown(value)
+
+    finding = wrong_value(key, coerce(entry.value, info), info, entry.where, write, said=data)
+    if not option.flag.expected:
+        return finding
+    return Finding(finding.what, finding.where, f"expected {option.flag.expected}", finding.fix)
 
 
 @dataclass(slots=True)
@@ -226,13 +215,16 @@ class Given(Generic[T]):
         settings: of training.
         entries: what was written about options, by our names, in the order in which later ones win.
         findings: everything that is wrong.
+        lines: what is said of keys that change nothing.
     """
 
+    program: str
     options: T
     words: list[str]
     settings: Arguments
     entries: list[SettingEntry]
     findings: list[Finding]
+    lines: list[str]
 
     def origin(self, name: str) -> str | None:
         """Return where an option was written: a file's line, "override" or "flag"; None where it was not."""

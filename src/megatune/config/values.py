@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,17 @@ from typing import Any
 import yaml
 
 from megatune.config.setting import SettingInfo
+from megatune.errors import Finding, closest
 
 _MAX_DEPTH = 8  # an alias inside its own anchor nests without end
 # No settings file has a hundredth of these; one that is made to keep a reader busy has more.
 _NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # \udc80 to \udcff are bytes of a path that are no UTF-8
-_MOST_SHOWN, _LONGEST_NAME, _LONGEST_PATH, _MOST_DIGITS = 100, 255, 4095, 300
+_MOST_SHOWN, _LONGEST_SHOWN, _LONGEST_NAME, _LONGEST_PATH, _MOST_DIGITS = 100, 1000, 255, 4095, 300
+# What YAML and other systems' command lines read as booleans.
+TRUTH = {
+    **dict.fromkeys(("true", "yes", "y", "t", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "n", "f", "off", "0"), False),
+}
 _MOST_BYTES, _MOST_NESTED, _MOST_VALUES = 2**20, 64, 100_000
 
 
@@ -34,6 +39,15 @@ class Value:
     data: Any
     text: str | None = None
     items: tuple[Value, ...] = ()
+
+
+def as_read(data: Any) -> Value:
+    """Return the value of data as if it had been written."""
+    if isinstance(data, list):
+        return Value(data, items=tuple(map(as_read, data)))
+    return Value(
+        data, None if data is None or isinstance(data, dict) else data if isinstance(data, str) else shown(data)
+    )
 
 
 class TooLarge(yaml.MarkedYAMLError):
@@ -177,8 +191,8 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             return text
         case tag if tag == _NULL:
             return None
-        case tag if tag == _BOOL and text.lower() in _TRUTH:
-            return _TRUTH[text.lower()]
+        case tag if tag == _BOOL and text.lower() in TRUTH:
+            return TRUTH[text.lower()]
         case tag if tag in (_INT, _FLOAT) and len(text) <= _MOST_DIGITS:
             try:
                 return int(text) if tag == _INT else float(text.replace(".inf", "inf").replace(".nan", "nan"))
@@ -186,9 +200,6 @@ def _scalar(node: yaml.ScalarNode) -> Any:
                 pass  # an explicit tag on something else: !!int abc
     problem = f"cannot read {short(text)} as {node.tag.removeprefix('tag:yaml.org,2002:')}"
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def coerce(value: Value, info: SettingInfo) -> Any:
@@ -239,8 +250,7 @@ def _texts(value: Value) -> Iterator[Any]:
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
     """Return the valid value nearest to one that is not, or None where none is near."""
     if info.choices and isinstance(value, str):
-        near = difflib.get_close_matches(value.lower(), [str(choice) for choice in info.choices], n=1, cutoff=0.5)
-        return near[0] if near else None
+        return closest(value.lower(), map(str, info.choices), cutoff=0.5)
     if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
         return None
     if numbers := [choice for choice in info.choices or () if isinstance(choice, int | float)]:
@@ -257,6 +267,49 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     if highest is not None and value > highest:
         return highest
     return round(value) if whole and value == value and abs(value) != float("inf") else None
+
+
+def wrong_value(
+    key: str,
+    value: Any,
+    info: SettingInfo,
+    where: str,
+    write: Callable[[Any], str],
+    *,
+    said: Any = None,
+    items: Sequence[Any] = (),
+) -> Finding:
+    """Say what is wrong with one value, and which one would do.
+
+    Args:
+        key: as a message names it.
+        value: converted as far as there is one right way.
+        info: what is expected.
+        write: writes the key with a value, or None, for the key alone, as the user is to write them.
+        said: the value as it was written.
+        items: of a list, those that are wrong; (), where all of it is.
+    """
+    nearest, expected = nearest_valid(value, info), info.expected
+    if items and info.choices:
+        near = [nearest_valid(item, info) if item in items else item for item in value]
+        nearest = None if None in near else near
+    if nearest is not None:
+        fix = f"write {write(nearest)}" + (", or null" if info.optional else "")
+    elif info.default in (None, [], {}):
+        fix = f"remove {write(None)}, or give it {expected.removesuffix(', or null')}"
+    else:
+        fix = f"write {write(info.default)}, the default"
+    why = f"expected {expected}"
+    if items and len(value) > 1:
+        why += f"; {', '.join(map(quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
+    return Finding(f"{key} is {quoted(value if said is None else said)}", where, why, fix)
+
+
+def quoted(value: Any) -> str:
+    """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
+    if isinstance(value, str):
+        return short(value)
+    return text if len(text := shown(value)) < _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def short(text: str) -> str:

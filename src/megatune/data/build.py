@@ -110,7 +110,7 @@ class RowsBuilder:
             if size != len(document.labels) or not size:
                 raise ValueError(f"a document of {size} tokens with {len(document.labels)} labels")
             self._pictures.add(self._ends[-1], document.pictures)
-            self._unwritten.append(document)
+            self._unwritten.append(document._replace(pictures=()))  # which are written, and may be large
             self._ends.append(self._ends[-1] + size)
             self._margins.append(margin)
             self._num_unwritten += size

@@ -25,7 +25,7 @@ import numpy as np
 
 from megatune.data.checked import CheckedFile, map_file
 from megatune.data.media.processor import Measured
-from megatune.data.media.sources import PictureSource
+from megatune.data.media.sources import PictureSource, files_in
 
 PICTURES_FILE = "pictures.bin"
 SOURCES_FILE = "sources.bin"
@@ -70,10 +70,11 @@ def packed(source: PictureSource, measured: Measured) -> bytes:
 
 def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
     """Return what `packed` was given."""
+    content = memoryview(content)  # whose parts are no copies
     _, size = _HEADER.unpack_from(content)
     stop = _HEADER.size + size
     measured = Measured.from_json(bytes(content[_HEADER.size : stop]).decode())
-    return PictureSource.from_bytes(bytes(content[stop:])), measured
+    return PictureSource.from_bytes(content[stop:]), measured
 
 
 def _num_bytes(source: PictureSource) -> int:
@@ -201,9 +202,10 @@ class PictureTable:
 
     def _has_its_bytes(self, number: int) -> bool:
         content = self._content(self._records[number])
-        size, _ = _HEADER.unpack_from(content)
+        size, measures = _HEADER.unpack_from(content)
+        files, held = files_in(content[_HEADER.size + measures :])
         try:
-            return bool(size == _num_bytes(unpacked(content)[0]))
+            return bool(size == held + sum(os.stat(file).st_size for file in files))
         except OSError:
             return False
 

@@ -30,6 +30,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatune.data.streaming.sharing import Exchange
+
 
 _SHORTEST = Conversation((Message("user", "a"), Message("assistant", "b")))
 Results = Generator[Result, None, None]
@@ -55,6 +57,7 @@ class Pipeline:
     encoder: Encoder
     training: Sequence[DatasetSource]  # that `dataset` names
     evaluation: Sequence[DatasetSource]  # that `eval_dataset` names
+    exchange: Exchange | None = None  # shares the work on a stream with other machines
 
     @classmethod
     def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Pipeline:
@@ -93,7 +96,8 @@ class Pipeline:
         # Data sets that are drawn from in turn are read side by side: they share the processes.
         side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
         num_workers = self._num_workers // side_by_side
-        return all_filled(encode_all(self.encoder, samples, num_workers, self._reader(source)), at_once=True)
+        series = None if self.exchange is None else self.exchange.series()
+        return all_filled(encode_all(self.encoder, samples, num_workers, self._reader(source), series), at_once=True)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
         """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise, repeat
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,14 +26,16 @@ from megatune.data.rows import Document
 from megatune.data.samples import NO_FACTS, Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from megatune.data.streaming.sharing import Series
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 2**24  # of pictures that rows hold
+MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
 CHUNKS_AT_ONCE = 2  # in one process
 CHUNKS_AHEAD = 3  # for each other process, so that none waits
-MOST_CHUNKS = 64  # for each process, so that memory stays bounded
+MOST_CHUNKS = 64  # for each process, so that memory stays bounded with texts; with pictures MOST_BYTES bounds it
 
 # What encoding starts from: an example, or the fields of a row that is read first.
 Item = Example | Mapping[str, Any]
@@ -51,8 +53,30 @@ _Compact = tuple[
 ]
 
 
+class _Chunk(NamedTuple):
+    """Samples that are encoded together, and the bytes of pictures that their rows hold."""
+
+    samples: list[Sample]
+    size: int
+
+
+class _Encoded(Protocol):
+    """A chunk that is encoded elsewhere: a future, or a chunk of another machine."""
+
+    def done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None) -> Any: ...
+
+
+Submit = Callable[[_Chunk], _Encoded]
+
+
 def encode_all(
-    encoder: Encoder, samples: Iterable[Sample], num_workers: int, reader: RowReader | None = None
+    encoder: Encoder,
+    samples: Iterable[Sample],
+    num_workers: int,
+    reader: RowReader | None = None,
+    series: Series | None = None,
 ) -> Generator[Result, None, None]:
     """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, of which this is
     one.
@@ -60,13 +84,12 @@ def encode_all(
     Args:
         reader: of samples whose example is not read; it gives them their facts, and the example where this process
             reads it.
+        series: shares the work with other machines.
 
     Raises:
         MegatuneError: a worker process died or hung (exit code 76), or a row needs what is not built (64).
     """
-    iterator = iter(samples)
-    holds_pictures = reader is not None and reader.pictures
-    chunks = iter(lambda: _chunk(iterator, holds_pictures), [])
+    chunks = _chunked(iter(samples), reader is not None and reader.pictures)
     work = _Work(encoder, reader)
     # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
     # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
@@ -76,11 +99,14 @@ def encode_all(
     # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        first = next(chunks, [])
-        chunks = chain([first], chunks)
-        looks_up = len(first) == CHUNK_ROWS and encoder.use_words()
+        first = list(islice(chunks, 1))
+        chunks = chain(first, chunks)
+        looks_up = bool(first) and len(first[0].samples) == CHUNK_ROWS and encoder.use_words()
         if num_workers > 1:
-            yield from _encode_in_processes(work, chunks, num_workers)
+            yield from _encode_in_processes(work, chunks, num_workers, series)
+        elif series is not None:
+            ahead = CHUNKS_AHEAD * series.exchange.machines.total
+            yield from _in_order(work, chunks, ahead, _shared(series, partial(_encode_now, work)))
         elif looks_up:
             for chunk in chunks:
                 yield from _merged(chunk, work.encode_samples(chunk), reader)
@@ -108,9 +134,29 @@ class _Work:
             for each, facts in read
         ]
 
-    def encode_samples(self, chunk: Sequence[Sample]) -> list[Outcome]:
+    def encode_samples(self, chunk: _Chunk) -> list[Outcome]:
         """Encode those that are not refused already."""
         return self.encode(_items(chunk))
+
+    def compact(self, items: Sequence[Item]) -> _Compact:
+        """Encode to few large arrays: many small ones take longer to send than to make."""
+        outcomes = self.encode(items)
+        encoded = [result for result, _, _ in outcomes if isinstance(result, Encoded)]
+        documents = [document for result in encoded for document in result.documents]
+        none = np.empty(0, dtype=np.int32)
+        return (
+            np.concatenate([none, *(document.input_ids for document in documents)]),
+            np.concatenate([none, *(document.labels for document in documents)]),
+            [len(document.input_ids) for document in documents],
+            [document.pictures for document in documents],
+            [
+                (len(result.documents), result.truncated, result.length, result.margin)
+                if isinstance(result, Encoded)
+                else result
+                for result, _, _ in outcomes
+            ],
+            [facts for _, facts, _ in outcomes],
+        )
 
     def _read(self, item: Item) -> tuple[Example | RowError | UnsupportedRow, Facts]:
         if isinstance(item, Mapping):
@@ -119,15 +165,15 @@ class _Work:
         return item, NO_FACTS
 
 
-def _items(chunk: Iterable[Sample]) -> list[Item]:
-    items = (sample.row.fields if sample.example is None else sample.example for sample in chunk)
+def _items(chunk: _Chunk) -> list[Item]:
+    items = (sample.row.fields if sample.example is None else sample.example for sample in chunk.samples)
     return [item for item in items if not isinstance(item, RowError)]
 
 
-def _merged(chunk: list[Sample], outcomes: Iterable[Outcome], reader: RowReader | None) -> Iterator[Result]:
+def _merged(chunk: _Chunk, outcomes: Iterable[Outcome], reader: RowReader | None) -> Iterator[Result]:
     """Yield results of the samples that were encoded, and of those that were refused already, in one order."""
     following = iter(outcomes)
-    for sample in chunk:
+    for sample in chunk.samples:
         if isinstance(sample.example, RowError):
             yield sample, sample.example
             continue
@@ -138,17 +184,16 @@ def _merged(chunk: list[Sample], outcomes: Iterable[Outcome], reader: RowReader 
         yield sample, encoded
 
 
-def _chunk(samples: Iterator[Sample], holds_pictures: bool) -> list[Sample]:
-    """Take the next samples, fewer where their rows hold the content of large pictures."""
-    if not holds_pictures:
-        return list(islice(samples, CHUNK_ROWS))
-    chunk, size = [], 0
-    for sample in islice(samples, CHUNK_ROWS):
-        chunk.append(sample)
-        size += _num_bytes(sample.row.fields)
-        if size > CHUNK_BYTES:
-            break
-    return chunk
+def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk]:
+    """Yield chunks of samples, of fewer where their rows hold the content of large pictures."""
+    while taken := list(islice(samples, 1 if holds_pictures else CHUNK_ROWS)):
+        size = 0
+        if holds_pictures:
+            size = _num_bytes(taken[0].row.fields)
+            while size <= CHUNK_BYTES and len(taken) < CHUNK_ROWS and (sample := next(samples, None)) is not None:
+                taken.append(sample)
+                size += _num_bytes(sample.row.fields)
+        yield _Chunk(taken, size)
 
 
 def _num_bytes(value: object) -> int:
@@ -160,36 +205,35 @@ def _num_bytes(value: object) -> int:
     return len(value) if isinstance(value, bytes | str) else 0
 
 
-def _encode_in_threads(work: _Work, chunks: Iterator[list[Sample]]) -> Iterator[Result]:
+def _encode_in_threads(work: _Work, chunks: Iterator[_Chunk]) -> Iterator[Result]:
     """Render one chunk while another is tokenised: tokenising takes most of the time, without Python's lock."""
     pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
     try:
-        yield from _in_order(
-            chunks,
-            CHUNKS_AT_ONCE + 1,
-            lambda chunk: pool.submit(work.encode_samples, chunk),
-            Future.result,
-            work.reader,
-        )
+        yield from _in_order(work, chunks, CHUNKS_AT_ONCE + 1, lambda chunk: pool.submit(work.encode_samples, chunk))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode_in_processes(work: _Work, chunks: Iterator[list[Sample]], num_workers: int) -> Iterator[Result]:
+def _encode_in_processes(
+    work: _Work, chunks: Iterator[_Chunk], num_workers: int, series: Series | None
+) -> Iterator[Result]:
     # Processes are spawned: forking one that has used a GPU, threads or a tokenizer can deadlock.
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers - 1, context, initializer=_start_worker, initargs=(work, os.getpid()))
+    ahead, most = (num_workers - 1) * CHUNKS_AHEAD, num_workers * MOST_CHUNKS
+
+    def submit(chunk: _Chunk) -> Future[_Compact]:
+        return pool.submit(_encode_chunk, _items(chunk))
+
+    here = partial(_encode_now, work)
     try:
-        yield from _in_order(
-            chunks,
-            (num_workers - 1) * CHUNKS_AHEAD,
-            lambda chunk: pool.submit(_encode_chunk, _items(chunk)),
-            partial(_unpacked, timeout=CHUNK_TIMEOUT),
-            work.reader,
-            here=work.encode_samples,
-            most=num_workers * MOST_CHUNKS,
-        )
+        if series is None:
+            yield from _in_order(work, chunks, ahead, submit, here=here, most=most)
+        else:
+            count = series.exchange.machines.total
+            shared = _shared(series, submit), _shared(series, here)
+            yield from _in_order(work, chunks, ahead * count, shared[0], here=shared[1], most=most * count)
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -198,6 +242,27 @@ def _encode_in_processes(work: _Work, chunks: Iterator[list[Sample]], num_worker
         raise MegatuneError(what, ExitCode.PROCESS_DIED) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _encode_now(work: _Work, chunk: _Chunk) -> Future[_Compact]:
+    """Encode in this process, at once."""
+    future: Future[_Compact] = Future()
+    future.set_result(work.compact(_items(chunk)))
+    return future
+
+
+def _shared(series: Series, submit: Callable[[_Chunk], Future[_Compact]]) -> Submit:
+    """Encode this machine's chunks of a series, and send them to the others; wait for theirs."""
+
+    def submit_own(chunk: _Chunk) -> _Encoded:
+        part = series.next(chunk.samples)
+        if not part.is_own:
+            return part
+        future = submit(chunk)
+        future.add_done_callback(part.give)
+        return future
+
+    return submit_own
 
 
 _worker_work: _Work
@@ -213,45 +278,28 @@ def _start_worker(work: _Work, parent: int) -> None:
 
 
 def _encode_chunk(items: list[Item]) -> _Compact:
-    """Encode to few large arrays: many small ones take longer to send than to make."""
-    outcomes = _worker_work.encode(items)
-    encoded = [result for result, _, _ in outcomes if isinstance(result, Encoded)]
-    documents = [document for result in encoded for document in result.documents]
-    none = np.empty(0, dtype=np.int32)
-    return (
-        np.concatenate([none, *(document.input_ids for document in documents)]),
-        np.concatenate([none, *(document.labels for document in documents)]),
-        [len(document.input_ids) for document in documents],
-        [document.pictures for document in documents],
-        [
-            (len(result.documents), result.truncated, result.length, result.margin)
-            if isinstance(result, Encoded)
-            else result
-            for result, _, _ in outcomes
-        ],
-        [facts for _, facts, _ in outcomes],
-    )
+    return _worker_work.compact(items)
 
 
-def _unpacked(future: Future[_Compact], timeout: float) -> list[Outcome]:
-    tokens, labels, sizes, pictures, results, facts = future.result(timeout)
+def _outcomes(work: _Work, chunk: _Chunk, encoded: _Encoded) -> list[Outcome]:
+    """Return what became of a chunk's samples; one that another machine has made of other rows is encoded here."""
+    found = encoded.result(CHUNK_TIMEOUT)
+    if found is None:
+        return work.encode_samples(chunk)
+    if isinstance(found, list):
+        return found
+    tokens, labels, sizes, pictures, results, facts = found
     spans = zip(pairwise(accumulate(sizes, initial=0)), pictures, strict=True)
     documents = (Document(tokens[start:stop], labels[start:stop], found) for (start, stop), found in spans)
-    encoded = [
+    made = [
         Encoded(tuple(islice(documents, result[0])), *result[1:]) if isinstance(result, tuple) else result
         for result in results
     ]
-    return list(zip(encoded, facts, repeat(None), strict=False))
+    return list(zip(made, facts, repeat(None), strict=False))
 
 
 def _in_order(
-    chunks: Iterator[list[Sample]],
-    ahead: int,
-    submit: Callable[[list[Sample]], Future[T]],
-    result: Callable[[Future[T]], list[Outcome]],
-    reader: RowReader | None,
-    here: Callable[[list[Sample]], list[Outcome]] | None = None,
-    most: int = 0,
+    work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit, *, here: Submit | None = None, most: int = 0
 ) -> Iterator[Result]:
     """Yield the results of all samples, in one order.
 
@@ -260,20 +308,22 @@ def _in_order(
         here: encodes a chunk in this process, while the next one to yield is not done.
         most: chunks that are kept, those done here included.
     """
-    pending: deque[tuple[list[Sample], Future[T] | list[Outcome]]] = deque()
+    pending: deque[tuple[_Chunk, _Encoded]] = deque()
+    held = 0  # bytes of pictures
     while True:
-        open_ones = sum(isinstance(each, Future) and not each.done() for _, each in pending)
-        for chunk in islice(chunks, ahead - open_ones):
+        missing = ahead - sum(not each.done() for _, each in pending)
+        while missing > 0 and held < MOST_BYTES and (chunk := next(chunks, None)) is not None:
             pending.append((chunk, submit(chunk)))
+            missing, held = missing - 1, held + chunk.size
         if not pending:
             return
         chunk, first = pending[0]
-        if isinstance(first, Future):
-            if here is not None and not first.done() and len(pending) < most and (own := next(chunks, None)):
-                pending.append((own, here(own)))
-                continue
-            outcomes = result(first)
-        else:
-            outcomes = first
+        more = here is not None and not first.done() and len(pending) < most and held < MOST_BYTES
+        if here is not None and more and (own := next(chunks, None)) is not None:
+            pending.append((own, here(own)))
+            held += own.size
+            continue
+        outcomes = _outcomes(work, chunk, first)
         pending.popleft()
-        yield from _merged(chunk, outcomes, reader)
+        held -= chunk.size
+        yield from _merged(chunk, outcomes, work.reader)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatune.demo.vision import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
 class SpecialToken(NamedTuple):
@@ -403,7 +402,6 @@ def demo_family(name: str) -> DemoFamily:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    nearest = difflib.get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.4)
     what, why = f"unknown demo family '{name}'", f"the demo families are {', '.join(FAMILIES)}"
-    finding = Finding(what, "--family", why, f"--family {nearest[0] if nearest else 'qwen3'}")
+    finding = Finding(what, "--family", why, f"--family {closest(name.lower(), FAMILIES, cutoff=0.4) or 'qwen3'}")
     raise MegatuneError(finding, ExitCode.SETTINGS)

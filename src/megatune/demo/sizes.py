@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from megatune.config.options import Flag
+from megatune.config.setting import Group
 from megatune.demo.family import DemoFamily
 from megatune.demo.tokenizer import smallest_vocab_size
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -15,78 +16,64 @@ DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families where biases of attention are a choice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """The numbers of a demo model; `resolved` fills in those that are None.
+class ModelSizes(Group):
+    """The numbers of a demo model; `resolved` fills in those that are None."""
 
-    Attributes:
-        ffn_hidden_size: None for three times hidden_size.
-        num_query_groups: None for 2; as many as heads with latent attention.
-        head_dim: None for hidden_size / num_attention_heads; twice that for qwen3.
-        vocab_size: rows of the embedding. The tokenizer is trained to fill them; rows it leaves are never used, as in
-            published models.
-        max_position_embeddings: tokens. Families with scaled rotary embeddings are stretched to it.
-        tie_word_embeddings: None for the family's habit.
-        attention_bias: biases on q, k, v and o (llama, qwen3, qwen3_moe). qwen2 has its q, k, v biases always.
-        mlp_bias: biases on gate, up and down (llama).
-        num_experts: of each sparse layer; None for 8 in families with experts, and for none in the others.
-        router_topk: experts that a token goes to; None for 2.
-        moe_ffn_hidden_size: of one expert; None for hidden_size, in mixtral for ffn_hidden_size, in qwen3_vl_moe for
-            three quarters of hidden_size.
-        vision_num_layers: of the vision encoder; None for 4 in families with one, and for none in the others.
-        vision_hidden_size: None for 40.
-        vision_num_heads: None for 2.
-        dtype: "float32", "bfloat16" or "float16".
-    """
-
-    num_layers: int = 4
-    hidden_size: int = 64
-    ffn_hidden_size: int | None = None
-    num_attention_heads: int = 4
-    num_query_groups: int | None = None
-    head_dim: int | None = None
-    vocab_size: int = 2000
-    max_position_embeddings: int = 4096
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    num_experts: int | None = None
-    router_topk: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    vision_num_layers: int | None = None
-    vision_hidden_size: int | None = None
-    vision_num_heads: int | None = None
     dtype: str = "float32"
+    """float32, bfloat16 or float16"""
+    tie_word_embeddings: Annotated[bool | None, Flag(name="tied")] = None
+    """the output layer is the word embedding (as the family has it)"""
+    attention_bias: bool = False
+    """biases on q, k, v and o (llama, qwen3, qwen3_moe)"""
+    mlp_bias: bool = False
+    """biases in the MLP (llama)"""
+    num_layers: Annotated[int, Flag(name="layers")] = 4
+    """decoder layers"""
+    hidden_size: Annotated[int, Flag(name="hidden")] = 64
+    """hidden size"""
+    ffn_hidden_size: Annotated[int | None, Flag(name="ffn")] = None
+    """hidden size of the MLP (3 × hidden)"""
+    num_attention_heads: Annotated[int, Flag(name="heads")] = 4
+    """attention heads"""
+    num_query_groups: Annotated[int | None, Flag(name="kv_heads")] = None
+    """key/value heads (2; in deepseek_v3 as many as heads)"""
+    head_dim: int | None = None
+    """channels of one head (hidden / heads; twice that for qwen3 and its kin)"""
+    num_experts: Annotated[int | None, Flag(name="experts")] = None
+    """experts of a layer, in families that have them (8)"""
+    router_topk: Annotated[int | None, Flag(name="topk")] = None
+    """experts that each token is routed to (2)"""
+    moe_ffn_hidden_size: Annotated[int | None, Flag(name="moe_ffn")] = None
+    """hidden size of one expert (hidden; in mixtral that of --ffn, in qwen3_vl_moe 3/4 of hidden)"""
+    vision_num_layers: Annotated[int | None, Flag(name="vision_layers")] = None
+    """layers of the vision encoder, in families that have one (4)"""
+    vision_hidden_size: Annotated[int | None, Flag(name="vision_hidden")] = None
+    """hidden size of the vision encoder (40)"""
+    vision_num_heads: Annotated[int | None, Flag(name="vision_heads")] = None
+    """attention heads of the vision encoder (2)"""
+    vocab_size: Annotated[int, Flag(name="vocab")] = 2000
+    """tokens in the vocabulary; the tokenizer is trained to fill it, and rows that it leaves are never used"""
+    max_position_embeddings: int = 4096
+    """tokens that the model can read; scaled rotary embeddings are stretched to it"""
 
     def resolved(self, family: DemoFamily) -> ModelSizes:
         """Fill in what the family or the other numbers decide."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         ffn = _first(self.ffn_hidden_size, 3 * hidden)
-        filled = replace(
-            self,
-            ffn_hidden_size=ffn,
-            num_query_groups=_first(self.num_query_groups, heads if family.has_latent_attention else 2),
-            head_dim=_first(self.head_dim, hidden // max(1, heads) * (2 if family.wide_heads else 1)),
-            tie_word_embeddings=_first(self.tie_word_embeddings, family.tie_word_embeddings),
-        )
+        found: dict[str, Any] = {
+            "ffn_hidden_size": ffn,
+            "num_query_groups": heads if family.has_latent_attention else 2,
+            "head_dim": hidden // max(1, heads) * (2 if family.wide_heads else 1),
+            "tie_word_embeddings": family.tie_word_embeddings,
+        }
         if family.vision is not None:
-            filled = replace(
-                filled,
-                vision_num_layers=_first(self.vision_num_layers, 4),
-                vision_hidden_size=_first(self.vision_hidden_size, 40),
-                vision_num_heads=_first(self.vision_num_heads, 2),
-            )
-        if not family.has_experts:
-            return filled
-        of_one = hidden if family.vision is None else hidden * 3 // 4
-        if family.model_type in ("mixtral", "minimax_m2"):  # they have no other feed-forward
-            of_one = ffn
-        return replace(
-            filled,
-            num_experts=_first(self.num_experts, 8),
-            router_topk=_first(self.router_topk, 2),
-            moe_ffn_hidden_size=_first(self.moe_ffn_hidden_size, of_one),
-        )
+            found |= {"vision_num_layers": 4, "vision_hidden_size": 40, "vision_num_heads": 2}
+        if family.has_experts:
+            of_one = hidden if family.vision is None else hidden * 3 // 4
+            if family.model_type in ("mixtral", "minimax_m2"):  # they have no other feed-forward
+                of_one = ffn
+            found |= {"num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": of_one}
+        return self.model_copy(update={name: _first(getattr(self, name), value) for name, value in found.items()})
 
 
 def _first(given: Any, default: Any) -> Any:

@@ -1,12 +1,12 @@
-"""GPUs as their driver tells of them: number, driver, errors, throttling, memory that others hold, links."""
+"""GPUs as their driver reports them: number, driver, errors, throttling, memory that others hold, links."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import partial
 
-from megatune.doctor.check import Check, Verdict
+from megatune.doctor.check import Check, Verdict, check
 from megatune.launch.devices import nvidia_smi
 
 _FIELDS = (
@@ -17,20 +17,7 @@ _FIELDS = (
 # among them, since a GPU under load is at its power limit.
 _THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 _HELD_BY_OTHERS = 2 * 1024  # MiB: more than a context
-
-
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    index: str
-    name: str
-    driver: str
-    total: str
-    used: str
-    capability: str
-    temperature: str
-    errors: str
-    throttle: str
-    mig: str
+_check = partial(check, "gpu")
 
 
 def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
@@ -45,94 +32,60 @@ def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
         yield Check("gpu", "GPUs", Verdict.SKIP, "nvidia-smi is not here, or fails: ranks compute on the CPU")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    found = [_Gpu(*row) for row in rows if len(row) == len(_FIELDS)]
-    yield _number(found, wanted)
+    found = [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    names = sorted({gpu["name"] for gpu in found})
+    text = f"{len(found)} × {', '.join(names)}, driver {found[0]['driver_version']}" if found else "none"
+    if len(found) < wanted:
+        yield _check("GPUs", text, False, f"{wanted} processes need one each", f"num_processes: {len(found)}")
+    else:
+        why = "a step takes as long as on the slowest"
+        yield _check("GPUs", text, len(names) < 2, why, "CUDA_VISIBLE_DEVICES", Verdict.WARN)
     for gpu in found:
         yield from _state(gpu)
-    if bf16 and (
-        old := [gpu.name for gpu in found if gpu.capability.replace(".", "").isdigit() and float(gpu.capability) < 8]
-    ):
+    old = [gpu["name"] for gpu in found if (capability := _number(gpu["compute_cap"])) and capability < 8]
+    if bf16 and old:
         why = "bfloat16 is emulated before compute capability 8.0"
-        yield Check("gpu", "bf16", Verdict.WARN, old[0], why, "fp16: true")
+        yield _check("bf16", old[0], False, why, "fp16: true", Verdict.WARN)
     yield from _links()
 
 
-def _number(found: list[_Gpu], wanted: int) -> Check:
-    names = sorted({gpu.name for gpu in found})
-    text = f"{len(found)} × {', '.join(names)}, driver {found[0].driver}" if found else "none"
-    if len(found) < wanted:
-        return Check(
-            "gpu", "GPUs", Verdict.FAIL, text, f"{wanted} processes need one each", f"num_processes: {len(found)}"
-        )
-    if len(names) > 1:
-        return Check(
-            "gpu", "GPUs", Verdict.WARN, text, "a step takes as long as on the slowest", "CUDA_VISIBLE_DEVICES"
-        )
-    return Check("gpu", "GPUs", Verdict.PASS, text)
+def _state(gpu: Mapping[str, str]) -> Iterator[Check]:
+    name, used, heat = f"GPU {gpu['index']}", gpu["memory.used"], gpu["temperature.gpu"]
+    memory = f"{used} of {gpu['memory.total']} MiB"
+    errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+    reasons = [text for bit, text in _THROTTLED.items() if int(_number(gpu["clocks_throttle_reasons.active"])) & bit]
+    why, fix = (
+        "its memory returned wrong values since the driver was loaded",
+        "reset or drain it: `nvidia-smi -q -d ECC`",
+    )
+    checks = [
+        _check(name, f"{errors:.0f} uncorrected ECC errors", not errors, why, fix),
+        _check(name, f"{memory} are in use", _number(used) <= _HELD_BY_OTHERS, "the run will have that much less",
+               "`nvidia-smi` names the processes: end them", Verdict.WARN),
+        _check(name, f"{', '.join(reasons)} at {heat} °C", not reasons,
+               "it computes at lower clocks, and all others wait for it", "check its cooling and power", Verdict.WARN),
+        _check(name, "MIG is on", gpu["mig.mode.current"] != "Enabled",
+               "a process sees a slice of it, and slices cannot communicate over NVLink", "nvidia-smi -mig 0",
+               Verdict.WARN),
+    ]  # fmt: skip
+    wrong = [each for each in checks if each.verdict is not Verdict.PASS]
+    yield from wrong or [_check(name, f"{memory} in use, {heat} °C")]
 
 
-def _state(gpu: _Gpu) -> Iterator[Check]:
-    name, checks = f"GPU {gpu.index}", []
-    if gpu.errors.isdigit() and int(gpu.errors):
-        why = "its memory returned wrong values since the driver was loaded"
-        checks.append(
-            (
-                Verdict.FAIL,
-                f"{gpu.errors} uncorrected ECC errors",
-                why,
-                "reset or drain it, and look at `nvidia-smi -q -d ECC`",
-            )
-        )
-    if gpu.used.isdigit() and int(gpu.used) > _HELD_BY_OTHERS:
-        why = "the run will have that much less"
-        checks.append(
-            (
-                Verdict.WARN,
-                f"{gpu.used} of {gpu.total} MiB are in use",
-                why,
-                "`nvidia-smi` names the processes: end them",
-            )
-        )
-    reasons = [text for bit, text in _THROTTLED.items() if _bits(gpu.throttle) & bit]
-    if reasons:
-        why = "it computes at lower clocks, and all others wait for it"
-        checks.append(
-            (Verdict.WARN, f"{', '.join(reasons)} at {gpu.temperature} °C", why, "look at its cooling and power")
-        )
-    if gpu.mig == "Enabled":
-        checks.append(
-            (
-                Verdict.WARN,
-                "MIG is on",
-                "a process sees a slice of it, and slices cannot communicate over NVLink",
-                "nvidia-smi -mig 0",
-            )
-        )
-    for verdict, found, why, fix in checks:
-        yield Check("gpu", name, verdict, found, why, fix)
-    if not checks:
-        yield Check("gpu", name, Verdict.PASS, f"{gpu.used} of {gpu.total} MiB in use, {gpu.temperature} °C")
-
-
-def _bits(text: str) -> int:
+def _number(text: str) -> float:
+    """Return a number that nvidia-smi prints, 0x... included; 0 for [N/A]."""
     try:
-        return int(text, 16)
+        return int(text, 16) if text.startswith("0x") else float(text)
     except ValueError:
         return 0
 
 
 def _links() -> Iterator[Check]:
-    """How GPUs reach each other: NVLink (NV18), a switch of PCIe (PIX, PXB), or the processors (PHB, NODE, SYS)."""
-    table = nvidia_smi("topo", "-m")
-    kinds = re.findall(
-        r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(re.findall(r"^GPU\d+.*$", table or "", re.MULTILINE))
-    )
-    if not kinds:
-        return
-    found = ", ".join(f"{kind} ({kinds.count(kind) // 2})" for kind in sorted(set(kinds)))
-    if "SYS" in kinds or "NODE" in kinds:
+    """Check how GPUs reach each other: NVLink (NV18), a switch of PCIe (PIX, PXB), the processors (PHB, NODE, SYS)."""
+    rows = re.findall(r"^GPU\d+.*$", nvidia_smi("topo", "-m") or "", re.MULTILINE)
+    kinds = re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(rows))
+    if kinds:
+        found = ", ".join(f"{kind} ({kinds.count(kind) // 2})" for kind in sorted(set(kinds)))
         why = "pairs of GPUs communicate over the link between the CPUs, at a fraction of NVLink's rate"
         fix = "tensor_model_parallel_size within GPUs that NVLink joins, or 1"
-        yield Check("gpu", "links", Verdict.WARN, found, why, fix)
-    else:
-        yield Check("gpu", "links", Verdict.PASS, found)
+        yield _check("links", found, not {"SYS", "NODE"} & set(kinds), why, fix, Verdict.WARN)

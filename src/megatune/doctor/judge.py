@@ -1,17 +1,19 @@
-"""What measurements of all ranks say: which rank, link or machine stands out from the others."""
+"""Compares the measurements of all ranks: which rank, link or machine is slower than or different from the others."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatune.doctor.check import Check, Verdict
+from megatune.doctor.check import Check, Verdict, check
 
 if TYPE_CHECKING:
     from megatune.doctor.ranks import Measured
 
+_check = partial(check, "ranks")
 CLOCK_SECONDS = 1.0
 SLOWER = 0.5  # of the median: less stands out
 
@@ -35,26 +37,20 @@ def judge(measured: Sequence[Measured]) -> list[Check]:
 def _versions(measured: Sequence[Measured]) -> Check:
     first, differing = measured[0], []
     for name, version in first.versions.items():
-        others = {
-            _name(one, measured): one.versions.get(name, "none")
-            for one in measured
-            if one.versions.get(name) != version
-        }
+        others = {_name(one, measured): one.versions.get(name, "none") for one in measured}
         differing += [
-            f"{name} {version} on {_name(first, measured)}, {other} on {host}" for host, other in others.items()
+            f"{name} {version} on {_name(first, measured)}, {other} on {host}"
+            for host, other in others.items()
+            if other != version
         ]
-    if not differing:
-        return Check("ranks", "versions", Verdict.PASS, f"the same on all {len(measured)} ranks")
+    found = "; ".join(differing) or f"the same on all {len(measured)} ranks"
     why = "ranks with different versions compute different numbers, or wait for each other forever"
-    return Check("ranks", "versions", Verdict.FAIL, "; ".join(differing), why, "one environment on all machines")
+    return _check("versions", found, not differing, why, "one environment on all machines")
 
 
 def _hosts(measured: Sequence[Measured]) -> list[Measured]:
     """Return the first rank of each machine."""
-    found: dict[int, Measured] = {}
-    for one in measured:
-        found.setdefault(one.node, one)
-    return list(found.values())
+    return list({one.node: one for one in reversed(measured)}.values())[::-1]
 
 
 def _name(one: Measured, measured: Sequence[Measured]) -> str:
@@ -68,22 +64,17 @@ def _clocks(measured: Sequence[Measured]) -> Iterator[Check]:
     if len(hosts) < 2:
         return
     middle = statistics.median(one.clock for one in hosts)
-    wrong = [one for one in hosts if abs(one.clock - middle) > CLOCK_SECONDS]
-    widest = max(abs(one.clock - middle) for one in hosts)
+    apart = {one.node: one.clock - middle for one in hosts}
+    wrong = [one for one in hosts if abs(apart[one.node]) > CLOCK_SECONDS]
+    why, fix = (
+        "logs, heartbeats and files of the machines cannot be put in order",
+        "synchronise it: chronyc makestep, or ntpd",
+    )
     for one in wrong:
-        found = f"{one.clock - middle:+.1f} s from the other machines'"
-        why = "logs, heartbeats and files of the machines cannot be put in order"
-        yield Check(
-            "ranks",
-            "clock",
-            Verdict.WARN,
-            found,
-            why,
-            "synchronise it: chronyc makestep, or ntpd",
-            _name(one, measured),
-        )
+        found = f"{apart[one.node]:+.1f} s from the other machines'"
+        yield Check("ranks", "clock", Verdict.WARN, found, why, fix, _name(one, measured))
     if not wrong:
-        yield Check("ranks", "clocks", Verdict.PASS, f"{len(hosts)} machines, at most {widest:.2f} s apart")
+        yield _check("clocks", f"{len(hosts)} machines, at most {max(map(abs, apart.values())):.2f} s apart")
 
 
 def _shared(measured: Sequence[Measured]) -> Iterator[Check]:
@@ -91,80 +82,65 @@ def _shared(measured: Sequence[Measured]) -> Iterator[Check]:
     if len(hosts) < 2 or hosts[0].shared is None:
         return
     blind = [_name(one, measured) for one in hosts if one.shared == math.inf]
+    why = "a checkpoint would be in parts on several machines, and none could be resumed"
+    fix = "an absolute output_dir on a file system that all machines share"
     for host in blind:
         found = f"{host} does not see what {_name(hosts[0], measured)} writes"
-        why = "a checkpoint would be in parts on several machines, and none could be resumed"
-        yield Check(
-            "ranks",
-            "output_dir",
-            Verdict.FAIL,
-            found,
-            why,
-            "an absolute output_dir on a file system that all machines share",
-            host,
-        )
+        yield Check("ranks", "output_dir", Verdict.FAIL, found, why, fix, host)
     if not blind:
         slowest = max(one.shared or 0.0 for one in hosts)
-        yield Check(
-            "ranks", "output_dir", Verdict.PASS, f"all {len(hosts)} machines see a new file after {slowest:.1f} s"
-        )
+        yield _check("output_dir", f"all {len(hosts)} machines see a new file after {slowest:.1f} s")
 
 
 def _speeds(measured: Sequence[Measured]) -> Iterator[Check]:
-    middle = statistics.median(one.flops for one in measured)
+    rates = [one.flops for one in measured]
+    middle = statistics.median(rates)
     slow = [one for one in measured if one.flops < SLOWER * middle]
+    why, fix = (
+        "every step waits for the slowest rank",
+        "look for other processes, throttling, or a limit of its container",
+    )
     for one in slow:
         found = f"{_flops(one.flops)}, the median of the ranks has {_flops(middle)}"
-        why = "every step waits for the slowest rank"
-        fix = "look for other processes, throttling, or a limit of its container"
         yield Check("ranks", f"matrix product of rank {one.rank}", Verdict.WARN, found, why, fix, _name(one, measured))
     if not slow:
-        rates = [one.flops for one in measured]
         found = f"{_flops(min(rates))} to {_flops(max(rates))} a rank" if len(rates) > 1 else _flops(rates[0])
-        yield Check("ranks", "matrix product", Verdict.PASS, found)
+        yield _check("matrix product", found)
 
 
 def _links(measured: Sequence[Measured]) -> Iterator[Check]:
-    """Links of a machine and links between machines are judged apart."""
-    pairs = [(measured[one.rank - 1], one) for one in measured if one.link is not None]
-    kinds = {"inside a machine": True, "between machines": False}
-    for kind, inside in kinds.items():
-        links = [(before, one) for before, one in pairs if (before.node == one.node) is inside]
+    """Compare links inside a machine and links between machines separately."""
+    why = "collectives of all ranks run at the rate of their slowest link"
+    fix = "its cable, port and interface; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME where a wrong one was chosen"
+    for kind, inside in (("inside a machine", True), ("between machines", False)):
+        links = {
+            (measured[one.rank - 1].rank, one.rank): one.link
+            for one in measured
+            if one.link is not None and (measured[one.rank - 1].node == one.node) is inside
+        }
         if not links:
             continue
-        rates = [one.link or 0.0 for _, one in links]
-        middle = statistics.median(rates)
-        slow = [(before, one) for before, one in links if (one.link or 0.0) < SLOWER * middle]
-        for before, one in slow:
-            found = f"{_rate(one.link or 0.0)}, the median {kind} is {_rate(middle)}"
-            why = "collectives of all ranks run at the rate of their slowest link"
-            fix = "its cable, port and interface; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME where a wrong one was chosen"
-            yield Check(
-                "ranks", f"link from rank {before.rank} to rank {one.rank}", Verdict.WARN, found, why, fix, one.host
-            )
+        middle = statistics.median(links.values())
+        slow = {pair: rate for pair, rate in links.items() if rate < SLOWER * middle}
+        for (before, rank), rate in slow.items():
+            found = f"{_rate(rate)}, the median {kind} is {_rate(middle)}"
+            name = f"link from rank {before} to rank {rank}"
+            yield Check("ranks", name, Verdict.WARN, found, why, fix, measured[rank].host)
         if not slow:
-            yield Check(
-                "ranks", f"links {kind}", Verdict.PASS, f"{len(links)} of {_rate(min(rates))} to {_rate(max(rates))}"
-            )
+            found = f"{len(links)} of {_rate(min(links.values()))} to {_rate(max(links.values()))}"
+            yield _check(f"links {kind}", found)
 
 
 def _collectives(measured: Sequence[Measured]) -> Iterator[Check]:
+    why = "the numbers of a run would be wrong without any message"
+    fix = "another driver or network plugin; NCCL_P2P_DISABLE=1 shows which"
     for name in measured[0].collectives:
         wrong = [one.rank for one in measured if not one.collectives[name][1]]
-        if wrong:
-            why = "the numbers of a run would be wrong without any message"
-            found = f"wrong values on ranks {', '.join(map(str, wrong))}"
-            yield Check(
-                "ranks",
-                name,
-                Verdict.FAIL,
-                found,
-                why,
-                "another driver or network plugin; NCCL_P2P_DISABLE=1 shows which",
-            )
-        else:
-            slowest = min(one.collectives[name][0] for one in measured)
-            yield Check("ranks", name, Verdict.PASS, f"{_rate(slowest)} over {len(measured)} ranks, values right")
+        slowest = min(one.collectives[name][0] for one in measured)
+        found = f"{_rate(slowest)} over {len(measured)} ranks, values right"
+        yield _check(
+            name, f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else found, not wrong, why, fix
+        )
 
 
 def _flops(rate: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.doctor.check import Check, Verdict
+from megatune.doctor.check import Check, check, failures
 from megatune.errors import MegatuneError
 from megatune.training.before import check_before
 from megatune.training.room import Room
@@ -55,34 +55,17 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
     timeout = min(settings.run.ddp_timeout, MEETING_SECONDS)
     if not whole:
         return Needs(timeout=timeout)
-    architecture, hubs = None, tuple(_hubs(settings))
-    checks = []
+    architecture, hubs, checks = None, tuple(_hubs(settings)), []
     if settings.model.model_name_or_path and not hubs:
         try:
             architecture = _architecture(settings)
         except MegatuneError as error:
-            checks += [
-                Check("settings", each.where or "model", Verdict.FAIL, each.what, each.why, each.fix)
-                for each in error.findings
-            ]
+            checks += failures("model", error.findings)
     findings = loaded.check(architecture, world_size)
-    findings += [
-        each
-        for error in check_before(settings, loaded.invalid, world_size=world_size).errors
-        for each in error.findings
-    ]
-    checks += [
-        Check("settings", each.where or "settings", Verdict.FAIL, each.what, each.why, each.fix) for each in findings
-    ]
-    if not checks:
-        checks = [
-            Check(
-                "settings",
-                "settings",
-                Verdict.PASS,
-                "valid for this layout and model; data, weights and folders are there",
-            )
-        ]
+    for each in check_before(settings, loaded.invalid, world_size=world_size).errors:
+        findings += each.findings
+    checks = [replace(each, group="settings") for each in [*checks, *failures("settings", findings)]]
+    found = "valid for this layout and model; data, weights and folders are there"
     return Needs(
         output_dir=Path(settings.run.output_dir) if settings.run.output_dir else None,
         timeout=timeout,
@@ -91,7 +74,7 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
         tensor_parallel=settings.parallel.tensor_model_parallel_size > 1,
         room=Room.of(settings, architecture),
         hubs=hubs,
-        checks=tuple(checks),
+        checks=tuple(checks or [check("settings", "settings", found)]),
     )
 
 

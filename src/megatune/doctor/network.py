@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from megatune.doctor.check import Check, Verdict
+from megatune.doctor.check import Check, Verdict, check
 from megatune.hub.repository import Hub
 from megatune.hub.upload import endpoint
 
 _CONNECT_SECONDS = 5.0
+_check = partial(check, "network")
 
 
 def network(address: str, port: int, *, first: bool, several: bool) -> Iterator[Check]:
@@ -39,23 +41,20 @@ def _own_name(several: bool) -> Check:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
+        fix = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
         why, verdict = f"{error}: gloo listens at the address of this name", Verdict.FAIL if several else Verdict.WARN
-        return Check("network", "own name", verdict, name, why, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
-    if several and address.startswith("127."):
-        why = "other machines would get an address that leads back to themselves"
-        fix = f"the machine's address for {name} in /etc/hosts, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        return Check("network", "own name", Verdict.FAIL, f"{name} is {address}", why, fix)
-    return Check("network", "own name", Verdict.PASS, f"{name} is {address}")
+        return _check("own name", name, False, why, fix, verdict)
+    why = "other machines would get an address that leads back to themselves"
+    fix = f"the machine's address for {name} in /etc/hosts, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    return _check("own name", f"{name} is {address}", not (several and address.startswith("127.")), why, fix)
 
 
 def _resolves(address: str) -> Check:
     try:
         found = sorted({str(info[4][0]) for info in socket.getaddrinfo(address, None)})
     except OSError as error:
-        return Check(
-            "network", "MASTER_ADDR", Verdict.FAIL, address, str(error), "the address of the machine of rank 0"
-        )
-    return Check("network", "MASTER_ADDR", Verdict.PASS, f"{address} is {', '.join(found)}")
+        return _check("MASTER_ADDR", address, False, str(error), "the address of the machine of rank 0")
+    return _check("MASTER_ADDR", f"{address} is {', '.join(found)}")
 
 
 def _port(port: int) -> Check:
@@ -66,39 +65,27 @@ def _port(port: int) -> Check:
         ensure_port_free(port)
     except MegatuneError as error:
         finding = error.findings[0]
-        return Check("network", f"port {port}", Verdict.FAIL, finding.what, finding.why, finding.fix)
-    return Check("network", f"port {port}", Verdict.PASS, "free")
+        return _check(f"port {port}", finding.what, False, finding.why, finding.fix)
+    return _check(f"port {port}", "free")
 
 
 def _interfaces(env: Mapping[str, str]) -> Iterator[Check]:
-    """Interfaces that variables name must be there; NCCL's may be prefixes, with ^ or = before them."""
+    """Check that interfaces named by variables are there; NCCL's may be prefixes, with ^ or = before them."""
     there = psutil.net_if_addrs()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = env.get(name, "")
-        wanted = [part for part in value.lstrip("^=").split(",") if part]
-        missing = [part for part in wanted if not any(each.startswith(part) for each in there)]
-        if missing and not value.startswith("^"):
+        if value := env.get(name, ""):
+            wanted = [part for part in value.lstrip("^=").split(",") if part]
+            found = all(any(each.startswith(part) for each in there) for part in wanted)
             why = f"this machine has {', '.join(sorted(there))}"
-            yield Check("network", name, Verdict.FAIL, value, why, f"unset it, or {name}=one of them")
-        elif value:
-            yield Check("network", name, Verdict.PASS, value)
+            yield _check(name, value, found or value.startswith("^"), why, f"unset it, or {name}=one of them")
 
 
 def _infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
     """Check the state of each port of InfiniBand: "4: ACTIVE"."""
+    why, fix = "NCCL leaves it out: machines communicate at a lower rate", "its cable, or the subnet manager"
     for state in sorted(root.glob("*/ports/*/state")):
         name, text = f"{state.parts[-4]} port {state.parts[-2]}", state.read_text().strip()
-        if text.endswith("ACTIVE"):
-            yield Check("network", name, Verdict.PASS, text)
-        else:
-            yield Check(
-                "network",
-                name,
-                Verdict.WARN,
-                text,
-                "NCCL leaves it out: machines communicate at a lower rate",
-                "its cable, or the subnet manager",
-            )
+        yield _check(name, text, text.endswith("ACTIVE"), why, fix, Verdict.WARN)
 
 
 def hub(kind: Hub, what: str) -> Check:
@@ -111,13 +98,6 @@ def hub(kind: Hub, what: str) -> Check:
     try:
         socket.create_connection((host, int(port or 443)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        why = f"{what} lies there: {error}"
-        return Check(
-            "network",
-            host,
-            Verdict.FAIL,
-            "does not answer",
-            why,
-            "a proxy (https_proxy), a mirror (HF_ENDPOINT), or a local folder",
-        )
-    return Check("network", host, Verdict.PASS, f"answers, for {what}")
+        fix = "a proxy (https_proxy), a mirror (HF_ENDPOINT), or a local folder"
+        return _check(host, "does not answer", False, f"{what} lies there: {error}", fix)
+    return _check(host, f"answers, for {what}")

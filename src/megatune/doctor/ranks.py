@@ -55,13 +55,13 @@ class Measured:
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Look with all other ranks, and leave rank 0's report in the file payload["report"], as JSON."""
-    checks = look(context, payload)
+    """Check with all other ranks, and leave rank 0's report in the file payload["report"], as JSON."""
+    checks = check_together(context, payload)
     if context.rank == 0:
         Path(payload["report"]).write_text(as_json(checks))
 
 
-def look(context: RankContext, payload: dict[str, Any]) -> list[Check]:
+def check_together(context: RankContext, payload: dict[str, Any]) -> list[Check]:
     """Return what the machines found and what all ranks measured together, the same on every rank.
 
     Args:
@@ -72,7 +72,8 @@ def look(context: RankContext, payload: dict[str, Any]) -> list[Check]:
         MegatuneError: UNAVAILABLE, where ranks do not meet.
     """
     seconds, where = payload["timeout"], (context.master_addr, context.master_port)
-    context.beat("meet", 0, limit=2 * seconds)
+    # Longer than the ranks wait for each other, so that their own message says who is missing.
+    context.beat("meet", 0, limit=seconds + 60)
     groups.join(context.rank, context.world_size, context.local_rank, *where, timeout=seconds)
     try:
         context.beat("measure", 0)
@@ -151,7 +152,7 @@ def _link() -> float | None:
 
 
 def _collectives() -> dict[str, tuple[float, bool]]:
-    """Time all-reduce and all-to-all over all ranks, and look at what they return."""
+    """Time all-reduce and all-to-all over all ranks, and check what they return."""
     size = torch.distributed.get_world_size()
     if size == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Looks at this machine, then has all ranks look together."""
+"""Checks this machine, then has all ranks check together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatune.launch.world import RankEnv, World
 
 
 def machine_checks(needs: Needs, place: World | RankEnv) -> list[Check]:
-    """Look at this machine, which the caller is a process of.
+    """Check this machine, which the caller is a process of.
 
     Args:
         place: the ranks to start here, or this process's among those that torchrun started.
@@ -46,8 +46,8 @@ def machine_checks(needs: Needs, place: World | RankEnv) -> list[Check]:
     return [replace(check, host=host) for check in checks]
 
 
-def look_started(needs: Needs, world: World) -> list[Check]:
-    """Look at this machine, start its ranks, and return all checks on the first machine, this one's on others."""
+def check_started(needs: Needs, world: World) -> list[Check]:
+    """Check this machine, start its ranks, and return all checks on the first machine, this one's on others."""
     own = machine_checks(needs, world)
     if any(check.name == f"port {world.master_port}" and check.verdict is Verdict.FAIL for check in own):
         return [*own, Check("ranks", "ranks", Verdict.SKIP, "not started: their port is taken")]
@@ -62,16 +62,16 @@ def look_started(needs: Needs, world: World) -> list[Check]:
         return from_json(report.read_text()) if report.is_file() else own
 
 
-def look_joined(needs: Needs, place: RankEnv) -> list[Check]:
-    """Look as one of torchrun's processes; returns the same checks in all of them.
+def check_joined(needs: Needs, place: RankEnv) -> list[Check]:
+    """Check as one of torchrun's processes; return the same checks in all of them.
 
     Raises:
         MegatuneError: UNAVAILABLE, where ranks do not meet.
     """
-    from megatune.doctor.ranks import look
+    from megatune.doctor.ranks import check_together
 
     own = machine_checks(needs, place) if place.local_rank == 0 else []
     output_dir = needs.output_dir and needs.output_dir.absolute()
     with tempfile.TemporaryDirectory(prefix="megatune-doctor-") as name:
         payload = {"checks": own, "output_dir": output_dir, "timeout": needs.timeout}
-        return look(RankContext(place, Path(name)), payload)
+        return check_together(RankContext(place, Path(name)), payload)

@@ -11,7 +11,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatune.doctor.check import Check, Verdict
+from megatune.doctor.check import Check, Verdict, check
 
 _IMPORT_SECONDS = 120.0
 # Compiled against one version of torch; nothing here needs them, but Transformers and vLLM import them where they are.
@@ -35,9 +35,7 @@ def _python() -> Check:
     wanted = metadata.metadata("megatune")["Requires-Python"] if _version("megatune") else None
     found = f"{platform.python_version()}, {platform.system()} {platform.release()}"
     fits = wanted is None or Requirement(f"python{wanted}").specifier.contains(platform.python_version())
-    if fits:
-        return Check("software", "Python", Verdict.PASS, found)
-    return Check("software", "Python", Verdict.FAIL, found, f"megatune is tested with {wanted}", f"Python {wanted}")
+    return check("software", "Python", found, fits, f"megatune is tested with {wanted}", f"Python {wanted}")
 
 
 def _declared() -> Iterator[Check]:
@@ -62,7 +60,7 @@ def _declared() -> Iterator[Check]:
         yield Check("software", requirement.name, Verdict.FAIL, found, why, fix)
     if not wrong:
         shown = ", ".join(f"{name} {version}" for name, version in list(versions().items())[1:5])
-        yield Check("software", "packages", Verdict.PASS, shown)
+        yield check("software", "packages", shown)
 
 
 def _compiled() -> Iterator[Check]:
@@ -77,7 +75,7 @@ def _compiled() -> Iterator[Check]:
             why = f"its import takes more than {_IMPORT_SECONDS:.0f} s"
         else:
             if done.returncode == 0:
-                yield Check("software", package, Verdict.PASS, version)
+                yield check("software", package, version)
                 continue
             why = (done.stderr.strip().splitlines() or [f"its import ended with {done.returncode}"])[-1]
         if "undefined symbol" in why:

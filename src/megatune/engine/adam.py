@@ -29,6 +29,7 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         betas: decay of the running averages of the gradient and of its square.
         adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
+        capturable: always false; newer versions of Megatron-Core pass it, for an optimizer in a CUDA graph.
         exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
         holds_masters: parameters are the model's own, of whatever dtype.
         host_fraction: with `holds_masters` the share of the elements whose state, master weights among it, is in the
@@ -43,12 +44,14 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         holds_masters: bool = False,
         host_fraction: float = 0.0,
     ) -> None:
         assert adam_w_mode, "weight decay is decoupled"
+        assert not capturable, "steps are counted on the host"
         assert holds_masters or not host_fraction, "a gradient is where its parameter is, unless it is decoupled"
         self.state_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.holds_masters, self.host_fraction = holds_masters, host_fraction

@@ -19,6 +19,8 @@ import psutil
 import torch
 import torch.utils._device
 
+from megatune.errors import ExitCode, Finding, MegatuneError
+
 # Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_GPU = torch.cuda.is_available()
@@ -35,10 +37,47 @@ def current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 
 
+def require_gpus(num_gpus: int) -> None:
+    """Refuse to compute on the CPU of a machine that shows GPUs.
+
+    Args:
+        num_gpus: that this machine shows (`launch.devices.count_gpus`), without torch.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, with what keeps torch from them.
+    """
+    if num_gpus and not HAS_GPU:
+        raise _unusable(f"this machine shows {num_gpus} GPU{'s' * (num_gpus > 1)}, and torch can use none", _obstacle())
+
+
+def _obstacle() -> str:
+    """Return why torch has no GPU, in its own words where it has some."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build for CPUs"
+    try:
+        torch._C._cuda_init()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+
+
+def _unusable(what: str, why: str) -> MegatuneError:
+    build = f"a build of torch for CUDA {torch.version.cuda}" if torch.version.cuda else "a build of torch for CUDA"
+    fix = f"install {build} and a driver that is new enough for it, or write use_cpu: true to train on the CPU"
+    return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.UNAVAILABLE)
+
+
 def select(local_rank: int) -> None:
-    """Bind this process to its GPU. Must run before any tensor is made."""
+    """Bind this process to its GPU. Must run before any tensor is made.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, where CUDA does not start: the driver may be too old for this build of torch.
+    """
     if HAS_GPU:
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        try:
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        except RuntimeError as error:
+            raise _unusable("torch cannot use this machine's GPUs", str(error).splitlines()[0]) from error
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
@@ -89,6 +128,16 @@ def peak_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     memory = psutil.Process().memory_info()
     return int(getattr(memory, "peak_wset", 0) or _resident_peak() or memory.rss)
+
+
+def memory_overhead_bytes() -> int:
+    """Return bytes of the GPU in use beyond tensors: its context, communication libraries, and what the allocator keeps
+    at its peak beyond the tensors' peak. 0 on a CPU, where `memory_bytes` counts all."""
+    if not HAS_GPU:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return outside + torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def memory_in_gib() -> dict[str, float]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.engine import patches
 from megatune.engine.weights import named_weights
 from megatune.families.selection import Selection
 from megatune.families.trained import first_trained_layer, is_trained
@@ -43,14 +41,3 @@ def without_gradient(hidden_states: Tensor) -> Tensor:
     """Cut the graph at what a stage received. The schedule sends a gradient back all the same: zeros."""
     hidden_states.grad = torch.zeros_like(hidden_states)
     return hidden_states.detach()
-
-
-def install() -> None:
-    """Patch Megatron-Core's recomputation, which would compute what has no gradient as in an evaluation."""
-    patches.replace("megatron.core.tensor_parallel", checkpoint=_checkpoint)
-
-
-def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
-    if any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        return random.checkpoint(function, distribute_saved_activations, *args)
-    return function(*args)

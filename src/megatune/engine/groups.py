@@ -231,7 +231,12 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout:
     global _store
     _store = store
     limit = datetime.timedelta(seconds=timeout)
-    torch.distributed.init_process_group(device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
+    # Bound to the device, NCCL connects now, so that what keeps ranks from it shows here; Megatron-Core's groups are
+    # then parts of this one.
+    own = device.current() if device.HAS_GPU else None
+    torch.distributed.init_process_group(
+        device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=own
+    )
 
 
 def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoordinates:
@@ -248,6 +253,7 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoord
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         distributed_timeout_minutes=max(1, int(timeout // 60)),
+        create_gloo_process_groups=False,  # for checkpoints of its own, which nobody writes here
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -291,19 +297,6 @@ def gather(value: T) -> list[T]:
     return box
 
 
-def gather_rows(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Return every data-parallel rank's rows [n, ...], by rank; n may differ. No gradient."""
-    group = data_parallel_group()
-    sizes = [torch.empty(1, dtype=torch.int64, device=mine.device) for _ in range(group.size())]
-    torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
-    numbers = torch.cat(sizes).tolist()
-    padded = mine.new_zeros(max(numbers), *mine.shape[1:])
-    padded[: len(mine)] = mine
-    found = [torch.empty_like(padded) for _ in numbers]
-    torch.distributed.all_gather(found, padded, group=group)
-    return [rows[:number] for rows, number in zip(found, numbers, strict=True)]
-
-
 def total(number: int) -> int:
     """Return the sum of every rank's number, on every rank."""
     box = torch.tensor(number, device=torch.cuda.current_device())
@@ -333,9 +326,14 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
-def leave() -> None:
-    """Take the groups down, so that the process can end or build other ones."""
+def unbuild() -> None:
+    """Take the layout's groups down, so that `build` can build them again."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def leave() -> None:
+    """Take the groups down, so that the process can end or build other ones."""
+    unbuild()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import random, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
-from megatune.engine import device, frozen, patches
+from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
-from megatune.engine.layers import gradient_accumulation
 from megatune.engine.layers.attention.choice import require
 from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer
-from megatune.engine.layers.feed_forward import install_swiglu
 from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
@@ -34,6 +30,7 @@ from megatune.engine.layers.rotary import (
 from megatune.engine.layers.score import Score
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
+from megatune.engine.patches import model as patches
 from megatune.engine.sequences import Pictures, Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
@@ -227,13 +224,11 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     Args:
         trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
-    _patch_recomputation()
     require(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
-    if performance.bias_activation_fusion:
-        install_swiglu()
-    if performance.gradient_accumulation_fusion:
-        gradient_accumulation.install()
+    patches.install(
+        swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion
+    )
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
@@ -263,17 +258,6 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     ]
     _set_overlaps(config, model)
     return model
-
-
-def _patch_recomputation() -> None:
-    """Define names of Transformer Engine's that the recomputation of single modules uses, in fp8 or not."""
-    frozen.install()
-    patches.define(
-        random.__name__,
-        FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
-        activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
-        fp8_autocast=lambda **unused: contextlib.nullcontext(),
-    )
 
 
 def _free_parameters(chunk: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from megatune.engine.optimizer import Optimizer, state_tensors
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
+_SMALL_BYTES = 2**20
 
 
 class Offload:
@@ -34,7 +35,7 @@ class Offload:
     def __init__(self, model: Sequence[Chunk], optimizer: Optimizer | None = None) -> None:
         self._model, self._optimizer = list(model), optimizer
         # Of each part what was emptied: the storage, its bytes, and their copy; None where its content is not kept.
-        self._emptied: dict[Part, list[tuple[UntypedStorage, int, Tensor | None]]] = {}
+        self._emptied: dict[Part, list[tuple[UntypedStorage, int, list[Tensor] | None]]] = {}
 
     @property
     def away(self) -> Collection[Part]:
@@ -69,10 +70,12 @@ class Offload:
         for part in parts:
             for storage, num_bytes, copy in self._emptied.pop(part, []):
                 storage.resize_(num_bytes)
+                content = _bytes_of(storage)
                 if copy is None:
-                    _bytes_of(storage).zero_()
+                    content.zero_()
                 else:
-                    _bytes_of(storage).copy_(copy, non_blocking=True)
+                    for piece, kept in zip(content.split(list(map(len, copy))), copy, strict=True):
+                        piece.copy_(kept, non_blocking=True)
                 moved += num_bytes
         device.synchronize()
         return moved
@@ -111,8 +114,21 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _on_host(storage: UntypedStorage) -> Tensor:
+def _on_host(storage: UntypedStorage) -> list[Tensor]:
     """Copy a storage, into page-locked memory where there is a GPU; torch keeps that for the next time."""
-    content = _bytes_of(storage)
-    copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=device.HAS_GPU)
-    return copy.copy_(content, non_blocking=True)
+    copies = []
+    for piece in _bytes_of(storage).split(piece_sizes(storage.nbytes())):
+        copy = torch.empty(piece.shape, dtype=torch.uint8, pin_memory=device.HAS_GPU)
+        copies.append(copy.copy_(piece, non_blocking=True))
+    return copies
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Cut bytes into powers of two and a small rest: torch rounds page-locked memory up to a power of two, so that one
+    piece could take twice the memory."""
+    sizes = []
+    while num_bytes:
+        size = 1 << num_bytes.bit_length() - 1 if num_bytes > _SMALL_BYTES else num_bytes
+        sizes.append(size)
+        num_bytes -= size
+    return sizes

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 _MOST = 64  # of each group, the newest
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and, where torch has it, of NCCL
+# Of gloo and, where torch has it, of NCCL; whether operations run on a device, and the host waits elsewhere for them.
+_RECORDERS = {"_dump_fr_trace_json": False, "_dump_nccl_trace_json": True}
 
 
 _ranks: dict[str, list[int]] = {}  # of groups by their numbers
@@ -22,15 +23,15 @@ def remember_groups() -> None:
 
 
 def recent_operations() -> list[dict[str, Any]]:
-    """Return of each group its "group" (number), "kind" (what Megatron-Core calls it), "ranks" and "operations": their
-    number in the group, name, sizes of inputs, and whether this process waits in them. Safe in any thread."""
+    """Return of each group its "group" (number), "kind" (what Megatron-Core calls it), "ranks", "on_device" (where its
+    operations run) and "operations": their number in the group, name, sizes of inputs, and whether this process waits
+    in them. Safe in any thread."""
     remember_groups()
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in _entries():
+    for entry, on_device in _entries():
         name, kind = entry["process_group"]
-        group = found.setdefault(
-            (name, kind), {"group": name, "kind": kind, "ranks": _ranks.get(name, []), "operations": []}
-        )
+        new = {"group": name, "kind": kind, "ranks": _ranks.get(name, []), "on_device": on_device, "operations": []}
+        group = found.setdefault((name, kind), new)
         waits = not entry["retired"] and entry["state"] != "completed"
         operation = entry["profiling_name"].rpartition(":")[2]
         group["operations"].append([entry["collective_seq_id"], operation, entry["input_sizes"], waits])
@@ -39,8 +40,9 @@ def recent_operations() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _entries() -> Iterator[dict[str, Any]]:
-    """Yield what was recorded of operations of whole groups; sends between two ranks have no number in it."""
-    for name in _RECORDERS:
+def _entries() -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield what was recorded of operations of whole groups, and whether they run on a device; sends between two ranks
+    have no number in it."""
+    for name, on_device in _RECORDERS.items():
         if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
-            yield from (entry for entry in json.loads(dump()).get("entries", []) if not entry["is_p2p"])
+            yield from ((entry, on_device) for entry in json.loads(dump()).get("entries", []) if not entry["is_p2p"])

@@ -10,13 +10,10 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
-import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     OptimizerConfig,
-    clip_grads,
-    distrib_optimizer,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -28,8 +25,9 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
-from megatune.engine import groups, patches
+from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
+from megatune.engine.patches.optimizer import install
 from megatune.engine.waiting import counted
 from megatune.families.weights import Role, Stack, Weight
 
@@ -97,7 +95,7 @@ def build_optimizer(
     Args:
         adapter_ratio: loraplus_lr_ratio.
     """
-    _patch_megatron(settings)
+    install(settings)
     config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.learning_rate,
@@ -161,17 +159,6 @@ def _is_of(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
     return entry.stack in stacks and is_behind == behind
 
 
-class WideGradients(DistributedOptimizer):
-    """The distributed optimizer over one that holds the master weights: gradients are checked, clipped and used in
-    fp32, as with master weights of its own, whatever they were summed in."""
-
-    def _copy_model_grads_to_main_grads(self) -> None:
-        super()._copy_model_grads_to_main_grads()
-        for group in () if self.is_stub_optimizer else self.optimizer.param_groups:
-            for param in group["params"]:
-                param.decoupled_grad = param.decoupled_grad.float()
-
-
 def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -> bool:
     """Return whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would
     only copy gradients and parameters to and fro; but it alone has a place for master weights on the host."""
@@ -179,42 +166,6 @@ def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -
     has_replicas = max(place.replica_size, place.expert_replica_size) > 1
     shards = parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
     return shards or optimizer.optimizer_cpu_offload
-
-
-def _patch_megatron(settings: OptimizerSettings) -> None:
-    """Give Megatron-Core our FusedAdam, norm and scaling in place of Apex's, whose interfaces they have."""
-    patches.replace(clip_grads.__name__, l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    adam = partial(
-        FusedAdam,
-        exp_avg_dtype=dtypes[settings.exp_avg_dtype],
-        exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
-        holds_masters=settings.optimizer_cpu_offload,
-        host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
-    )
-    distributed = WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
-    patches.replace(
-        megatron_optimizer.__name__, Adam=adam, DistributedOptimizer=distributed, USING_PYTORCH_OPTIMIZER=False
-    )
-    patches.replace(
-        distrib_optimizer.__name__,
-        Adam=(FusedAdam, torch.optim.SGD),
-        HAVE_APEX_OR_TE=True,
-        USING_APEX_OPTIMIZER=True,
-    )
-
-
-def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
-    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
-
-
-def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
-    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
-    sources, targets = tensor_lists
-    if sources is not targets:
-        torch._foreach_copy_(targets, sources)
-    torch._foreach_mul_(targets, factor)
 
 
 def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> None:

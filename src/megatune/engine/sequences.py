@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megatune.engine.device import send
+from megatune.engine.device import current, send
 
 # An extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
 # each number + 1; 0 where a router is to choose by itself. Layers without experts have a place, too.
@@ -151,7 +151,6 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     Args:
         normalizer: as in Sequences; None counts trained tokens.
     """
-    device = torch.device(torch.cuda.current_device())
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -164,9 +163,9 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         return rows if tokens is None else rows[..., tokens]
 
     def to_device(rows: Tensor) -> Tensor:
-        return of_this_rank(rows).to(device, non_blocking=True)
+        return send(of_this_rank(rows))
 
-    extras = {name: extra.on_rank(tokens, device) for name, extra in batch.extras.items()}
+    extras = {name: extra.on_rank(tokens, current()) for name, extra in batch.extras.items()}
     pictures = batch.pictures
     if normalizer is None:
         normalizer = (batch.labels >= 0).sum()
@@ -174,8 +173,8 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         boundaries=boundaries,
         position_ids=to_device(batch.position_ids[0]),
         is_padding=to_device(batch.position_ids >= lengths),
-        normalizer=normalizer.to(device, non_blocking=True),
-        trained=(of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0].to(device, non_blocking=True),
+        normalizer=send(normalizer),
+        trained=send((of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0]),
         rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
         routing=extras.pop(ROUTING, None),
     )
@@ -251,5 +250,5 @@ def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:
     parts = [torch.empty_like(mine) for _ in range(size)]
     torch.distributed.all_gather(parts, mine.contiguous(), group=group)
     whole = torch.cat(parts, 1)
-    order = torch.cat([local_tokens(boundaries, rank, size) for rank in range(size)]).to(mine.device)
+    order = send(torch.cat([local_tokens(boundaries, rank, size) for rank in range(size)]))
     return torch.empty_like(whole).index_copy_(1, order, whole)

@@ -5,10 +5,11 @@ An objective makes a sum, its normalizer and metrics of token losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.layers.moe.router import auxiliary_metrics
+from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 from megatune.engine.waiting import BusyTime
 
@@ -67,13 +69,29 @@ class Objective(Protocol):
         ...
 
 
+class Votes(NamedTuple):
+    """What a rank asks of all, sent along with a step's loss; of `StepTotals`, whether any rank does.
+
+    Attributes:
+        stop: stop after the step.
+        save: save after the step.
+        settle: a checkpoint that was written in the background is whole, or has failed: take note of it.
+    """
+
+    stop: bool = False
+    save: bool = False
+    settle: bool = False
+
+
+NO_VOTES = Votes()
+
+
 class StepTotals:
     """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
 
     Args:
-        totals: fp64 [6 + 2 · metrics + ranks, or none]: loss, normalizer, trained tokens, ranks that request a stop,
-            ranks that know of the end of a save, ranks that request a save, then sum and count of each metric, and what
-            each rank was busy.
+        totals: fp64 [6 + 2 · metrics + ranks, or none]: loss, normalizer, trained tokens, the ranks with each of
+            `Votes`, then sum and count of each metric, and what each rank was busy.
         names: of the metrics.
     """
 
@@ -110,19 +128,9 @@ class StepTotals:
         return self.loss_sum / max(self.normalizer, 1)
 
     @property
-    def stop_requested(self) -> bool:
-        """Whether any rank asked to stop."""
-        return self._values[3] > 0
-
-    @property
-    def save_ended(self) -> bool:
-        """Whether any rank knew before the step that a checkpoint in the background is whole or has failed."""
-        return self._values[4] > 0
-
-    @property
-    def save_requested(self) -> bool:
-        """Whether any rank asked to save."""
-        return self._values[5] > 0
+    def votes(self) -> Votes:
+        """What any rank asked for."""
+        return Votes(*(count > 0 for count in self._values[3:6]))
 
     @property
     def _num_before(self) -> int:
@@ -147,9 +155,7 @@ def forward_backward(
     objective: Objective,
     *,
     forward_only: bool = False,
-    stop_requested: bool = False,
-    save_ended: bool = False,
-    save_requested: bool = False,
+    votes: Votes = NO_VOTES,
     busy: BusyTime | None = None,
 ) -> StepTotals:
     """Run all micro-batches and leave the gradient of the objective, divided by its global normalizer, in main_grad.
@@ -157,9 +163,7 @@ def forward_backward(
     Args:
         batches: this data-parallel rank's micro-batches; with pipeline parallelism all of one shape.
         forward_only: evaluate, without gradients.
-        stop_requested: whether this rank asks all ranks to stop after the step.
-        save_ended: whether this rank knows that a checkpoint in the background is whole or has failed.
-        save_requested: whether this rank asks all ranks to save after the step.
+        votes: what this rank asks of all.
         busy: of this rank; taken once all is computed, for `StepTotals`.
     """
     if not forward_only:
@@ -175,13 +179,42 @@ def forward_backward(
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         report = torch.stack(reports).sum(0)
         totals[:3], totals[6 : 6 + 2 * len(own)] = report[:3], report[3:]
-    totals[3], totals[4], totals[5] = float(stop_requested), float(save_ended), float(save_requested)
+    for place, vote in enumerate(votes, 3):
+        totals[place] = float(vote)
     for place, sums in enumerate(routers.values(), len(own)):
         totals[6 + 2 * place : 8 + 2 * place] = sums
     if busy is not None:
         totals[num_values + torch.distributed.get_rank()] = busy.take()
     torch.distributed.all_reduce(totals)
     return StepTotals(totals, (*own, *routers))
+
+
+def evaluate(model: list[Chunk], steps: Iterable[Sequence[MicroBatch]], objective: Objective) -> StepTotals:
+    """Compute the objective over all batches, in eval mode and without gradients; collective.
+
+    Args:
+        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
+        steps: of each step this data-parallel rank's micro-batches.
+    """
+    with evaluating(model):
+        found = [forward_backward(model, batches, objective, forward_only=True) for batches in steps]
+    return StepTotals.summed(found)
+
+
+@contextmanager
+def evaluating(model: list[Chunk]) -> Iterator[None]:
+    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
+    mode that they were in at the end."""
+    gather_parameters(model)
+    modes = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk, is_training in zip(model, modes, strict=True):
+            chunk.train(is_training)
 
 
 @torch.no_grad()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 from megatune.families import (
     deepseek_v2,
     deepseek_v3,
@@ -98,8 +97,8 @@ def read_architecture(config: Config, where: str) -> Architecture:
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is None:
-        near = difflib.get_close_matches(model_type, FAMILIES, n=1)
-        hint = f" (nearest: {near[0]})" if near else ""
+        near = closest(model_type, FAMILIES)
+        hint = f" (nearest: {near})" if near else ""
         why = f"supported families: {', '.join(sorted(FAMILIES))}{hint}"
         if "auto_map" in config:
             why = f"it is made by code of its repository, which is never run; {why}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_config import WEIGHTS_FILE, PeftConfig, read_peft_config
+from megatune.families.weight_index import read_header
 from megatune.families.weights import Weight, experts_of, hf_shape, hf_shapes, layers_of
 
 # What peft puts before the names of the base's modules.
@@ -74,37 +73,20 @@ def read_adapter(folder: Path, architecture: Architecture, *, halve: bool = Fals
     """Read an adapter's configuration, and find its tensors in the header of its file.
 
     Args:
-        halve: gate and up of experts have a half each of a stacked pair of twice the rank, as peft stacks them from
-            adapters of their own; else each has all of it, which is as exact.
+        halve: it is trained further: gate and up of experts have a half each of a stacked pair of twice the rank, as
+            peft stacks them from adapters of their own, and a pair of both together is refused. Otherwise each has all
+            of the pair, which is exact where it is merged.
 
     Raises:
         MegatuneError: INPUT, with everything that is wrong with it, or does not belong to the model.
     """
     config = read_peft_config(folder)
-    shapes = read_header(folder / WEIGHTS_FILE)
+    shapes = {name: entry.shape for name, entry in read_header(folder / WEIGHTS_FILE).items()}
     reading = _Reading(Adapter(config), architecture, _module_names(architecture), halve)
     findings = reading.read(shapes, folder)
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     return reading.adapter
-
-
-def read_header(path: Path) -> dict[str, Shape]:
-    """Read the shapes of a safetensors file's tensors, by name.
-
-    Raises:
-        MegatuneError: INPUT, when it is none.
-    """
-    try:
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(size))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
-        raise MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT) from None
 
 
 def _module_names(architecture: Architecture) -> dict[str, tuple[str, Shape]]:
@@ -128,6 +110,7 @@ class _Reading:
     halve: bool
     unknown: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    joint: list[str] = field(default_factory=list)
 
     def read(self, shapes: Mapping[str, Shape], folder: Path) -> list[Finding]:
         """Find a place for every tensor of the file, and say what is wrong."""
@@ -154,6 +137,10 @@ class _Reading:
         findings += [Finding(what, where, fix="give the base that it was trained on") for what in self.wrong[:5]]
         if len(self.wrong) > 5:
             findings.append(Finding(f"{len(self.wrong) - 5} more tensors do not fit", where))
+        if self.joint:
+            why = "each matrix has an adapter of its own in training here, and would depart from what peft trains"
+            fix = "merge it into the model (create_new_adapter: true) and train a new one"
+            findings.append(Finding(f"{self.joint[0]} is one adapter of gate and up together", where, why, fix))
         return findings + list(self._tied(folder))
 
     def _is_tied_copy(self, path: str) -> bool:
@@ -224,6 +211,8 @@ class _Reading:
         halve = self.halve and len(weight.hf) == 2 and rank == 2 * self.adapter.config.rank
         own, first_row, modules = rank // 2 if halve else rank, 0, []
         self.adapter.halved += [name_b] if halve else []
+        if self.halve and len(weight.hf) == 2 and not halve:
+            self.joint.append(name_b)
         for index, tensor in enumerate(weight.hf):
             rows, columns = hf_shape(tensor, self.architecture)
             for expert in experts_of(weight, self.architecture):

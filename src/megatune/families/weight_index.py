@@ -5,12 +5,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from math import prod
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _MOST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor in a safetensors file: its dtype as the format names it, its shape, and its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 def read_weight_index(index: Path) -> dict[str, str]:
@@ -43,13 +61,54 @@ def tensor_names(folder: Path, name: str = "model.safetensors") -> Collection[st
     """
     if (index := folder / f"{name}.index.json").is_file():
         return read_weight_index(index).keys()
+    with suppress(MegatuneError):  # what reads the tensors says what is wrong with it
+        return read_header(folder / name).keys()
+    return []
+
+
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """Return the tensors of a safetensors file, by name.
+
+    The format (github.com/huggingface/safetensors): the header's length as a little-endian u64, the header as JSON,
+    then the tensors' bytes without gaps.
+
+    Raises:
+        MegatuneError: INPUT, where the file is not one, or is truncated.
+    """
     try:
-        with open(folder / name, "rb") as file:
+        with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _MOST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
-        header = {}  # what reads the tensors says what is wrong with it
-    return [key for key in header if key != "__metadata__"] if isinstance(header, dict) else []
+            size = path.stat().st_size - 8 - length
+            if size < 0 or length > _MOST_HEADER:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        found = {
+            name: HeaderEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        end = 0
+        for name, entry in sorted(found.items(), key=lambda item: item[1][2:]):
+            if not all(type(number) is int and number >= 0 for number in (*entry.shape, *entry[2:])):
+                raise ValueError(f"{name} has a shape or a place that is not made of sizes")
+            bits = _BITS.get(entry.dtype)
+            if entry.start != end or (bits and prod(entry.shape) * bits != 8 * (entry.stop - end)):
+                raise ValueError(f"{name} is not as large as its shape, or not behind the tensor before it")
+            end = entry.stop
+        if end != size:
+            raise ValueError(f"its tensors have {end} bytes, and the file has {size}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged_file(path, error) from None
+    return {
+        name: entry._replace(start=entry.start + 8 + length, stop=entry.stop + 8 + length)
+        for name, entry in found.items()
+    }
+
+
+def damaged_file(path: Path, error: object) -> MegatuneError:
+    """Return what to raise of a file that cannot be read as safetensors."""
+    what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
+    return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)
 
 
 def check_layers(folder: Path, config: Mapping[str, object]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 from megatune.families import read_config
 from megatune.families.peft_config import has_score
 from megatune.families.scores import num_labels
@@ -81,8 +80,8 @@ def _no_folder(path: Path) -> Finding:
 def nearest_folder(path: Path) -> Path | None:
     """Find the folder beside `path` whose name is most like its name."""
     siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, siblings, n=1)
-    return path.parent / nearest[0] if nearest else None
+    nearest = closest(path.name, siblings)
+    return path.parent / nearest if nearest else None
 
 
 def _missing_weights(folder: Path) -> Iterator[Finding]:

@@ -1,24 +1,94 @@
-"""What a user chooses of how text is written, and what is wrong with it."""
+"""The options of what writes text: which model, how it writes, and what computes; declared once, for the verbs too."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from pydantic import Field
 
-# Settings of training that say how pictures are read.
-PICTURE_SETTINGS = (
-    "image_max_pixels",
-    "image_min_pixels",
-    "video_max_pixels",
-    "video_min_pixels",
-    "video_fps",
-    "video_maxlen",
-)
+from megatune.config.options import Flag
+from megatune.config.setting import Count, Group, Positive
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
+
+
+class ModelOptions(Group):
+    """model."""
+
+    model: Annotated[str | None, Flag("MODEL")] = None
+    """MODEL by a flag: a Hugging Face model, a checkpoint-N, a run's output_dir, each with a model or an adapter, or
+    an id on a hub"""
+    adapters: Annotated[list[str], Flag("A ...", commas=True)] = Field(default=[])
+    """folders of adapters on MODEL, applied in this order; without MODEL, on the base that they name"""
+    model_name_or_path: Annotated[str | None, Flag("BASE")] = None
+    """where MODEL is an adapter: its base (what its adapter_config.json names)"""
+    model_revision: Annotated[str, Flag("REVISION")] = "main"
+    """branch, tag or commit of a model on a hub"""
+    cache_dir: Annotated[str | None, Flag("DIR")] = None
+    """where files of a hub are kept (the hub's own cache)"""
+
+
+class QuestionOptions(Group):
+    """questions."""
+
+    system: str | None = None
+    """the system message, or a .txt file with it (the chat template's own)"""
+    enable_thinking: bool | None = None
+    """the thinking switch of chat templates that have one (the template's own)"""
+
+
+class MediaOptions(Group):
+    """images and videos, as in training."""
+
+    image_max_pixels: Count | None = None
+    """larger images are scaled down to this number of pixels"""
+    image_min_pixels: Count | None = None
+    """smaller images are scaled up to this number of pixels"""
+    video_max_pixels: Count | None = None
+    """larger frames are scaled down to this number of pixels"""
+    video_min_pixels: Count | None = None
+    """smaller frames are scaled up to this number of pixels"""
+    video_fps: Positive | None = None
+    """frames that are sampled of each second of a video"""
+    video_maxlen: Count | None = None
+    """frames that are sampled of a video at most"""
+
+
+class SamplingOptions(Group):
+    """sampling (what is left out comes from the model's generation_config.json)."""
+
+    max_new_tokens: Count = 512
+    """tokens of an answer at most"""
+    temperature: Annotated[float | None, Flag("T"), Field(ge=0)] = 0.0
+    """0: greedy decoding; model: as generation_config.json says (default: 0)"""
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """sample from the most likely tokens that reach this probability together"""
+    top_k: Annotated[int | None, Flag("K"), Field(ge=1)] = None
+    """sample from the K most likely tokens"""
+    repetition_penalty: Positive | None = None
+    """above 1 makes tokens that have occurred less likely"""
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    """the same seed samples the same answer"""
+    stop_words: Annotated[list[str], Flag("TEXT ...")] = Field(default=[])
+    """end an answer after one of these, in addition to the model's own stop tokens"""
+
+
+class BackendOptions(Group):
+    """backend."""
+
+    infer_backend: Annotated[str, Flag("NAME")] = "transformers"
+    """transformers (pt is the same), or vllm where it is installed"""
+    vllm_tensor_parallel_size: Count | None = None
+    """GPUs that vLLM spreads the model over"""
+    vllm_gpu_memory_utilization: Annotated[float | None, Field(gt=0, le=1)] = None
+    """fraction of a GPU's memory for vLLM"""
+    vllm_max_model_len: Count | None = None
+    """tokens of a prompt and its answer at most"""
+
+
+class WriterOptions(BackendOptions, SamplingOptions, MediaOptions, QuestionOptions, ModelOptions):
+    """The options of the verbs that write text."""
 
 
 class PictureFile(NamedTuple):
@@ -28,58 +98,24 @@ class PictureFile(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How one answer is written. None leaves a choice to the model's own generation_config.json.
+class Sampling(SamplingOptions):
+    """How one answer is written. None leaves a choice to the model's own generation_config.json."""
 
-    Attributes:
-        max_new_tokens: tokens of an answer at most; the model's context ends it sooner.
-        temperature: 0 takes the likeliest token at every step; None samples, or does not, as the model says.
-        top_p: sample from the likeliest tokens that reach this probability together, in (0, 1].
-        top_k: sample from this many of the likeliest tokens.
-        repetition_penalty: above 1 makes tokens that have occurred less likely.
-        seed: of the sampling, for every answer anew; None for another answer every time.
-        stop_words: texts that end an answer, beside the model's own stop tokens.
-        keep_stop_word: whether the text that ended an answer belongs to it.
-    """
-
-    max_new_tokens: int = 512
-    temperature: float | None = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop_words: tuple[str, ...] = ()
     keep_stop_word: bool = True
+    """whether the text that ended an answer belongs to it"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions(Sampling):
-    """The options of a `Generator`: how it writes where a request says nothing else, and what it is asked with.
+class GenerationOptions(Sampling, MediaOptions, QuestionOptions):
+    """The options of a `Generator`: how it writes where a request says nothing else, and what it is asked with."""
 
-    Attributes:
-        system: the system message; None for the chat template's default.
-        raw: continue the prompt as it is, without the chat template.
-        enable_thinking: the switch of chat templates that have one; None for the template's default.
-        pictures: of the first message, in the order in which it shows them.
-        image_max_pixels, image_min_pixels, video_max_pixels, video_min_pixels, video_fps, video_maxlen: the settings
-            of these names that the model was trained with; None for their defaults.
-    """
-
-    system: str | None = None
     raw: bool = False
-    enable_thinking: bool | None = None
+    """continue the prompt as it is, without the chat template"""
     pictures: tuple[PictureFile, ...] = ()
-    image_max_pixels: int | None = None
-    image_min_pixels: int | None = None
-    video_max_pixels: int | None = None
-    video_min_pixels: int | None = None
-    video_fps: float | None = None
-    video_maxlen: int | None = None
+    """of the first message, in the order in which it shows them"""
 
 
 def check_options(options: GenerationOptions, *, brings_pictures: bool = False) -> None:
-    """Refuse options out of range or that would have no effect, and pictures that are no files.
+    """Refuse options that would have no effect, and pictures that are no files.
 
     Args:
         brings_pictures: whether what is asked later may have images and videos of its own.
@@ -87,33 +123,15 @@ def check_options(options: GenerationOptions, *, brings_pictures: bool = False) 
     Raises:
         MegatuneError: (SETTINGS) with one finding for every problem; (INPUT) with one for every missing picture.
     """
-    findings = [*out_of_range(options), *_without_effect(options), *_picture_problems(options, brings_pictures)]
-    if findings:
+    if findings := [*_without_effect(options, brings_pictures)]:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     if findings := [_no_picture(each) for each in options.pictures if not Path(each.path).is_file()]:
         raise MegatuneError(findings, ExitCode.INPUT)
 
 
-def out_of_range(sampling: Sampling) -> Iterator[Finding]:
-    """Yield what no answer can be written with."""
-    penalty = sampling.repetition_penalty
-    if sampling.max_new_tokens < 1:
-        yield Finding(f"{sampling.max_new_tokens} is too small", "--max_new_tokens", fix="--max_new_tokens 1 or more")
-    if sampling.temperature is not None and not 0 <= sampling.temperature < float("inf"):
-        yield Finding(f"{sampling.temperature} is out of range", "--temperature", fix="--temperature 0 or more")
-    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
-        yield Finding(f"{sampling.top_p} is out of range", "--top_p", fix="a probability above 0, at most 1")
-    if sampling.top_k is not None and sampling.top_k < 1:
-        yield Finding(f"{sampling.top_k} is too small", "--top_k", fix="--top_k 1 or more")
-    if penalty is not None and not 0 < penalty < float("inf"):
-        yield Finding(f"{penalty} is out of range", "--repetition_penalty", fix="--repetition_penalty 1")
-    if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
-        yield Finding(f"{sampling.seed} is out of range", "--seed", fix="a number of 64 bits")
-    if not all(sampling.stop_words):
+def _without_effect(options: GenerationOptions, brings_pictures: bool) -> Iterator[Finding]:
+    if not all(options.stop_words):
         yield Finding("an empty text ends every answer", "--stop_words", fix="leave it out")
-
-
-def _without_effect(options: GenerationOptions) -> Iterator[Finding]:
     why = "temperature 0 means greedy decoding"
     for flag, value in (("--top_p", options.top_p), ("--top_k", options.top_k)):
         if options.temperature == 0 and value is not None:
@@ -121,17 +139,10 @@ def _without_effect(options: GenerationOptions) -> Iterator[Finding]:
     for flag, given in (("--system", options.system), ("--enable_thinking", options.enable_thinking)):
         if options.raw and given is not None:
             yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")
-
-
-def _picture_problems(options: GenerationOptions, brings_pictures: bool) -> Iterator[Finding]:
     kinds = {picture.kind for picture in options.pictures}
-    for name in PICTURE_SETTINGS:
-        value, kind = getattr(options, name), name.partition("_")[0]
-        if value is None:
-            continue
-        if not 0 < value < float("inf"):
-            yield Finding(f"{value} is out of range", f"--{name}", fix=f"--{name} 1 or more")
-        if kind not in kinds and not brings_pictures:
+    for name in MediaOptions.model_fields:
+        kind = name.partition("_")[0]
+        if getattr(options, name) is not None and kind not in kinds and not brings_pictures:
             yield Finding("has no effect", f"--{name}", f"there is no {kind}", f"add --{kind}, or leave it out")
 
 
@@ -140,10 +151,7 @@ def _no_picture(picture: PictureFile) -> Finding:
     if path.is_dir():
         return Finding(f"{path} is a folder", f"--{picture.kind}", fix=f"name a file: --{picture.kind} {path}/FILE")
     siblings = [child.name for child in path.parent.iterdir() if child.is_file()] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, siblings, n=1)
-    fix = (
-        f"did you mean {path.parent / nearest[0]}?"
-        if nearest
-        else "check the path; it is taken from the folder that the command runs in"
-    )
+    fix = "check the path; it is taken from the folder that the command runs in"
+    if nearest := closest(path.name, siblings):
+        fix = f"did you mean {path.parent / nearest}?"
     return Finding(f"there is no file {path}", f"--{picture.kind}", fix=fix)

@@ -18,7 +18,7 @@ from megatune.data.media.positions import rotary_position_ids
 from megatune.data.media.sources import PictureSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture, read_config
-from megatune.generation.options import PICTURE_SETTINGS, GenerationOptions
+from megatune.generation.options import GenerationOptions, MediaOptions
 from megatune.generation.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | 
             raise
         return None  # a model that Transformers knows, and we do not
     assert vision is not None
-    given = {name: value for name in PICTURE_SETTINGS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in MediaOptions.model_fields if (value := getattr(options, name)) is not None}
     try:
         processor = load_processor(folder, vision, DataSettings(**given))
     except MegatuneError:

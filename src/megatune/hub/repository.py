@@ -20,6 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import remembered_digest
 from megatune.hub.failures import explained, no_id, not_kept
 from megatune.hub.progress import Progress, readable
 
@@ -266,8 +267,8 @@ class ModelScopeRepository(Repository):
             return None
         if not file.is_file() or file.stat().st_size != size:
             return None
-        with open(file, "rb") as content:
-            return file if digest in (None, hashlib.file_digest(content, "sha256").hexdigest()) else None
+        # Weights take minutes to read: a file that had this digest and has not changed is not read again.
+        return file if digest is None or digest == remembered_digest(file, algorithm="sha256") else None
 
     def fetch(self, path: str, progress: Progress | None = None) -> Path:
         size, digest = self._files[path]

@@ -25,8 +25,9 @@ import pickle
 import signal
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -180,6 +181,21 @@ class StartRequest:
 
 def send_event(fd: int, event: str, **fields: object) -> None:
     os.write(fd, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
+    """Call an action when its signal comes, which has a handler, by a thread: while the main thread waits in a
+    collective operation, or for a missing rank, no handler runs in it."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets the number of each signal, at once
+
+    def watch() -> None:
+        while numbers := os.read(read_end, 64):
+            for number in {*numbers} & actions.keys():
+                actions[number]()
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
 
 
 def log_path(run_dir: Path, name: str) -> Path:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +31,13 @@ def leave_operations(context: RankContext) -> None:
             draft.replace(path)
 
 
-def answer_dumps(context: RankContext) -> None:
-    """Have SIGUSR1, which has a handler, write the operations, too; by a thread: in the main thread no handler of
-    Python's runs while it waits."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets the number of each signal, at once
-
-    def answer() -> None:
-        while numbers := os.read(read_end, 64):
-            if signal.SIGUSR1 in numbers:
-                leave_operations(context)
-
-    threading.Thread(target=answer, name="megatune-operations", daemon=True).start()
+def waits_on_device(run_dir: Path, rank: int) -> bool:
+    """Return whether a rank has left an operation that its device has not completed: its main thread then waits where
+    it reads a number, and not in torch.distributed."""
+    with contextlib.suppress(OSError, ValueError):
+        groups = json.loads(operations_path(run_dir, rank).read_text())
+        return any(waits for group in groups if group.get("on_device") for *_, waits in group["operations"])
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path
-from megatune.launch.desync import answer_dumps, leave_operations
+from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path, watch_signals
+from megatune.launch.desync import leave_operations
 from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
 from megatune.launch.output import outlive_reader
 from megatune.launch.report import outcome_text, raised_outcome
@@ -90,7 +90,7 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
         if local_rank == 0:
             context.terminal = os.dup(terminal[1])
         redirect_output(log, terminal, to_terminal=env.rank == 0)
-        answer_dumps(context)
+        watch_signals({signal.SIGUSR1: partial(leave_operations, context)}, "megatune-operations")
         code = run_target(request.target, request.payload, context, log)
         end_unless_well(code)
     return code

@@ -16,13 +16,14 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.context import heartbeat_path, log_path, read_beat
-from megatune.launch.desync import Desync
+from megatune.launch.desync import Desync, waits_on_device
 from megatune.launch.failure import Failure, Kind, error_path, read_failure
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
 DUMP_SECONDS = 1.0
+_WATCHDOG_BYTES = 1 << 20  # at the end of a log, where NCCL's watchdog says why it ends a process
 # What stands between an operation and who calls it.
 _WRAPPERS = re.compile(r"(engine/waiting|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -157,10 +158,12 @@ class RankActivity:
     Attributes:
         process_state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped.
         stack: its main thread's frames, innermost first; empty if it did not answer.
+        waits_on_device: its device has not completed a collective operation.
     """
 
     process_state: str
     stack: tuple[str, ...]
+    waits_on_device: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -169,7 +172,7 @@ class RankActivity:
     @property
     def in_collective(self) -> bool:
         """Whether it waits for other ranks, so is not the one that they wait for."""
-        return any("torch/distributed/" in frame for frame in self.stack[:4])
+        return self.waits_on_device or any("torch/distributed/" in frame for frame in self.stack[:4])
 
 
 def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
@@ -181,9 +184,23 @@ def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
     processes.send(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
     return {
-        state.rank: RankActivity(process_state(state.pid), main_stack(logs[state.rank], offsets[state.rank]))
+        state.rank: RankActivity(
+            process_state(state.pid),
+            main_stack(logs[state.rank], offsets[state.rank]),
+            waits_on_device(run_dir, state.rank),
+        )
         for state in living
     }
+
+
+def ended_by_watchdog(run_dir: Path, state: RankState) -> bool:
+    """Return whether NCCL's watchdog ended a rank, which had waited for another one for as long as it may."""
+    log = log_path(run_dir, f"rank-{state.rank}")
+    if state.signal != signal.SIGABRT or not log.exists():
+        return False
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _WATCHDOG_BYTES))
+        return b"Watchdog caught collective operation timeout" in file.read()
 
 
 def ask_for_stacks(processes: RankProcesses) -> None:

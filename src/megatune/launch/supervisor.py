@@ -181,7 +181,8 @@ def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outco
     processes.poll_until(lambda: False, SETTLE_SECONDS)
     processes.poll_until(is_strong, SETTLE_COLLECTIVE_SECONDS)
     culprit, failure, kind = report.first_cause(run_dir, processes.failed())
-    if kind is Kind.COLLECTIVE and failure is not None and failure.timed_out and processes.alive():
+    timed_out = kind is Kind.COLLECTIVE and failure is not None and failure.timed_out
+    if (timed_out or report.ended_by_watchdog(run_dir, culprit)) and processes.alive():
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()

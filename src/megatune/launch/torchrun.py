@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext
+from megatune.launch.context import RankContext, watch_signals
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls the variable; other launchers set none
 # What is wrong with all ranks is told by the first of a machine. The others wait so long for it: they may have failed
@@ -110,20 +109,15 @@ def follow_stops(context: RankContext) -> None:
     """Have a stop end this process soon where waiting on would be in vain: another rank has told why it fails, or there
     is nothing to save yet.
 
-    By a thread: while the main thread waits in a collective operation, or for a missing rank, no handler runs in it.
+    It acts while the main thread waits (`watch_signals`).
     """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets the number of each signal, at once
 
-    def follow() -> None:
-        while not {signal.SIGTERM, signal.SIGHUP} & set(os.read(read_end, 64)):
-            pass
+    def stop() -> None:
         while context.step and failed_peer() is None:
             time.sleep(_POLL_SECONDS)
         _end()
 
-    threading.Thread(target=follow, name="megatune-stops", daemon=True).start()
+    watch_signals({signal.SIGTERM: stop, signal.SIGHUP: stop}, "megatune-stops")
 
 
 def _end() -> None:

@@ -6,18 +6,18 @@ prompts with answers to other prompts, 0 at least, which is an estimate of the K
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatune.data.rows import DESIRABLE
+from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
-from megatune.engine.step import ObjectiveOutput
+from megatune.engine.step import ObjectiveOutput, StepTotals, evaluate
+from megatune.objectives.base import StartLosses, TrainingObjective
 from megatune.objectives.preference import REFERENCE, answer_tokens
-
-_MARGINS = "rewards/margins"
 
 
 def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> Tensor:
@@ -33,8 +33,8 @@ def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> T
     return torch.sigmoid(torch.where(desirable, -scaled, scaled))
 
 
-@dataclass(frozen=True, slots=True)
-class KTO:
+@dataclass(slots=True)
+class KTO(TrainingObjective):
     """A sum of losses of answers, divided once by the global number of answers.
 
     Every context-parallel rank computes the whole loss, from the same sums.
@@ -43,7 +43,7 @@ class KTO:
         name: "kto", or "apo_zero_unpaired", which has no z.
         chosen_weight, rejected_weight: of desirable and of undesirable answers.
         likelihood: weight of a desirable answer's negative log-likelihood, a mean over its tokens.
-        kl: z of the step, without gradient.
+        kl: z of the step or evaluation, without gradient; see `before_step`.
         kl_log_prob: mean log-probability of the answers that z is of: rounding is a share of it.
     """
 
@@ -56,15 +56,19 @@ class KTO:
     kl_log_prob: float = 0.0
 
     @property
-    def has_kl(self) -> bool:
-        """Whether answers are measured from z."""
+    def has_reference(self) -> bool:
+        return True
+
+    @property
+    def has_companions(self) -> bool:
+        """Whether answers are measured from z, of prompts with answers to other prompts."""
         return self.name == "kto"
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """What TRL logs of KTO; where the loss has weights or several terms, each by itself, before its weight."""
         names = ["rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"]
-        names += ["kl"] * self.has_kl
+        names += ["kl"] * self.has_companions
         if self.likelihood or (self.chosen_weight, self.rejected_weight) != (1, 1):
             names.append(f"loss/{self.name}")
         return *names, *["nll_loss"] * bool(self.likelihood)
@@ -73,8 +77,15 @@ class KTO:
         """Count the answers that have a trained token."""
         return (answer_tokens(batch) > 0).sum()
 
-    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        log_probs, ratios, tokens = ratios_of(token_losses, batch)
+    def before_step(self, model: list[Chunk], companions: Iterable[Sequence[MicroBatch]]) -> None:
+        """Find z of all companions of all ranks, which have log-probabilities of the reference; costs a forward pass,
+        without dropout."""
+        if self.has_companions:
+            found = evaluate(model, companions, _MeanRatio()).metrics
+            self.kl, self.kl_log_prob = max(0.0, found.get("ratio", 0.0)), found.get("log_prob", 0.0)
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        log_probs, ratios, tokens = ratios_of(output, batch)
         valid, desirable = tokens > 0, batch.extras[DESIRABLE]
         losses = value_losses(ratios, desirable, self.beta, self.kl)
         nll = -log_probs / tokens.clamp(min=1)
@@ -97,6 +108,34 @@ class KTO:
         }
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
+    def reported(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Add the difference of both kinds' mean rewards, where there are answers of both."""
+        chosen, rejected = (metrics.get(f"rewards/{kind}") for kind in ("chosen", "rejected"))
+        if chosen is None or rejected is None:
+            return metrics
+        first = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        return first | {name: value for name, value in metrics.items() if name not in first}
+
+    def describe(self) -> str:
+        weights = {"desirable": self.chosen_weight, "undesirable": self.rejected_weight}
+        kinds = " and ".join(kind if weight == 1 else f"{weight:.4g} × {kind}" for kind, weight in weights.items())
+        own = f" + {self.likelihood:.4g} × desirable answers' own loss" if self.likelihood else ""
+        return f"{self.name} of {kinds} answers{own}, beta {self.beta:g}"
+
+    @property
+    def reward_scale(self) -> float:
+        return self.beta
+
+    def start_losses(self, totals: StepTotals, apart: Sequence[float], bound: float) -> StartLosses:
+        """Compare the loss before weights with a half, which it is at ratios of 0 and z of 0."""
+        value, kl_apart = totals.metrics.get(f"loss/{self.name}", totals.loss), bound * (1 + abs(self.kl_log_prob))
+        wrong = []
+        if self.kl > kl_apart:
+            wrong.append(f"log-probabilities of answers to other prompts differ by {self.kl:.6g}")
+        if abs(value - 0.5) > self.beta * (max(apart) + kl_apart) / 4:  # σ is nowhere steeper
+            wrong.append(f"{self.name} is {value:.6f}, and 0.500000 where policy and reference are the same")
+        return StartLosses([f"{value:.6f}"], wrong)
+
 
 def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, log-ratios and numbers of trained tokens of documents, all [D].
@@ -111,7 +150,7 @@ def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, 
     return log_probs, log_probs - batch.extras[REFERENCE], tokens
 
 
-class MeanRatio:
+class _MeanRatio:
     """Takes the place of an objective, and finds z before it is cut off at 0."""
 
     metric_names = ("ratio", "log_prob")
@@ -125,12 +164,3 @@ class MeanRatio:
         found = {"ratio": ratios, "log_prob": log_probs}
         metrics = {name: (torch.where(valid, values, 0.0).sum(), valid.sum()) for name, values in found.items()}
         return ObjectiveOutput(token_losses.new_zeros(()), metrics, replicated=True)
-
-
-def with_margins(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Add the difference of both kinds' mean rewards, where there are answers of both."""
-    chosen, rejected = (metrics.get(f"rewards/{kind}") for kind in ("chosen", "rejected"))
-    if chosen is None or rejected is None:
-        return dict(metrics)
-    first = {"rewards/chosen": chosen, "rewards/rejected": rejected, _MARGINS: chosen - rejected}
-    return first | {name: value for name, value in metrics.items() if name not in first}

@@ -7,19 +7,20 @@ from torch import Tensor
 from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.sequences import LocalBatch, MicroBatch
 from megatune.engine.step import ObjectiveOutput
+from megatune.objectives.base import TrainingObjective
 
 
-class CrossEntropy:
+class CrossEntropy(TrainingObjective):
     """Sum of the loss over trained tokens, divided once by the global number of them.
 
     Means of micro-batches are not the mean of the batch where they hold different numbers of trained tokens; this is
     what Transformers computes with num_items_in_batch.
     """
 
-    metric_names = ()
+    has_perplexity = True
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
 
-    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        return ObjectiveOutput((token_losses * (batch.labels != IGNORE_INDEX)).sum())
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        return ObjectiveOutput((output * (batch.labels != IGNORE_INDEX)).sum())

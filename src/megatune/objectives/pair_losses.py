@@ -1,6 +1,6 @@
 """Losses of preference pairs, as pure functions of log-probabilities; each names its paper.
 
-A loss here is a sum over pairs: what one adds does not depend on the others. `joint_losses` has those of which it does.
+A loss here is a sum over pairs: what one adds does not depend on the others.
 
 Legend: P pairs; ρ the log-ratio of an answer, log π(y) - log π_ref(y), of policy and reference; Δ = ρ_c - ρ_r, of the
 chosen and of the rejected answer; βρ is the answer's reward.
@@ -149,7 +149,7 @@ def discopop(pairs: Pairs, shape: Shape) -> Tensor:
 
 
 def bco_pair(pairs: Pairs, shape: Shape) -> Tensor:
-    """BCO (arXiv:2404.04656): answers are told from one another by rewards above δ and below."""
+    """BCO (arXiv:2404.04656): answers are classified by whether their rewards are above δ."""
     chosen = shape.beta * pairs.chosen_ratio - shape.reward_shift
     rejected = shape.beta * pairs.rejected_ratio - shape.reward_shift
     return -logsigmoid(chosen) - logsigmoid(-rejected)

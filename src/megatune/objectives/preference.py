@@ -5,7 +5,7 @@ Documents of a micro-batch come in pairs, a chosen answer and then a rejected on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
-from megatune.objectives.joint_losses import JOINT, expanded
+from megatune.objectives.base import StartLosses, TrainingObjective
 from megatune.objectives.pair_losses import (
     SEPARABLE,
     WITHOUT_REFERENCE,
@@ -23,38 +23,39 @@ from megatune.objectives.pair_losses import (
     odds_ratio,
 )
 
-# Extra values of a micro-batch: log-probabilities of the reference, fp32 [D]; weights of tokens, fp32 [b, s]; what
-# `joint_losses.expansion` found, for each document, fp32 [D, J, 2].
-REFERENCE, TOKEN_WEIGHTS, EXPANSION = "reference_log_probs", "answer_token_weights", "joint_losses"
+# Extra values of a micro-batch: log-probabilities of the reference, fp32 [D]; weights of tokens, fp32 [b, s].
+REFERENCE, TOKEN_WEIGHTS = "reference_log_probs", "answer_token_weights"
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 LOG_PROBS = ("logps/chosen", "logps/rejected")
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+@dataclass(slots=True)
+class Preference(TrainingObjective):
     """A weighted sum of losses of pairs, divided once by the global number of pairs.
 
     Every context-parallel rank computes the whole loss, from the same sums. Of BCO and another loss with weight w
     (LLaMA-Factory's pref_bco_weight) weights are w / (1 + w) and 1 / (1 + w).
 
+    BCO's δ is the mean reward of all answers of the steps before, so that no micro-batch's place matters, and 0 in the
+    first step, where all rewards are.
+
     Attributes:
-        losses: weights of the losses, by their names in `pair_losses` and `joint_losses`.
+        losses: weights of the losses, by their names in `pair_losses`.
         likelihood: weight of the chosen answer's negative log-likelihood, a mean over its tokens.
+        reward_sum, reward_pairs: with BCO: of the pairs trained so far, the sum of the mean rewards of their answers,
+            and their number.
     """
 
     losses: Mapping[str, float]
     shape: Shape = field(default_factory=Shape)
     likelihood: float = 0.0
+    reward_sum: float = 0.0
+    reward_pairs: float = 0.0
 
     @property
     def has_reference(self) -> bool:
         """Whether any of the losses compares the policy with a reference."""
         return not set(self.losses) <= set(WITHOUT_REFERENCE)
-
-    @property
-    def joint(self) -> tuple[str, ...]:
-        """Losses for which micro-batches need EXPANSION."""
-        return tuple(name for name in self.losses if name in JOINT)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -72,10 +73,32 @@ class Preference:
         """Count the pairs of which both answers have a trained token."""
         return (in_pairs(answer_tokens(batch)) > 0).all(1).sum()
 
-    def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+    @property
+    def _has_running_reward(self) -> bool:
+        return "bco_pair" in self.losses
+
+    def after_step(self, totals: StepTotals) -> None:
+        if self._has_running_reward and totals.normalizer:
+            self.reward_sum += totals.normalizer * sum(totals.metrics[name] for name in REWARDS[:2]) / 2
+            self.reward_pairs += totals.normalizer
+            self._shift()
+
+    def state_dict(self) -> dict[str, float]:
+        sums = {"reward_sum": self.reward_sum, "reward_pairs": self.reward_pairs}
+        return sums if self._has_running_reward else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if self._has_running_reward and state:
+            self.reward_sum, self.reward_pairs = state["reward_sum"], state["reward_pairs"]
+            self._shift()
+
+    def _shift(self) -> None:
+        self.shape = replace(self.shape, reward_shift=self.reward_sum / max(self.reward_pairs, 1))
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         assert not self.has_reference or REFERENCE in batch.extras, "no log-probabilities of the reference"
-        pairs, valid = pairs_of(token_losses, batch)
-        losses = self._losses(pairs, batch)
+        pairs, valid = pairs_of(output, batch)
+        losses = {name: SEPARABLE[name](pairs, self.shape) for name in self.losses}
         likelihood = negative_log_likelihood(pairs, self.shape)
         loss = torch.stack([weight * losses[name] for name, weight in self.losses.items()]).sum(0)
         if self.likelihood:
@@ -88,14 +111,6 @@ class Preference:
         metrics = {name: (torch.where(valid, values[name].detach(), 0.0).sum(), count) for name in self.metric_names}
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
-    def _losses(self, pairs: Pairs, batch: LocalBatch) -> dict[str, Tensor]:
-        """Return each loss of each pair, [P], before its weight."""
-        found = {name: SEPARABLE[name](pairs, self.shape) for name in self.losses if name in SEPARABLE}
-        if self.joint:
-            columns = expanded(pairs, in_pairs(batch.extras[EXPANSION])).unbind(1)
-            found |= dict(zip(self.joint, columns, strict=True))
-        return found
-
     def _rewards(self, pairs: Pairs) -> dict[str, Tensor]:
         """Return rewards as TRL logs them: of losses without a reference of log-probabilities, or their means."""
         if self.has_reference:
@@ -107,36 +122,35 @@ class Preference:
         chosen, rejected = self.shape.beta * chosen, self.shape.beta * rejected
         return dict(zip(REWARDS, (chosen, rejected, (chosen > rejected).float(), chosen - rejected), strict=True))
 
-
-@dataclass(slots=True)
-class RunningReward:
-    """The mean reward of all answers trained on so far, δ of BCO.
-
-    It is of whole steps before the one that uses it, so that no micro-batch's place matters, and 0 before the first,
-    where all rewards are. Equal on all ranks; a resume needs both numbers.
-
-    Attributes:
-        total: sum over pairs of the mean reward of their answers.
-        pairs: how many.
-    """
-
-    total: float = 0.0
-    pairs: float = 0.0
+    def describe(self) -> str:
+        own = {"the chosen answer's own loss": self.likelihood} if self.likelihood else {}
+        terms = {**self.losses, **own}
+        names = [name if weight == 1 else f"{weight:.4g} × {name}" for name, weight in terms.items()]
+        return f"{' + '.join(names)} of pairs, beta {self.shape.beta:g}"
 
     @property
-    def mean(self) -> float:
-        """δ."""
-        return self.total / max(self.pairs, 1)
+    def reward_scale(self) -> float:
+        return self.shape.beta
 
-    def add(self, totals: StepTotals) -> None:
-        """Take in a step of `Preference`."""
-        if totals.normalizer:
-            self.total += totals.normalizer * sum(totals.metrics[name] for name in REWARDS[:2]) / 2
-            self.pairs += totals.normalizer
+    def start_losses(self, totals: StepTotals, apart: Sequence[float], bound: float) -> StartLosses:
+        found = StartLosses([], [])
+        for name, weight in self.losses.items():
+            if name in WITHOUT_REFERENCE:
+                continue
+            value = totals.metrics.get(f"loss/{name}", totals.loss / weight)
+            expected = self._loss_of(name, 0.0, 0.0)
+            ends = (self._loss_of(name, side * apart[0], -side * apart[1]) for side in (-1, 1))
+            found.values.append(f"{value:.6f}")
+            if abs(value - expected) > max(abs(end - expected) for end in ends):
+                text = f"{name} is {value:.6f}, and {expected:.6f} where policy and reference are the same"
+                found.wrong.append(text)
+        return found
 
-    def of_next_step(self, objective: Preference) -> Preference:
-        """Return the objective with δ."""
-        return replace(objective, shape=replace(objective.shape, reward_shift=self.mean))
+    def _loss_of(self, name: str, chosen: float, rejected: float) -> float:
+        """Return the loss of a pair with these log-ratios, before the first step."""
+        one = torch.ones(1, dtype=torch.float64)
+        policy = chosen * one, rejected * one
+        return float(SEPARABLE[name](Pairs(*policy, 0 * one, 0 * one, one, one, policy[0]), self.shape))
 
 
 def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:

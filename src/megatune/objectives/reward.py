@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from megatune.data.extras import MARGIN, SCORED
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
+from megatune.objectives.base import TrainingObjective
 from megatune.objectives.preference import REWARDS, answer_tokens, in_pairs
 
 # As TRL's RewardTrainer logs them; what it has no name for is called as in other preference training.
@@ -21,7 +22,7 @@ _METRICS = ("accuracy", "margin", "mean_reward", *REWARDS[:2])
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class Reward(TrainingObjective):
     """-log σ(r_c - r_r - margin) + c (r_c + r_r)², summed over pairs and divided once by their global number.
 
     The score r of an answer is that of its token with SCORED; the margin of a pair is that of its chosen answer, 0
@@ -33,15 +34,17 @@ class Reward:
 
     centering: float = 0.0
 
-    metric_names = _METRICS
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return _METRICS
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         """Count the pairs of which both answers have a trained token."""
         return (in_pairs(answer_tokens(batch)) > 0).all(1).sum()
 
-    def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         is_scored = batch.extras[SCORED]
-        chosen, rejected = in_pairs(document_sums(torch.where(is_scored, scores, 0.0), batch.sequences)).unbind(1)
+        chosen, rejected = in_pairs(document_sums(torch.where(is_scored, output, 0.0), batch.sequences)).unbind(1)
         valid = (in_pairs(document_sums(is_scored.float(), batch.sequences)) > 0).all(1)
         difference = chosen - rejected
         margin = in_pairs(batch.extras[MARGIN])[:, 0] if MARGIN in batch.extras else 0.0
@@ -53,3 +56,7 @@ class Reward:
             for name, value in zip(_METRICS, values, strict=True)
         }
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
+
+    def describe(self) -> str:
+        centered = f" + {self.centering:g} × their squared sum" if self.centering else ""
+        return f"Bradley-Terry of the scores of pairs{centered}"

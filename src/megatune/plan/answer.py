@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from megatune.config.rules import check
 from megatune.plan.changes.fixes import Fix, more_devices, savings
+from megatune.plan.changes.table import LOSSY, smaller_runs
 from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
-from megatune.plan.search import SearchResult, is_tight, priced, search
+from megatune.plan.search import SearchResult, is_tight, search
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
 _MANY = 2500  # layouts; of more only what gains most is searched again
-_SHORTEST = 512  # tokens of a row that is worth training on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced:
-    """A layout that gains time or room by settings which round more.
+class Alternative:
+    """The best layout with other settings.
 
     Attributes:
-        name: what is rounded.
         changes: the settings, "group.name".
+        name: what is rounded more; "" where less is trained.
     """
 
-    name: str
     changes: Changes
     found: Estimate
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class Answer:
         own: the plan of the settings' own layout; None where none is written.
         fixes: where that does not fit, the cheapest changes after which it does.
         enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
-        priced: what is faster, or fits more surely, and rounds more.
-        less: where no layout fits, changes of what is trained after which one does, with it.
+        lossy: what is faster, or fits more surely, and rounds more.
+        less: where no layout fits, changes of what is trained after which one does.
     """
 
     question: Question
@@ -50,8 +51,8 @@ class Answer:
     result: SearchResult
     fixes: tuple[Fix, ...] = ()
     enough: Estimate | None = None
-    priced: tuple[Priced, ...] = ()
-    less: tuple[tuple[Changes, Estimate], ...] = ()
+    lossy: tuple[Alternative, ...] = ()
+    less: tuple[Alternative, ...] = ()
 
     @property
     def recommended(self) -> Estimate | None:
@@ -87,40 +88,39 @@ def answer(question: Question) -> Answer:
     enough = more_devices(result.too_large) if result.best is None else None
     found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
     less = tuple(_less(question)) if result.best is None else ()
-    return replace(found, priced=tuple(_priced(found)), less=less)
+    return replace(found, lossy=tuple(_lossy(found)), less=less)
 
 
-def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
-    """Search again with what needs less memory: the optimizer on the host, adapters, shorter rows."""
-    request, cutoff = question.request, question.settings.data.cutoff_len
-    shorter = [cutoff // 2**power for power in range(1, cutoff.bit_length()) if cutoff // 2**power >= _SHORTEST]
-    kinds: tuple[Sequence[Changes], ...] = (
-        [{"optimizer.optimizer_cpu_offload": True}],
-        [{"finetuning.finetuning_type": "lora"}],
-        [{"data.cutoff_len": length} for length in shorter],
-    )
-    problems = len(check(question.settings, question.model.architecture))
-    for kind in kinds:
-        for changes in kind:
-            settings = with_settings(question.settings, changes)
-            valid = settings != question.settings and len(check(settings, question.model.architecture)) <= problems
-            asked = replace(request, settings=settings, keep=1)
-            if valid and (best := search(asked).best) is not None:
-                yield changes, best
-                break
+def _best_with(question: Question, changes: Changes, below: float = math.inf) -> Estimate | None:
+    """Search again with other settings, where the rules have nothing more against them."""
+    settings, architecture = with_settings(question.settings, changes), question.model.architecture
+    known = set(check(question.settings, architecture))
+    if settings == question.settings or set(check(settings, architecture)) - known:
+        return None
+    return search(replace(question.request, settings=settings, keep=1, below=below)).best
 
 
-def _priced(found: Answer) -> Iterator[Priced]:
-    """Search again with what rounds more, for what is worth it: a faster layout, or one that surely fits."""
-    reference, request = found.best, found.question.request
+def _less(question: Question) -> Iterator[Alternative]:
+    """Search with what needs less memory: the optimizer on the host, adapters, shorter rows."""
+    for kind in smaller_runs(question.settings):
+        fitting = ((changes, best) for changes in kind if (best := _best_with(question, changes)) is not None)
+        yield from (Alternative(changes=changes, found=best) for changes, best in islice(fitting, 1))
+
+
+def _lossy(found: Answer) -> Iterator[Alternative]:
+    """Search with what rounds more, for what is worth it: a faster layout, or one that surely fits.
+
+    Of full training in 16 bits on GPUs; settings that the user wrote stay.
+    """
+    reference, question, settings = found.best, found.question, found.question.settings
+    is_wide = settings.precision.params_dtype == "float32" or question.machine.device.on_cpu
+    if is_wide or settings.finetuning.finetuning_type == "lora" or settings.optimizer.optimizer != "adam":
+        return
     is_sure = reference is not None and not is_tight(reference)
     below = (1 - WORTH_CHANGING) * reference.time.total if reference is not None and is_sure else math.inf
-    choices = list(priced(request))
-    if found.result.num_considered > _MANY:
-        choices = choices[-1:]
-    for name, changes in choices:
-        asked = replace(request, settings=with_settings(request.settings, changes), below=below, keep=1)
-        best = search(asked).best
+    choices = [(name, changes) for name, changes in LOSSY.items() if not question.written & changes.keys()]
+    for name, changes in choices[-1:] if found.result.num_considered > _MANY else choices:
+        best = _best_with(question, changes, below)
         if best is not None and (is_sure or reference is None or not is_tight(best)):
-            yield Priced(name=name, changes=changes, found=best)
+            yield Alternative(name=name, changes=changes, found=best)
             below = min(below, (1 - WORTH_CHANGING) * best.time.total)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatune.plan.case import Case
-from megatune.plan.memory import StageMemory, stage_memory
+from megatune.plan.memory.estimate import StageMemory, stage_memory
 from megatune.plan.time import StepTime, step_time
 
 

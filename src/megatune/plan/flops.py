@@ -30,6 +30,7 @@ def num_parameters(architecture: Architecture) -> int:
     )
 
 
+@lru_cache(maxsize=256)
 def num_matmul_parameters(architecture: Architecture) -> int:
     """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
     looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
@@ -98,8 +99,13 @@ def model_flops(case: Case) -> float:
     document = max(1, round(case.document if case.lengths is None else case.lengths.document))
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
-    of_document = train_flops(case.model.architecture, [document], case.settings.finetuning)
+    of_document = _document_flops(case.model.architecture, document, case.settings.finetuning)
     return case.tokens / document * of_document + of_images
+
+
+@lru_cache(maxsize=1024)
+def _document_flops(architecture: Architecture, document: int, trainable: FinetuningSettings) -> float:
+    return train_flops(architecture, [document], trainable)
 
 
 @lru_cache(maxsize=4096)

@@ -11,11 +11,11 @@ from megatune.config.load import dump
 from megatune.config.settings import Settings, all_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
+from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import fullest, layout_words, percent, seconds
-from megatune.plan.search.free import FREE
 
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
@@ -88,7 +88,7 @@ def environment_lines(launch: Launch) -> tuple[str, ...]:
 
 def _suggested_lines(launch: Launch) -> tuple[str, ...]:
     """Return what may be set, commented out: NCCL finds most of it itself."""
-    if launch.machine.device.generation == "cpu":
+    if launch.machine.device.on_cpu:
         return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
     lines = ["# export NCCL_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other"]
     if launch.machine.network.name.startswith(("ib-", "roce-")):
@@ -107,7 +107,7 @@ def sbatch_file(launch: Launch, *, job_name: str = "megatune") -> str:
     Raises:
         MegatuneError: SETTINGS, where processes do not fill whole machines.
     """
-    gpus = launch.processes_per_node if launch.machine.device.generation != "cpu" else 0
+    gpus = launch.processes_per_node if not launch.machine.device.on_cpu else 0
     head = [
         "#!/bin/bash",
         f"#SBATCH --job-name={shlex.quote(job_name)}",

@@ -31,6 +31,11 @@ class Device:
     watts: float | None = None
     multiprocessors: int | None = None
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is the processors of a host: a process is the device, and nothing runs next to its computing."""
+        return self.generation == "cpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:

@@ -28,7 +28,9 @@ class PlanOptions(Group):
     """The options of `megatune plan`."""
 
     gpu: Annotated[str | None, Flag("KIND")] = None
-    """a device of the catalogue, such as a100-80g (this machine's)"""
+    """a device of the catalogue, such as a100-80g (this machine's); several, or any, are compared in a table"""
+    price: Annotated[list[str], Flag("KIND=PRICE ...")] = Field(default=[])
+    """what one GPU of a kind costs for an hour, for the table of several"""
     gpus: Count | None = None
     """devices of the whole run (num_processes, or this machine's)"""
     gpus_per_node: Count | None = None
@@ -62,7 +64,7 @@ class PlanOptions(Group):
     output: Annotated[str | None, Flag("FILE.yaml")] = None
     """write the best layout as a settings file for megatune train"""
     figures: Annotated[str | None, Flag("DIR")] = None
-    """draw memory against time, and the pipeline, as PNG files in this folder"""
+    """draw memory against time as a PNG, and write the schedule as a trace for Perfetto, in this folder"""
     launch: Annotated[Literal["torchrun", "slurm"] | None, Flag(bare="torchrun")] = None
     """print how the run is started on each machine"""
     devices: Annotated[str | None, Flag("FILE")] = None

@@ -6,20 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatune.config.adapters import with_adapters
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES, finetuning
+from megatune.config.rules import RULES, finetuning, trained
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
-from megatune.plan import trainable
-from megatune.plan.adapters import with_adapters
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
-from megatune.plan.pages.words import count
+from megatune.plan.pages.words import amount, count
 from megatune.plan.question import Asked, Question, read_settings
 from megatune.plan.reader import PlanReader
 from megatune.plan.rows import RowLengths
@@ -41,12 +40,14 @@ class PlannedRows:
     Attributes:
         lengths: None where each is taken to be cutoff_len long.
         most_pictures, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
+        tokens: of all rows, once; None where not all were seen.
         note: what was assumed.
     """
 
     lengths: RowLengths | None = None
     most_pictures: int | None = None
     largest_picture: int | None = None
+    tokens: float | None = None
     note: str = ""
 
 
@@ -141,15 +142,15 @@ class QuestionReader(PlanReader):
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
             settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
-        rules: tuple[Rule, ...] = finetuning.RULES
+        rules: tuple[Rule, ...] = (*finetuning.RULES, *trained.RULES)
         left_out: set[str] = set()
         if plans_own:
             # A model that is only named is planned for rows longer than it was trained on, with a note.
             left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])}
             rules = RULES
-        rules = (*rules, *trainable.RULES)
         planned = replace(asked.loaded, settings=settings)
         self.findings.extend(planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out))
+        self._other_rows(asked, world, rows)
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
@@ -168,11 +169,32 @@ class QuestionReader(PlanReader):
             largest_picture=known.largest_picture,
             lengths=known.lengths,
             plans_own=plans_own,
-            dataset_tokens=self.options.dataset_tokens,
+            dataset_tokens=self._tokens(settings, known),
             notes=tuple(self.notes),
             file=self.file,
             written=frozenset(asked.loaded.written),
         )
+
+    def _other_rows(self, asked: Asked, world: int, rows: int) -> None:
+        """Note where a step has other rows than on the devices that the file is written for."""
+        written = asked.loaded.settings
+        own_world = written.run.num_processes or world
+        replicas, left = divmod(own_world, written.parallel.model_parallel_size)
+        own = written.batch.per_device_train_batch_size * written.batch.gradient_accumulation_steps * replicas
+        if self.file is None or left or own == rows:
+            return
+        by = f"the file's batch on {count(own_world, 'device')}"
+        why = "learning_rate, warmup and steps were chosen for those"
+        self.notes.append(f"a step has {count(rows, 'row')}, {own:,} by {by}: {why} (--global_batch {own} keeps them)")
+
+    def _tokens(self, settings: Settings, known: PlannedRows) -> float | None:
+        """Return the tokens of the whole run: those that are stated, or of the data in all epochs."""
+        optimizer = settings.optimizer
+        if self.options.dataset_tokens is not None or known.tokens is None or optimizer.max_steps > 0:
+            return self.options.dataset_tokens
+        epochs = optimizer.num_train_epochs
+        self.notes.append(f"the data has about {amount(known.tokens)} tokens, in {epochs:g} epochs (--dataset_tokens)")
+        return epochs * known.tokens
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
         """Note devices that fill no machine, and refuse them where the lines that start them are asked for."""
@@ -193,7 +215,7 @@ class QuestionReader(PlanReader):
     def _precision(self, asked: Asked, machine: Machine) -> Settings:
         """Take bf16 for a bare model on GPUs, where nothing is written."""
         settings = asked.loaded.settings
-        if self.file is not None or "precision" in asked.written or machine.device.generation == "cpu":
+        if self.file is not None or "precision" in asked.written or machine.device.on_cpu:
             return settings
         dtype = "fp16" if machine.device.generation in _OLD else "bf16"
         self.notes.append(f"{dtype}: true, which this device computes fastest")

@@ -73,7 +73,7 @@ class PlanReader:
         return self.found(lambda: self._catalogued(world, per_node))
 
     def _catalogued(self, world: int | None, per_node: int | None) -> Machine:
-        from megatune.plan.calibration import calibration_for
+        from megatune.plan.calibration.store import calibration_for
 
         options = self.options
         assert options.gpu is not None

@@ -180,6 +180,15 @@ def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
     return (sum(totals) - max(totals)) / len(chunks[0])
 
 
+def forward_seconds(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> float:
+    """Return seconds of a forward pass over the micro-batches of a step; exchanges between stages left out.
+
+    As with `bubble_seconds` the slowest stage waits for one micro-batch of the others.
+    """
+    totals = [sum(chunk.forward for chunk in stage) for stage in chunks]
+    return num_micro_batches * max(totals) + (sum(totals) - max(totals)) / len(chunks[0])
+
+
 def exchange_seconds(
     stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
 ) -> float:

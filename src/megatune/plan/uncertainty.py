@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatune.plan.case import Case
-from megatune.plan.memory import StageMemory
+from megatune.plan.memory.estimate import StageMemory
 
 ModelClass = Literal["dense", "experts", "lora", "vision"]
 
@@ -58,7 +58,7 @@ def memory_bound(case: Case) -> float:
 
     Few hold less than their plan, and none of those that were published less than 1 / 1.1 of it.
     """
-    known = _CPU_MEMORY if case.machine.device.generation == "cpu" else SPREADS[model_class(case)].memory_bound
+    known = _CPU_MEMORY if case.machine.device.on_cpu else SPREADS[model_class(case)].memory_bound
     return _CALIBRATED * known if case.machine.calibration.of_memory else _on_device(case, known, _OF_MEMORY)
 
 

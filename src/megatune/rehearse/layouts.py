@@ -7,9 +7,8 @@ from itertools import product
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.rules import RULES, check
+from megatune.config.rules import check
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.plan import trainable
 from megatune.plan.changes.variation import with_settings
 
 MOST_PROCESSES = 32
@@ -62,7 +61,7 @@ def other_layout(settings: Settings, world_size: int, architecture: Architecture
             continue
         changed = with_settings(changed, {"batch.gradient_accumulation_steps": rows // replicas})
         now = changed.parallel.sizes(world)
-        if now == before or check(changed, architecture, world, rules=(*RULES, *trainable.RULES)):
+        if now == before or check(changed, architecture, world):
             continue
         score = sum(now[name] != before[name] for name in now), -world if world > 1 else -_MOST_OTHER
         if best is None or score > best[0]:

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from megatune.config.load import Loaded
-from megatune.config.rules import RULES, check
+from megatune.config.rules import check
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.devices import free_memory
-from megatune.plan import trainable
 from megatune.plan.machine import Machine
 from megatune.rehearse import acts
 from megatune.rehearse.before import (
@@ -164,7 +163,7 @@ class Rehearsal:
         own = str(self._model_dir), str(self.folder / acts.WHOLE)
         small_settings, said = smaller(settings, architecture, small.layout, *own)
         self.changes += said
-        if problems := check(small_settings, architecture, world, rules=(*RULES, *trainable.RULES)):
+        if problems := check(small_settings, architecture, world):
             raise MegatuneError(problems, ExitCode.INTERNAL)
         self.show(f"rehearsed as {words} on {world} CPU processes" if world > 1 else "rehearsed in one process")
         return acts.Scene(small_settings, world, architecture, self._model_dir, self.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatune.config.rl.data import PromptData
     from megatune.config.rl.settings import RewardRole
 
+DIFFICULTY = "difficulty"  # the column of difficulty_loss_weight: 0 easy ... 1 hard
 UNKNOWN_TAGS = "math_rule"  # the domain of rows whose tag no reward names, where there is such a domain
 
 
@@ -56,6 +58,8 @@ def read_problems(
     template: str | None = None,
     tag_to_template: Mapping[str, str] | None = None,
     dataset_filter: DatasetFilter | None = None,
+    *,
+    needs_difficulty: bool = False,
 ) -> Problems:
     """Read the rows of all files and write their prompts.
 
@@ -65,12 +69,13 @@ def read_problems(
 
     Args:
         template: global_template; None: `data.template`.
+        needs_difficulty: difficulty_loss_weight: every row has a number in the column difficulty.
 
     Raises:
         MegatuneError: (DATA) rows that cannot be read or lack a column that their reward needs, a domain without
             problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
-    reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {})
+    reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {}, needs_difficulty)
     by_domain: dict[str, list[Problem]] = {
         domain: [] for domain in tuple(data.domain_interleave_probs) or tuple(rewards)
     }
@@ -129,7 +134,9 @@ class _Reader:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         tag_to_template: Mapping[str, str],
+        needs_difficulty: bool,
     ) -> None:
+        self._needs_difficulty = needs_difficulty
         self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
         self._template, self._tag_to_template = template, tag_to_template
         self._writers: dict[str | None, Writer] = {}
@@ -182,6 +189,9 @@ class _Reader:
         for column in KINDS[self._rewards[domain].kind].columns:
             if row.get(column) in (None, "", [], {}):
                 raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
+        if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
+            what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
+            raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
         messages, text = self._prompt(row, tag)
         named = row.get(self._data.id)
         number = raw.where if named is None else str(named)
@@ -223,6 +233,13 @@ def read_messages(value: object) -> list[dict[str, str]]:
         if not texts:
             raise RowError("not-messages", "a message lacks a role or a content that is text", str(each)[:80])
     return [{"role": each["role"], "content": each["content"]} for each in value]
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return math.isfinite(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
 
 
 def _why_empty(elsewhere: Counter[str], too_long: int) -> str:

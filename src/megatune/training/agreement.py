@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import pickle
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from megatune.engine import groups
 from megatune.launch.failure import describe_failure, mark_relayed
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _MOST_POLL_SECONDS = 0.02, 1.0
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
@@ -53,6 +53,26 @@ def post_outcome(key: str, token: str, outcome: object) -> None:
     groups.post(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
 
 
+class Outcome(NamedTuple):
+    """What a rank's part came to."""
+
+    value: Any
+    error: tuple[Exception, int] | None
+
+    def result(self) -> Any:
+        """Return it, or raise what it ended with."""
+        if self.error is not None:
+            raise mark_relayed(*self.error)
+        return self.value
+
+
+def find_outcome(key: str, token: str, rank: int) -> Outcome | None:
+    """Return what a rank left with `post_outcome` of this token; None while it has not."""
+    note = groups.posted(f"{key}/{rank}")
+    its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
+    return Outcome(result, relayed) if its_token == token else None
+
+
 def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
     """Wait for every rank's `post_outcome` of this token, and return the results by rank.
 
@@ -60,18 +80,22 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
         Exception: what one of them left, as `on_rank_0` raises it elsewhere.
     """
     found: dict[int, Any] = {}
-    while True:
+    for pause in pauses():
         for rank in [rank for rank in range(world_size) if rank not in found]:
-            note = groups.posted(f"{key}/{rank}")
-            its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
-            if its_token != token:
-                continue
-            if relayed is not None:
-                raise mark_relayed(*relayed)
-            found[rank] = result
+            if (outcome := find_outcome(key, token, rank)) is not None:
+                found[rank] = outcome.result()
         if len(found) == world_size:
-            return [found[rank] for rank in range(world_size)]
-        time.sleep(_POLL_SECONDS)
+            break
+        time.sleep(pause)
+    return [found[rank] for rank in range(world_size)]
+
+
+def pauses() -> Iterator[float]:
+    """Yield for how long to wait between looks into the store, which all ranks ask: the longer, the less often."""
+    pause = _POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(pause * 1.1, _MOST_POLL_SECONDS)
 
 
 def _relayed(error: Exception) -> tuple[Exception, int]:

@@ -27,14 +27,11 @@ from megatune.families.adapter_words import (
 from megatune.families.quantized import form_of
 from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
-from megatune.objectives.language_model import CrossEntropy
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.pages.words import fullest, seconds
 from megatune.training.loop import Trainer
-from megatune.training.objective import describe as describe_loss
-from megatune.training.objective import has_reference
 from megatune.training.profiling import profile_dir, profiled_ranks
 
 _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
@@ -42,7 +39,7 @@ _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "g
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known of a run beside its trainer.
+    """What is known of a run in addition to its trainer.
 
     Attributes:
         asked: what the user wrote; None where no command line started the run.
@@ -70,8 +67,8 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
     template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"
     yield f"data       {feed.summary}{template}"
-    if not isinstance(trainer.objective, CrossEntropy):
-        yield f"loss       {describe_loss(trainer.objective)}{_reference(settings)}"
+    if loss := trainer.objective.describe():
+        yield f"loss       {loss}{_reference(trainer)}"
     if start.planned is not None:
         yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
     if resumed is not None:
@@ -103,11 +100,11 @@ def _template(settings: Settings, asked: Loaded | None) -> str:
     return f"{name} ({where})" if where else str(name)
 
 
-def _reference(settings: Settings) -> str:
+def _reference(trainer: Trainer) -> str:
     """Say which model answers are compared with; "" where the loss has no reference."""
-    if not has_reference(settings):
+    if trainer.reference is None:
         return ""
-    preference, finetuning = settings.preference, settings.finetuning
+    preference, finetuning = trainer.settings.preference, trainer.settings.finetuning
     chain = list(finetuning.adapter_name_or_path)
     if preference.ref_model is not None:
         return f", compared with {' + '.join((preference.ref_model, *preference.ref_model_adapters))}"
@@ -157,8 +154,8 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if kept := _recompute(settings.recompute):
         yield f"recompute  {kept}"
     yield from (f"data       {line}" for line in trainer.feed.lines)
-    if not isinstance(trainer.objective, CrossEntropy):
-        yield f"loss       {describe_loss(trainer.objective)}{_reference(settings)}"
+    if loss := trainer.objective.describe():
+        yield f"loss       {loss}{_reference(trainer)}"
     batch = settings.batch
     yield (
         f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
@@ -177,7 +174,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
 
 
 def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
-    """Say what adapters begin with, and what the base has of other ones; "" for new ones beside the model itself."""
+    """Say what adapters begin with, and what the base has of other ones; "" for new ones on the model itself."""
     chain = list(trainable.adapter_name_or_path)
     last = None if trainable.create_new_adapter or not chain else chain.pop()
     merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
@@ -192,7 +189,7 @@ def _base(settings: Settings) -> str:
 
 
 def _masters(settings: Settings, architecture: Architecture) -> str:
-    """Say what is fp32 beside a 16-bit model."""
+    """Say what is fp32 in addition to a 16-bit model."""
     if settings.precision.params_dtype == "float32":
         return ""
     if settings.finetuning.finetuning_type != "lora":

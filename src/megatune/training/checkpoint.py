@@ -19,11 +19,14 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.adapter_writer import write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
-from megatune.bridge.file_set import SmallFile, WrittenFile
+from megatune.bridge.checked_files import end_check
+from megatune.bridge.file_set import FileSet
+from megatune.bridge.file_stream import SmallFile, WrittenFile
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.save import adapter_files, finish_adapter, optimizer_files, weight_files
+from megatune.bridge.shard_files import ShardFiles
 from megatune.config.settings import Settings
-from megatune.engine import device
+from megatune.engine import device, groups
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
@@ -52,6 +55,7 @@ class CheckpointFiles:
         self, assembly: Assembly, settings: Settings, state: TrainState, beside: Mapping[str, bytes] | None = None
     ) -> None:
         parameters, layout = assembly.parameters, (assembly.architecture, assembly.place)
+        self._sets: list[FileSet | ShardFiles] = []
         if _has_adapters(settings):
             self._sets = [adapter_files(parameters, *layout)]
         else:
@@ -73,8 +77,9 @@ class CheckpointFiles:
         self.model_bytes = self._sets[0].num_bytes
 
     def __iter__(self) -> Iterator[WrittenFile]:
-        """Yield the files, of which each is to be read before the next; collective over all ranks."""
-        for files in self._sets:
+        """Yield the files, of which each is to be read before the next; collective over all ranks. The rank's own share
+        of the optimizer comes first, for which it waits for nobody."""
+        for files in reversed(self._sets):
             yield from files.files()
         yield from self._small
 
@@ -130,9 +135,15 @@ def _has_adapters(settings: Settings) -> bool:
 
 def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
     """Return what determines which rank holds what."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    sizes = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    )
     return {
         **{name: getattr(settings.parallel, name) for name in sizes},
+        "expert_tensor_parallel_size": settings.parallel.expert_tensor_size,
         "virtual_pipeline_model_parallel_size": settings.parallel.virtual_stages,
         "data_parallel_size": assembly.place.dp_size,
         "params_dtype": settings.precision.params_dtype,
@@ -163,6 +174,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
 
     Raises:
         MegatuneError: INPUT, when the state cannot be read.
+        DamagedCheckpointError: what was read of the checkpoint since `choose_checkpoint` is damaged.
     """
     training = checkpoint / TRAINING_FOLDER
     content = json.loads((training / STATE_NAME).read_text(encoding="utf-8"))
@@ -173,10 +185,28 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
         load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
         load_scalars(assembly.optimizer, counters)
     path = training / _rng_name(assembly)
-    # Another layout has other ranks; no number is drawn in training that their states could change.
-    if layout == layout_of(assembly, settings) and path.is_file() and not settings.run.no_load_rng:
+    # Another layout has other ranks, which begin with the numbers of a new run. Only lora_dropout draws in training.
+    if _is_same(layout, layout_of(assembly, settings)) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
+    _raise_damage(checkpoint)
     return state
+
+
+class DamagedCheckpointError(MegatuneError):
+    """Raised on every rank where files of a checkpoint turned out to be damaged while they were read."""
+
+
+def _raise_damage(checkpoint: Path) -> None:
+    """Raise what any rank found while it loaded. Collective."""
+    check = end_check()
+    mine = [] if check is None else [*check.problems.values()]
+    if problems := sorted({problem for part in groups.gather(mine) for problem in part}):
+        raise DamagedCheckpointError([Finding(each, str(checkpoint)) for each in problems], ExitCode.INPUT)
+
+
+def _is_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Compare layouts; earlier versions did not write all of their numbers."""
+    return all(now.get(name) == value for name, value in then.items())
 
 
 def _trained_otherwise(training: Path, architecture: Architecture, settings: Settings) -> Iterator[Finding]:

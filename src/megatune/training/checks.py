@@ -49,7 +49,9 @@ class Launch:
         place, num_gpus, settings = joined(env), count_gpus(), loaded.settings
         world, problems = None, tuple[Finding, ...]()
         if place is None:
-            asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
+            asked = settings.run.num_processes
+            # What num_processes must be a multiple of is a rule of settings, which names the sizes.
+            smallest = settings.parallel.smallest_world if asked is None else 1
             try:
                 world = decide_world(smallest, num_processes=asked, num_devices=num_gpus, env=env)
             except MegatuneError as error:

@@ -19,7 +19,6 @@ import transformers.models.auto.tokenization_auto  # noqa: F401
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
-from megatune.data.cache.folder import cache_dir
 from megatune.data.cache.key import streamed_key
 from megatune.data.encode import load_tokenizer
 from megatune.data.mismatched import MismatchedRows
@@ -32,16 +31,19 @@ from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.sharing import Machines, open_store
 from megatune.data.streaming.stream import Stream
 from megatune.data.vision import load_vision_input
+from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import cache_dir
 from megatune.launch.context import RankContext
+from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
 from megatune.training.agreement import on_rank_0
-from megatune.training.machines import KEY, check_same, wait_for_machines
-from megatune.training.objective import has_kl
-from megatune.training.planned_rows import lengths_of
-from megatune.training.quarantine import Quarantine
+from megatune.training.bad_rows import Quarantine
+from megatune.training.machines import KEY, check_same, num_machines, wait_for_machines, wait_for_note
+from megatune.training.rows_ahead import lengths_of
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.train_state import read_state
 
@@ -58,9 +60,9 @@ class Feed:
     follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
     quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
     has_pictures: bool = True  # whether rows may have some
-    # Of KTO, the same rows with answers to other prompts: of each step, and of the evaluation.
-    mismatched: PreparedSteps | None = None
-    mismatched_evaluation: TokenRows | None = None
+    # What the objective looks at before each step and each evaluation: the same rows, with answers to other prompts.
+    companions: PreparedSteps | None = None
+    companions_evaluation: TokenRows | None = None
 
 
 class ModelLimits(NamedTuple):
@@ -142,14 +144,14 @@ def _prepared_feed(
     has_pictures = any(part.pictures.tokens for part in parts)
     report = prepared.report
     warnings = [*report.notes, *([warning] if (warning := report.cut_warning()) else [])]
-    told = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
-    feed = replace(told, quarantine=quarantine, has_pictures=has_pictures)
-    if not has_kl(settings):
+    feed = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
+    feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures)
+    if not objective_of(settings).has_companions:
         return feed
     size = settings.data.cutoff_len
     steps = replace(rows, rows=MismatchedRows(prepared.train.directory, size), ordered_by=prepared.train)
     evaluation = None if prepared.evaluation is None else MismatchedRows(prepared.evaluation.directory, size)
-    return replace(feed, mismatched=steps, mismatched_evaluation=evaluation)
+    return replace(feed, companions=steps, companions_evaluation=evaluation)
 
 
 def _streamed_feed(
@@ -201,7 +203,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     state = None
     if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
         state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
-    stream = Stream.start(StreamRequest(made, pipeline, key.name, state))
+    stream = Stream.start(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
         wait_for_machines(context, "stream", json.dumps([str(made.path), key.name]))
         check_same(context, "data to stream", {**key.parts, KEY: key.name})
@@ -211,8 +213,23 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     return stream
 
 
+def _machines(context: RankContext) -> Machines | None:
+    """Open the store through which machines share a stream, on the first of them; None where there is one alone."""
+    if num_machines(context) == 1:
+        return None
+    if context.rank == 0:
+        store = open_store(context.master_addr)
+        _stores.append(store)
+        groups.post("stream store", str(store.port))
+    port = int(wait_for_note(context, "stream store"))
+    return Machines(context.node_rank, num_machines(context), context.master_addr, port)
+
+
+_stores: list[Any] = []  # they last as long as this process: other machines may still wait for what is in them
+
+
 class StreamFollower:
-    """What a rank does about its stream beside each step.
+    """What a rank does with its stream before and after each step.
 
     Args:
         limits: of the model.

@@ -16,8 +16,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
-from megatune.engine.step import ObjectiveOutput
-from megatune.training.train_step import evaluate
+from megatune.engine.step import ObjectiveOutput, evaluate
 
 _PROGRESS_SECONDS = 10.0
 
@@ -70,7 +69,7 @@ def row_log_probs(
     Args:
         steps, loader: each row once.
         readable: leaves what cannot be computed out of a step's micro-batches.
-        on_step: called before each step, with its index.
+        on_step: called before each step, with its number.
     """
     values = torch.zeros(len(steps.rows.spans), dtype=torch.float32, device=device.current())
     found = _LogProbs()
@@ -80,6 +79,7 @@ def row_log_probs(
 
     def batches() -> Iterator[list[Batch]]:
         for step, of_step in loader:
+            on_step(step)
             yield readable(of_step)
             # What was yielded is computed now.
             for rows, own in zip(loader.places(step), found.of_micro_batches, strict=False):
@@ -90,7 +90,7 @@ def row_log_probs(
             if place.rank == 0:
                 progress.after(step)
 
-    evaluate(model, batches(), found, on_step=on_step)
+    evaluate(model, batches(), found)
     groups.add_up(values)
     return values.cpu().numpy()
 

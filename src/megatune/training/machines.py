@@ -1,7 +1,9 @@
-"""What each machine fetches and prepares for itself: it is the same on all, or the run ends before it trains."""
+"""What ranks are given, and what each machine fetches and prepares for itself: it is the same on all, or the run ends
+before it trains."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
@@ -10,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatune.config.settings import Settings
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, all_settings, setting_value
+from megatune.config.values import shown
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
 from megatune.launch.context import RankContext
+from megatune.objectives.choose import objective_of
 from megatune.training.agreement import on_rank_0
-from megatune.training.objective import has_reference
 from megatune.training.storage.files import writing
 
 _POLL_SECONDS = 0.05
@@ -104,7 +108,7 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     """
     name = settings.model.model_name_or_path
     assert name is not None
-    is_compared = has_reference(settings) and settings.preference.ref_model is None
+    is_compared = objective_of(settings).has_reference and settings.preference.ref_model is None
     if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
         small = context.run_dir / "model"
         is_folder = not _is_fetched(name, settings.model.mcore_model)
@@ -185,3 +189,42 @@ def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
         context.beat(phase, 0)
         time.sleep(_POLL_SECONDS)
     return note
+
+
+def check_same_settings(settings: Settings) -> None:
+    """Refuse to train with settings that are not the same on all ranks. Collective.
+
+    Args:
+        settings: as this rank was given them, before its machine's model and hub completed them.
+
+    Raises:
+        MegatuneError: SETTINGS, on every rank: each key that differs, with its values and who has them.
+    """
+    mine = {
+        info.name: shown(setting_value(settings, path))
+        for path, info in all_settings().items()
+        if not info.marks & {Mark.SECRET, Mark.MACHINE}  # what machines read is compared itself
+    }
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(groups.gather(digest))) == 1:
+        return
+    everyone = groups.gather((socket.gethostname(), mine))
+    fix = "start all ranks with the same file and the same flags"
+    findings = []
+    for key in mine:
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, given) in enumerate(everyone):
+            ranks.setdefault(given.get(key, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            hosts = [host for host, _ in everyone]
+            each = "; ".join(f"{value} on {_named(held, hosts)}" for value, held in ranks.items())
+            findings.append(Finding(f"ranks were given different settings: {key}: {each}", fix=fix))
+    raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0 to 2, 5 (host a)"."""
+    names = sorted({hosts[rank] for rank in ranks})
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    hosts_named = f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:3])}{more}"
+    return f"{groups.named(ranks)} ({hosts_named})"

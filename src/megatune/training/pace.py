@@ -1,14 +1,26 @@
-"""Steps that are far slower than their neighbours, and ranks that make the others wait; named while a run goes on."""
+"""How fast steps are: what a step reports of it, and which steps and ranks are far slower than the others."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from megatune.training.callbacks.base import Notice
+from megatune.bridge.assemble import Assembly
+from megatune.config.settings import Settings
+from megatune.data.batches import Batch
+from megatune.data.steps import StepRows
+from megatune.engine import device
+from megatune.engine.waiting import BusyTime
+from megatune.plan.catalogue import device_by_driver_name
+from megatune.plan.flops import train_flops
+from megatune.training.callbacks.base import Notice, StepReport
+from megatune.training.train_step import StepResult
 
 _WARM_UP = 2  # steps of a process that say nothing
 _WINDOW = 32  # steps that tell what is usual
@@ -19,6 +31,34 @@ _SLOW_STEP, _SLOW_RANK, _NOTABLE = 2.0, 1.3, 0.1
 _LEAST_OF_STEP, _LEAST_OF_RANK = 1.0, 0.05
 _SHARE = 0.5  # of what a slow step took longer, that the rank has to explain
 _PAUSE_SECONDS = 60.0  # between two lines on slow steps
+
+
+class StepClock:
+    """The time of steps, from the end of one to the end of the next.
+
+    Attributes:
+        busy: of it, what this rank does without waiting for others.
+    """
+
+    def __init__(self) -> None:
+        self.busy = BusyTime()
+        self._began = time.monotonic()
+
+    def lap(self) -> float:
+        """Return the seconds since the last call, without pauses."""
+        began, self._began = self._began, time.monotonic()
+        return self._began - began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the step."""
+        began = time.monotonic()
+        self.busy.pause()
+        try:
+            yield
+        finally:
+            self.busy.resume()
+            self._began += time.monotonic() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +142,52 @@ class Pace:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on host {self._places[rank].host}"
+
+
+def step_report(
+    settings: Settings,
+    assembly: Assembly,
+    rows: StepRows,
+    batches: Sequence[Batch],
+    result: StepResult,
+    *,
+    step: int,
+    seconds: float,
+    **fields: Any,
+) -> StepReport:
+    """Report a step.
+
+    Args:
+        rows: of all steps.
+        batches: this rank's micro-batches of the step.
+        step: counted from 1.
+        seconds: that it took.
+        fields: of StepReport, which the loop knows.
+    """
+    lengths = [int(length) for row in rows.lengths(step - 1) for length in row]
+    flops = train_flops(assembly.architecture, lengths, settings.finetuning)
+    flops /= assembly.place.world_size * seconds
+    planned = device_by_driver_name(device.name())
+    peak = planned.flops[settings.precision.params_dtype] if planned else None
+    size = settings.batch.per_device_train_batch_size
+    row_tokens = [batch.input_ids.numel() / size for batch in batches]
+    of_pictures = [0 if batch.pictures is None else len(batch.pictures.places) / size for batch in batches]
+    return StepReport(
+        step=step,
+        loss=result.totals.loss,
+        grad_norm=result.grad_norm,
+        num_tokens=result.totals.num_tokens,
+        num_input_tokens=sum(lengths),
+        seconds=seconds,
+        tokens_per_second=sum(lengths) / seconds,
+        model_tflops=flops / 1e12,
+        mfu=flops / peak if peak else None,
+        memory_gib=device.peak_memory_bytes() / 2**30,
+        row_tokens=sum(row_tokens) / len(row_tokens),
+        longest_row=math.ceil(max(row_tokens)),
+        document_tokens=sum(lengths) / len(lengths) if rows.is_packed else None,
+        picture_tokens=sum(of_pictures) / len(of_pictures),
+        skipped=not result.updated,
+        is_bad=result.problem is not None,
+        **fields,
+    )

@@ -130,7 +130,8 @@ class MemoryLog:
         """With the peak so far."""
         # The kernel's resident peak is counted in coarse steps, and may lie below what was held.
         held = max(self._memory.joined, self._memory.loaded, self._memory.stepped)
-        return replace(self._memory, peak=max(held, device.peak_memory_bytes()))
+        overhead = max(self._memory.overhead, device.memory_overhead_bytes())
+        return replace(self._memory, peak=max(held, device.peak_memory_bytes()), overhead=overhead)
 
     def note(self, **moments: int) -> None:
         """Write what is held now, and the moments given by name."""

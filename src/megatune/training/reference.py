@@ -1,6 +1,6 @@
 """The reference of preference training: a model that is in memory for one pass, before training or before each step.
 
-Its log-probabilities of all answers are computed once, and kept beside the rows:
+Its log-probabilities of all answers are computed once, and kept next to the rows:
 
     ROWS/PART/reference-KEY.npy    fp32 [documents], as `TokenRows.spans` has them
 
@@ -39,15 +39,15 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.hub.models import MAIN
 from megatune.launch.context import RankContext
+from megatune.objectives.choose import objective_of
 from megatune.objectives.preference import REFERENCE
+from megatune.training.bad_rows import without_unreadable
 from megatune.training.base import digest_base
 from megatune.training.feed import Feed
 from megatune.training.loaders import Loaders
 from megatune.training.log_probs import row_log_probs, step_log_probs
 from megatune.training.machines import fetched_on_node
-from megatune.training.objective import has_reference
 from megatune.training.storage.files import sync
-from megatune.training.unreadable import without_unreadable
 
 _FORMAT = 1  # of what the values mean
 
@@ -60,7 +60,8 @@ class Reference:
         model_dir, settings: what its model is made from.
         digest: of its weights.
         is_loaded: the model that is trained, without its adapters, is the reference once it is loaded.
-        is_start: training starts from the reference, so that the first step has margins of 0.
+        is_start: training starts from the reference, so that the first step has margins of 0. Not with ld_alpha, which
+            weighs the tokens of the policy alone.
     """
 
     context: RankContext
@@ -91,8 +92,8 @@ class Reference:
         if not isinstance(steps, PreparedSteps):
             line = "log-probabilities of the reference: of the model without its adapters, before each step"
             return replace(feed, lines=[*feed.lines, line]), load()
-        mismatched = None if feed.mismatched is None else feed.mismatched.rows
-        optional = (feed.evaluation, mismatched, feed.mismatched_evaluation)
+        companions = None if feed.companions is None else feed.companions.rows
+        optional = (feed.evaluation, companions, feed.companions_evaluation)
         parts = [steps.rows, *(rows for rows in optional if rows is not None)]
         missing = [rows for rows in parts if groups.total(int(not self._is_kept(rows)))]
         kept = {rows.digest: self._path(rows) for rows in parts}
@@ -114,8 +115,8 @@ class Reference:
             feed,
             rows=replace(steps, rows=added(steps.rows)),
             evaluation=feed.evaluation and added(feed.evaluation),
-            mismatched=feed.mismatched and replace(feed.mismatched, rows=added(feed.mismatched.rows)),
-            mismatched_evaluation=feed.mismatched_evaluation and added(feed.mismatched_evaluation),
+            companions=feed.companions and replace(feed.companions, rows=added(feed.companions.rows)),
+            companions_evaluation=feed.companions_evaluation and added(feed.companions_evaluation),
             lines=[*feed.lines, line],
         )
         return with_values, loaded
@@ -205,13 +206,13 @@ def open_reference(
 
     Args:
         source: the folder of the model that the run started from.
-        base: digest of what adapters are beside; "" without adapters.
+        base: digest of the model that adapters belong to; "" without adapters.
         resumed: the checkpoint that the run resumes from.
 
     Raises:
         MegatuneError: INPUT, when ref_model cannot be used; SETTINGS, when it does not fit the layout.
     """
-    if not has_reference(settings):
+    if not objective_of(settings).has_reference:
         return None
     preference, finetuning = settings.preference, settings.finetuning
     has_adapters = finetuning.finetuning_type == "lora"
@@ -232,6 +233,7 @@ def open_reference(
     if chain or has_adapters:
         changes["finetuning_type"] = "lora"
     own = settings.model_copy(update={"finetuning": finetuning.model_copy(update=changes)})
+    is_start = is_start and preference.ld_alpha is None
     return Reference(context, model_dir, own, digest or digest_base(context, model_dir, own), is_loaded, is_start)
 
 

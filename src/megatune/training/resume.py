@@ -1,4 +1,8 @@
-"""Which checkpoint a run resumes from: the newest whole one, verified by all ranks together."""
+"""Which checkpoint a run resumes from: the newest whole one.
+
+All ranks together compare sizes and small files with the manifest. Files whose blocks have digests of their own are
+compared while they are loaded (`bridge.checked_files`), so that nothing is read twice.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 
+from megatune.bridge.checked_files import RangedFile, ReadCheck, begin_check, digests_of
 from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.training.agreement import on_rank_0
 from megatune.training.storage.files import amount
-from megatune.training.storage.manifest import FileDigest, added_files, problem_of, read_manifest
+from megatune.training.storage.manifest import FileDigest, added_files, problem_of, problem_with, read_manifest
 from megatune.training.storage.store import list_checkpoints, newest_verified
 
 _POLL_SECONDS = 0.2
@@ -26,15 +30,28 @@ _PROGRESS_SECONDS = 10.0
 _MOST_THREADS = 8
 
 
-def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path) -> tuple[Path | None, list[str]]:
+def choose_checkpoint(
+    context: RankContext, settings: Settings, output_dir: Path, damaged: Mapping[Path, Sequence[Finding]] | None = None
+) -> tuple[Path | None, list[str]]:
     """Choose the checkpoint to resume from, None for none, and say what a user should know of the choice. Collective.
+
+    Args:
+        damaged: what was found in checkpoints while they were loaded, as `load_checkpoint` raises it; the rest is
+            compared while it is loaded next. None: everything is compared here.
 
     Raises:
         MegatuneError: INPUT, when the one asked for is not whole, or none of those that are there is.
     """
     asked = settings.run.resume_from_checkpoint
     notes: list[str] = []
-    check = partial(_verify_together, context, notes)
+    found, whole = damaged or {}, damaged is None
+
+    def check(path: Path) -> list[Finding]:
+        problems = list(found.get(path, ())) or _verify_together(context, notes, path, whole)
+        if not problems and not whole:
+            begin_check(path)
+        return problems
+
     if isinstance(asked, str):
         path = Path(asked)
         if not on_rank_0(path.is_dir):
@@ -55,14 +72,15 @@ def choose_checkpoint(context: RankContext, settings: Settings, output_dir: Path
     return newest, [*(f"skipped: {problem}" for problem in problems), *notes]
 
 
-def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -> list[Finding]:
-    """Compare every file of a checkpoint with its manifest, each rank a share of the bytes. Collective.
+def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, whole: bool) -> list[Finding]:
+    """Compare the files of a checkpoint with its manifest, each rank a share of the bytes. Collective.
 
     A state of terabytes takes longer than any collective operation may: ranks leave notes in the store, as often as
     they have read on, and look for those of the others.
 
     Args:
         notes: gets a line on how much was read, and how fast.
+        whole: read all of the files that have digests of blocks, too.
 
     Returns:
         What is wrong, on every rank; nothing where the checkpoint is whole and can be resumed from.
@@ -77,9 +95,13 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -
     if added := on_rank_0(lambda: added_files(checkpoint, manifest)):
         return [Finding(each, where=str(checkpoint)) for each in added]
     began = time.monotonic()
-    key, total = f"verify/{checkpoint.name}", sum(file.size for file in manifest.files)
-    progress = _Progress(context, key, total)
-    _verify_share(context, checkpoint, shares(manifest.files, context.world_size)[context.rank], progress)
+    names = {file.name for file in manifest.files}
+    later = [file for file in manifest.files if not whole and _digests_name(file.name) in names]
+    now = [file for file in manifest.files if file not in later]
+    key, total = f"verify/{checkpoint.name}", sum(file.size for file in now)
+    progress = _Progress(context, key, max(1, total))
+    heads = later[context.rank :: context.world_size]
+    _verify_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads, progress)
     while (posted := groups.posted(f"{key}/all")) is None:
         if context.rank == 0 and None not in (gathered := [problems for _, problems in progress.gather()]):
             groups.post(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
@@ -88,7 +110,8 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path) -
         time.sleep(_POLL_SECONDS)
     seconds = time.monotonic() - began
     speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
-    notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes")
+    rest = f"; {amount(sum(file.size for file in later))} are verified while they are loaded" if later else ""
+    notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes{rest}")
     return [Finding(problem, where=str(checkpoint)) for problem in sorted(json.loads(posted))]
 
 
@@ -103,11 +126,37 @@ def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest
     return found
 
 
-def _verify_share(context: RankContext, checkpoint: Path, files: Sequence[FileDigest], progress: _Progress) -> None:
-    """Read this rank's files and post what is wrong with them."""
+def _digests_name(name: str) -> str:
+    """Return the name of the file with the digests of a file's blocks."""
+    return digests_of(Path(name)).as_posix()
+
+
+def _problem_of_head(checkpoint: Path, file: FileDigest) -> str:
+    """Say what is wrong with the size of a safetensors file, or with its header."""
+
+    def matches() -> bool:
+        check = ReadCheck(checkpoint.resolve())
+        opened = RangedFile(checkpoint / file.name, check)
+        length = int.from_bytes(bytes(opened.read(0, min(8, file.size)).tolist()), "little")
+        if not check.problems:
+            opened.read(8, min(8 + length, file.size))
+        return not check.problems
+
+    return problem_with(checkpoint, file, matches)
+
+
+def _verify_share(
+    context: RankContext,
+    checkpoint: Path,
+    files: Sequence[FileDigest],
+    heads: Sequence[FileDigest],
+    progress: _Progress,
+) -> None:
+    """Read this rank's files, and the headers of others, and post what is wrong with them."""
     num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
     with ThreadPoolExecutor(num_threads) as threads:
         futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
+        futures += [threads.submit(_problem_of_head, checkpoint, file) for file in heads]
         pending = set(futures)
         while pending:
             _, pending = wait(pending, _POLL_SECONDS)

@@ -1,4 +1,5 @@
-"""How long the rows of a plan are: those of its data where they are at hand, else what was stated."""
+"""How long the rows of a plan are: those of its data where they are at hand, else what was stated; and the plan that is
+made again once a run has its rows, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -6,15 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from megatune.config.load import Loaded
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.read_question import PlannedRows
 from megatune.plan.rows import RowLengths
+from megatune.plan.run.preflight import Preflight, with_rows
 
 if TYPE_CHECKING:
     from megatune.data.encode import Encoder
+    from megatune.data.pictures import PictureCounts
+    from megatune.data.rows import TokenRows
 
+_MOST = 100_000  # lengths that are summed up; of more, as many at equal distances
 _OTHERWISE = "--document_length and --longest_document say otherwise"
 
 
@@ -44,10 +52,14 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     if settings.packing:  # but for the last ones, rows are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
     lengths = RowLengths.of(rows, found.words, document=weighted, pictures=found.pictures if found.is_exact else None)
+    tokens = sum(found.documents) * found.rows / (found.encoded or found.rows) if found.is_whole else None
     if not found.is_exact:
-        return PlannedRows(lengths=lengths)
+        return PlannedRows(lengths=lengths, tokens=tokens)
     return PlannedRows(
-        lengths=lengths, most_pictures=found.most_pictures, largest_picture=found.largest_picture or None
+        lengths=lengths,
+        most_pictures=found.most_pictures,
+        largest_picture=found.largest_picture or None,
+        tokens=tokens,
     )
 
 
@@ -93,3 +105,30 @@ def _prepared(settings: Settings) -> PlannedRows | None:
         return None
     lengths = replace(case.lengths, origin=f"of all rows, as {output} has them")
     return PlannedRows(lengths=lengths, most_pictures=case.image_tokens, largest_picture=case.largest_picture)
+
+
+def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
+    """Sum up the lengths of rows, as the planner wants them: of answers where a row is a pair of them."""
+    spans = rows.spans
+    documents = np.sort(spans[:, 1] - spans[:, 0])
+    per_row = 2 if rows.is_pairs else 1
+    lengths = np.sort(-(-rows.row_lengths() // per_row)) if rows.is_packed else documents
+    if len(lengths) > _MOST:
+        lengths = lengths[np.linspace(0, len(lengths) - 1, _MOST).astype(np.int64)]
+    weighted = float(np.square(documents, dtype=np.float64).sum() / max(1, documents.sum()))
+    return RowLengths.of(
+        lengths.tolist(), "of all rows", document=weighted, pictures=pictures.tokens / len(rows) if len(rows) else 0.0
+    )
+
+
+def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: Loaded | None) -> Preflight:
+    """Plan a run for these rows.
+
+    Args:
+        asked: what the user wrote, in whose words advice is given.
+
+    Raises:
+        MegatuneError: SETTINGS, where it cannot fit.
+    """
+    seen = (pictures.of_row, pictures.largest) if case.model.architecture.vision is not None else None
+    return with_rows(case, lengths, seen, loaded=asked)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
+from megatune.config.adapters import as_adapter
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.settings import Settings
@@ -19,10 +20,10 @@ from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates, build
 from megatune.engine.operations import recent_operations, remember_groups
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, Finding
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
-from megatune.plan.adapters import as_adapter
+from megatune.objectives.choose import objective_of
 from megatune.plan.case import Case
 from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
@@ -33,26 +34,22 @@ from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
-from megatune.training.checkpoint import check_continues, load_checkpoint
-from megatune.training.decoding import loader_workers
+from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
 from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
-from megatune.training.loaders import Loaders
+from megatune.training.loaders import Loaders, loader_workers
 from megatune.training.loop import Trainer
-from megatune.training.machines import model_on_node
+from megatune.training.machines import check_same_settings, model_on_node
 from megatune.training.merge import merge_run
-from megatune.training.objective import objective_of
-from megatune.training.planned_rows import plan_rows
 from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.reference import open_reference
 from megatune.training.rerun import later_checkpoints
 from megatune.training.resume import choose_checkpoint
 from megatune.training.room import check_room
-from megatune.training.run_schedule import RunSchedule
-from megatune.training.same_settings import check_same_settings
+from megatune.training.rows_ahead import plan_rows
+from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
-from megatune.training.time_budget import TimeBudget
 from megatune.training.train_state import TrainState, read_state
 
 _JOIN_GRACE = 60.0  # seconds
@@ -63,8 +60,9 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
     Args:
         payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "plan", lines on it; "asked", what the user wrote, without secrets; "model_dir", where the launcher put the
-            files of a model on a hub; "began", when the user started it, of `time.monotonic`.
+            "plan", lines on it; "num_gpus", that this machine shows; "asked", what the user wrote, without secrets;
+            "model_dir", where the launcher put the files of a model on a hub; "began", when the user started it, of
+            `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
@@ -73,9 +71,10 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    # Who waits in vain says so itself, a moment later: with what was waited for, and where.
+    # A rank that waits too long says so itself a moment later: for what, and where.
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
     _quiet()
+    device.require_gpus(payload.get("num_gpus", 0))
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     local, announce = context.local_world_size, context.announce
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
@@ -91,7 +90,19 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
         groups.leave()
 
 
-def _train(
+def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, **options: Any) -> int:
+    """Run `_train_from` the newest checkpoint that is whole, as far as loading it shows."""
+    damaged: dict[Path, Sequence[Finding]] = {}
+    while True:
+        try:
+            return _train_from(damaged, context, settings, run_yaml, *args, **options)
+        except DamagedCheckpointError as error:
+            damaged[Path(error.findings[0].where)] = error.findings
+        groups.unbuild()
+
+
+def _train_from(
+    damaged: Mapping[Path, Sequence[Finding]],
     context: RankContext,
     settings: Settings,
     run_yaml: str,
@@ -105,7 +116,7 @@ def _train(
     output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
     on_rank_0(lambda: _open_output(output_dir))
-    resumed, notes = choose_checkpoint(context, settings, output_dir)
+    resumed, notes = choose_checkpoint(context, settings, output_dir, damaged)
     source = model_on_node(context, settings, model_dir, resumed)
     architecture = load_architecture(source, settings.run.stage)
     experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts

@@ -1,36 +1,36 @@
 """Saves a run's checkpoints, at once or in the background, one at a time.
 
-Either way ranks do the same in the same order: each writes and digests its files, and leaves the digests for rank 0,
-which completes the folder, commits it and deletes what is beyond save_total_limit. In the background a thread of each
-rank does it, from copies in the host's memory. These threads tell each other through the store: the order of collective
-operations is that of training, which goes on meanwhile.
+Either way ranks do the same: each copies what it writes into the host's memory, from which a thread of its own writes
+and digests it (`bridge.file_stream`), and leaves the digests for rank 0, whose thread completes the folder, commits it
+and deletes what is beyond save_total_limit. In the background training continues once the copies are ordered; otherwise
+a few buckets of memory are filled and written in turn. Threads tell each other through the store, for which nobody
+waits in a collective operation.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatune import __version__
 from megatune.bridge.assemble import Assembly
-from megatune.bridge.file_set import WrittenFile
+from megatune.bridge.file_stream import FEW, FileStream, HostBuffers
 from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.engine.model import gather_parameters
-from megatune.errors import MegatuneError
 from megatune.launch.devices import free_memory
-from megatune.training.agreement import on_rank_0, post_outcome, posted_outcomes
+from megatune.training.agreement import find_outcome, on_rank_0, pauses, post_outcome, posted_outcomes
 from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
 from megatune.training.storage.files import amount, ensure_room, writing
 from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore, rotate
 from megatune.training.train_state import TrainState
 
-_KEY = "save"
+_WRITTEN, _COMMITTED = "written", "committed"
 # What of a machine's free memory copies may take: the page cache has a use for some of it, too.
 _LARGEST_SHARE = 0.8
 _NICENESS = 10  # of threads that write
@@ -41,10 +41,19 @@ class CheckpointSaver:
 
     Args:
         source: the model's own folder: its tokenizer and configuration go into checkpoints.
+        beat: called while this rank waits, as long as anything goes on.
     """
 
-    def __init__(self, store: CheckpointStore, assembly: Assembly, settings: Settings, source: Path) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        assembly: Assembly,
+        settings: Settings,
+        source: Path,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store, self._assembly, self._settings, self._source = store, assembly, settings, source
+        self._beat, self._buffers, self._count = beat, HostBuffers(), 0
         self._in_flight: _Save | None = None
         self._said: set[str] = set()
         self._had_place = store.output_dir.is_dir()
@@ -75,22 +84,26 @@ class CheckpointSaver:
         assert not self.in_flight, "settle the one before"
         gather_parameters(self._assembly.model)
         files = CheckpointFiles(self._assembly, self._settings, state, beside)
-        claims = groups.gather((socket.gethostname(), files.num_bytes, free_memory()))
-        needed = sum(num_bytes for _, num_bytes, _ in claims)
+        copies = max(0, files.num_bytes - self._buffers.num_bytes)  # what the last copies were made into is there
+        claims = groups.gather((socket.gethostname(), copies, free_memory()))
+        needed = groups.total(files.num_bytes)
         if self._settings.checkpoint.save_format == "torch_dist":
             needed += groups.total(files.model_bytes)
         on_rank_0(lambda: self._ensure_place(needed))
         folder = on_rank_0(lambda: self._store.begin(state.step))
         background = background and self._has_memory(claims)
-        written: Iterable[WrittenFile] = [file.held() for file in files] if background else files
+        # A model alone is not resumed from, and nobody would read its digests of blocks.
+        check = not self._settings.checkpoint.save_only_model
+        stream = FileStream(folder, self._buffers, limit=None if background else FEW, check=check)
         finish = self._finish_of(folder, state)
-        save = _Save(self._store, state.step, folder, needed, written, finish, self._assembly.place.world_size)
+        self._count += 1
+        save = _Save(stream, folder, needed, finish, self._assembly.place.world_size, self._count, is_nice=background)
+        save.start()
+        stream.put(files)
         if background:
             self._in_flight = save
-            save.start()
             return None
-        save.run()
-        return save.result()
+        return save.result(self._beat)
 
     def settle(self) -> Path | None:
         """Wait for the checkpoint in flight, if there is one, and return it. Collective.
@@ -99,7 +112,7 @@ class CheckpointSaver:
             MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
         """
         save, self._in_flight = self._in_flight, None
-        return None if save is None else save.result()
+        return None if save is None else save.result(self._beat)
 
     def _finish_of(self, folder: Path, state: TrainState) -> Callable[[Sequence[FileDigest]], Path]:
         """Return what rank 0 does once all files are written; later steps do not change it."""
@@ -151,81 +164,69 @@ class CheckpointSaver:
 
 
 class _Save(threading.Thread):
-    """A checkpoint that is written: by `run` at once, by `start` in the background.
+    """A checkpoint that is written.
 
     Args:
         needed: bytes of the whole checkpoint's tensors.
-        files: this rank's.
         finish: digests of all ranks -> the checkpoint; for rank 0.
+        number: of the saves so far.
+        is_nice: training goes on meanwhile, and comes first where processors are short.
     """
 
     def __init__(
         self,
-        store: CheckpointStore,
-        step: int,
+        stream: FileStream,
         folder: Path,
         needed: int,
-        files: Iterable[WrittenFile],
         finish: Callable[[Sequence[FileDigest]], Path],
         world_size: int,
+        number: int,
+        *,
+        is_nice: bool,
     ) -> None:
         # A run that fails does not wait for it: what is not committed is not there.
-        super().__init__(name=f"save-{step}", daemon=True)
-        self._store, self._step, self._folder, self._needed = store, step, folder, needed
-        self._files, self._finish, self._world_size = files, finish, world_size
-        self._path: Path | None = None
+        super().__init__(name=f"save-{folder.name}", daemon=True)
+        self._stream, self._folder, self._needed, self._token = stream, folder, needed, f"{folder} {number}"
+        self._finish, self._world_size, self._is_nice = finish, world_size, is_nice
         self._error: Exception | None = None
+        self._has_written = False
 
     def run(self) -> None:
         """Write this rank's files and, on rank 0, finish the checkpoint once all ranks have written theirs."""
+        if self._is_nice:
+            os.nice(_NICENESS)  # on Linux of this thread alone
+        outcome: object
         try:
-            if self.ident is not None:
-                os.nice(_NICENESS)  # on Linux of this thread alone: where processors are short, training comes first
-            post_outcome(_KEY, str(self._folder), self._write())
-            if groups.rank() == 0:
-                parts = posted_outcomes(_KEY, str(self._folder), self._world_size)
-                self._path = self._finish([digest for part in parts for digest in part])
+            with writing(self._folder, self._needed):
+                outcome = [FileDigest(file.name, file.size, file.digest) for file in self._stream.write()]
         except Exception as error:
-            self._error = error
-            post_outcome(_KEY, str(self._folder), error)
+            outcome = self._error = error
+        self._has_written = True
+        post_outcome(_WRITTEN, self._token, outcome)
+        if groups.rank() == 0:
+            try:
+                parts = posted_outcomes(_WRITTEN, self._token, self._world_size)
+                outcome = self._finish([digest for part in parts for digest in part])
+            except Exception as error:
+                outcome = self._error = self._error or error
+            post_outcome(_COMMITTED, self._token, outcome)
 
-    def _write(self) -> list[FileDigest]:
-        files, self._files = iter(self._files), ()  # so that copies go when they are written
-        with writing(self._folder, self._needed):
-            return self._store.digest(self._step, [self._written(file, files) for file in files])
-
-    def _written(self, file: WrittenFile, later: Iterator[WrittenFile]) -> Path:
-        """Write a file; where that fails, read on to the end of all files: other ranks gather these tensors in the same
-        collective operations, and would wait for this one."""
-        try:
-            return file.write(self._folder)
-        except OSError:
-            for each in itertools.chain([file], later):
-                for _ in each.tensors:
-                    pass
-            raise
-
-    def result(self) -> Path:
-        """Wait until the checkpoint is committed, and return it. Collective.
+    def result(self, beat: Callable[[], None]) -> Path:
+        """Wait until the checkpoint is committed, and return it; the same on every rank.
 
         Raises:
             MegatuneError: CANNOT_WRITE.
         """
-
-        if self.ident is None and self._error is not None and not isinstance(self._error, MegatuneError):
-            raise self._error  # a peer that is gone: nobody may be there to tell
-
-        def outcome() -> Path:
-            if self.ident is not None:
-                self.join()
-            if self._error is not None:
-                raise self._error
-            assert self._path is not None
-            return self._path
-
-        try:
-            return on_rank_0(outcome)
-        except Exception:
-            if self._error is not None:
-                raise self._error from None  # the cause, of which the others only heard
-            raise
+        written = -1
+        for pause in pauses():
+            if (found := find_outcome(_COMMITTED, self._token, 0)) is not None:
+                break
+            if self._has_written or self._stream.written > written:  # a disk that hangs is noticed
+                written = self._stream.written
+                beat()
+            time.sleep(pause)
+        assert found is not None
+        self.join()
+        if self._error is not None:
+            raise self._error  # the cause, of which the others only heard
+        return found.result()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
 from megatune.config.load import Loaded, dump
@@ -15,7 +16,6 @@ from megatune.plan.run.preflight import PLAN
 from megatune.training.checks import Launch, check_all
 from megatune.training.rerun import rerun_lines
 from megatune.training.restarts import run_restarting
-from megatune.training.secrets import use_secrets
 from megatune.training.storage.files import OutputLock
 
 
@@ -23,7 +23,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """Check a run, start its ranks or join torchrun's, and return the exit code.
 
     Args:
-        lines: what a user is told first of valid settings, in their world.
+        lines: returns what is printed first of valid settings, in their world.
 
     Raises:
         MegatuneError: everything that is wrong, before any process starts.
@@ -35,6 +35,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
     began = time.monotonic()
     use_secrets(loaded.secrets)
+    prepare_devices(os.environ, use_cpu=loaded.settings.run.use_cpu)
     launch = Launch.of(loaded)
     found = check_all(launch)
     loaded, place, world, model, plan = launch.loaded, launch.place, launch.world, launch.model, found.plan
@@ -51,6 +52,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "case": plan.planned.case if plan.planned else None,
         "asked": loaded.without_secrets,
         "began": began,
+        "num_gpus": launch.num_gpus,
         "plan": [line for line in plan.lines if line.startswith(PLAN)],
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
@@ -61,7 +63,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     why = "says which part was larger than planned, and what helps" if plan.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if launch.first else contextlib.nullcontext():
-        if launch.first:  # the last run's; whoever asks how this one ended must not read that
+        if launch.first:  # the last run's, which says nothing about this one
             (run_dir / "report.json").unlink(missing_ok=True)
         if place is not None:
             return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)
@@ -79,6 +81,15 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     if code == ExitCode.OUT_OF_MEMORY and launch.first and (diagnosis := _diagnosis(output_dir, advice)):
         print(diagnosis, file=sys.stderr)
     return code
+
+
+def prepare_devices(env: MutableMapping[str, str], *, use_cpu: bool) -> None:
+    """Set what CUDA and torch read when they start, in the environment that ranks inherit; what a user set stays."""
+    if use_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
+        # Rows of many lengths would leave a GPU's memory in pieces that no tensor fits into.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _diagnosis(output_dir: Path, advice: str) -> str:
@@ -109,3 +120,21 @@ def _with_repository(settings: Settings) -> Settings:
     if note:
         print(f"warning: {note}", file=sys.stderr)
     return settings.model_copy(update={"checkpoint": checkpoint.model_copy(update={"hub_model_id": repo_id})})
+
+
+def use_secrets(secrets: Mapping[str, str]) -> None:
+    """Put secrets, by "group.name", into variables of this process and those that it starts, and out of its arguments.
+
+    A variable that is set already gives way: what is written for a run is meant for it.
+    """
+    from megatune.hub.repository import use_modelscope
+    from megatune.hub.upload import TOKEN_VARIABLES
+
+    variables = {
+        "checkpoint.hub_token": TOKEN_VARIABLES["ms" if use_modelscope() else "hf"],
+        "logging.swanlab_api_key": "SWANLAB_API_KEY",
+    }
+    for path, secret in secrets.items():
+        os.environ[variables[path]] = secret
+        # Libraries that note a run's command line would note this one.
+        sys.argv = [word.replace(secret, "***") for word in sys.argv]

@@ -27,7 +27,7 @@ class TrainState:
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
         base: digest of what adapters are beside (training/base.py); "" without adapters.
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
-        reward_sum, reward_pairs: of the pairs trained, see `objectives.preference.RunningReward`.
+        objective: the loss's own state (`TrainingObjective.state_dict`).
         updates: of the optimizer, where a step may have several.
         bad_steps: how many were skipped (training/bad_steps.py).
         recent_losses, recent_grad_norms: of the last steps that were not bad.
@@ -42,8 +42,7 @@ class TrainState:
     stream: dict[str, Any] | None = None
     base: str = ""
     reference: str = ""
-    reward_sum: float = 0.0
-    reward_pairs: float = 0.0
+    objective: dict[str, float] = field(default_factory=dict)
     updates: int = 0
     bad_steps: int = 0
     recent_losses: list[float] = field(default_factory=list)
@@ -57,6 +56,8 @@ def read_state(checkpoint: Path) -> TrainState | None:
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
+    if "reward_sum" in content:  # until November 2026 the state of BCO, whatever the loss
+        content["objective"] = {name: content[name] for name in ("reward_sum", "reward_pairs")}
     return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
 
 

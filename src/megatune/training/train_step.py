@@ -1,14 +1,11 @@
-"""One optimizer step from its micro-batches, its checks, and an evaluation: what any training loop is built of."""
+"""One optimizer step from its micro-batches, and its checks: what any training loop is built of."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import LocalParameter
@@ -16,8 +13,8 @@ from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
 from megatune.engine.layers.moe.router import expert_biases
-from megatune.engine.model import Chunk, gather_parameters
-from megatune.engine.step import Objective, StepTotals, forward_backward
+from megatune.engine.model import gather_parameters
+from megatune.engine.step import NO_VOTES, Objective, StepTotals, Votes, forward_backward
 from megatune.engine.waiting import BusyTime
 from megatune.objectives.language_model import CrossEntropy
 
@@ -57,9 +54,7 @@ def train_step(
     *,
     learning_rate: float,
     judge: Callable[[float, float], str | None] = not_finite,
-    stop_requested: bool = False,
-    save_ended: bool = False,
-    save_requested: bool = False,
+    votes: Votes = NO_VOTES,
     checked_step: int | None = None,
     timed: bool = False,
     busy: BusyTime | None = None,
@@ -70,8 +65,7 @@ def train_step(
         batches: this data-parallel rank's micro-batches.
         judge: gets the loss and the norm of all gradients, the same on all ranks; where it returns why the step is to
             be refused, nothing is changed.
-        stop_requested: whether this rank was asked to stop; sent along with the loss, as are `save_ended` and
-            `save_requested`, for `StepTotals`.
+        votes: what this rank asks of all; for `StepTotals`.
         checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
             number where they differ; None leaves the check out.
         busy: of this rank, for `StepTotals`.
@@ -84,8 +78,7 @@ def train_step(
     began = time.monotonic()
     biases = expert_biases(assembly.model)
     before = [bias.clone() for bias in biases]
-    flags = {"stop_requested": stop_requested, "save_ended": save_ended, "save_requested": save_requested}
-    totals = forward_backward(assembly.model, batches, objective, busy=busy, **flags)
+    totals = forward_backward(assembly.model, batches, objective, votes=votes, busy=busy)
     if timed:
         device.synchronize()
         seconds["forward_backward"], began = time.monotonic() - began, time.monotonic()
@@ -161,41 +154,3 @@ def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
         for name in local.hf_shapes(assembly.architecture)
     ]
     return {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
-
-
-def evaluate(
-    model: list[Chunk],
-    steps: Iterable[Sequence[Batch]],
-    objective: Objective = _CROSS_ENTROPY,
-    *,
-    on_step: Callable[[int], None] = lambda index: None,
-) -> StepTotals:
-    """Compute the objective over all batches, in eval mode and without gradients; collective.
-
-    Args:
-        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
-        steps: of each step this data-parallel rank's micro-batches.
-        on_step: called before each step with its index.
-    """
-    found: list[StepTotals] = []
-    with evaluating(model):
-        for index, batches in enumerate(steps):
-            on_step(index)
-            found.append(forward_backward(model, batches, objective, forward_only=True))
-    return StepTotals.summed(found)
-
-
-@contextmanager
-def evaluating(model: list[Chunk]) -> Iterator[None]:
-    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
-    mode that they were in at the end."""
-    gather_parameters(model)
-    modes = [chunk.training for chunk in model]
-    for chunk in model:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk, is_training in zip(model, modes, strict=True):
-            chunk.train(is_training)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megatune.architecture import Architecture
 from megatune.config.entry import split_arguments
 from megatune.config.load import Loaded, load
-from megatune.config.rules import RULES, check
+from megatune.config.rules import check
 from megatune.config.settings import BatchSettings, FinetuningSettings, Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.launch.world import World, decide_world
-from megatune.plan import trainable
 from megatune.verify.trained import of_adapters
 
 if TYPE_CHECKING:
@@ -142,8 +141,7 @@ def checked(
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
-    rules = *RULES, *trainable.RULES
-    findings = check(settings, architecture, world.world_size, rules=rules, origins=loaded.origins, invalid=_NOT_HERE)
+    findings = check(settings, architecture, world.world_size, origins=loaded.origins, invalid=_NOT_HERE)
     longest, limit = max(len(sample.input_ids) for sample in samples), architecture.max_position_embeddings
     of_pictures = longest - length
     if longest > limit:

@@ -95,8 +95,8 @@ class TorchDistFolder(ModelFolder):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        name = prefix + segment.name
+    def read(self, segment: Segment) -> Tensor:
+        name = segment.name
         rows, *rest = self._shapes[name]
         first, last, columns = segment.start, segment.stop, (0, rest[0] if rest else 0)
         if segment.dim == 1:

@@ -26,38 +26,21 @@ class Translation(NamedTuple):
 
 
 @cache
-def translations() -> dict[str, Translation]:
-    """Read the texts of all settings, by "group.name"."""
-    files = (path for path in sorted(Path(__file__).parent.glob("*.yaml")) if path.stem != "phrases")
+def translations(folder: str = "") -> dict[str, Translation]:
+    """Read the texts of all settings, by "group.name"; of those of `config.rl.pages`, with the folder `rl`."""
+    files = (path for path in sorted((Path(__file__).parent / folder).glob("*.yaml")) if path.stem != "phrases")
     return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
 
 
 @cache
-def rl_translations() -> dict[str, Translation]:
-    """Read the texts of the keys of reinforcement learning, by "group.name" of `config.rl.pages`."""
-    files = (path for path in sorted((Path(__file__).parent / "rl").glob("*.yaml")) if path.stem != "phrases")
-    return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
-
-
-@cache
-def phrases(kind: str) -> dict[str, str]:
+def phrases(kind: str, folder: str = "") -> dict[str, str]:
     """Read phrases by their English text, so that a changed one has none, and `types` by the keys of the English ones.
 
     Args:
-        kind: "types", "units", "refusals" (the reasons) or "fixes".
+        kind: "types", "units", "accepted", "refusals" (the reasons) or "fixes"; with the folder `rl`, "units" or
+            "reasons".
     """
-    found: dict[str, str] = _read(Path(__file__).with_name("phrases.yaml"))[kind]
-    return found
-
-
-@cache
-def rl_phrases(kind: str) -> dict[str, str]:
-    """Read phrases of reinforcement learning by their English text.
-
-    Args:
-        kind: "units" or "reasons", why keys are refused or do nothing.
-    """
-    found: dict[str, str] = _read(Path(__file__).parent / "rl" / "phrases.yaml")[kind]
+    found: dict[str, str] = _read(Path(__file__).parent / folder / "phrases.yaml")[kind]
     return found
 
 

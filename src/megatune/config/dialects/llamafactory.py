@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from megatune.config.dialects.dialect import Dialect, Meaning
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.row import Row
 from megatune.config.dialects.table import table
 
-_TABLE = table("llamafactory")
+_ROWS = table("llamafactory")
 # Messages name a setting by its own name: it comes first.
-_KEYS: dict[str, Meaning] = {path.partition(".")[2]: path for each in _TABLE.keys.values() for path in each.paths}
+_OWN = {path.partition(".")[2]: Row(target=path) for row in _ROWS.values() for path in row.paths}
 
-LLAMAFACTORY = Dialect(
-    name="LLaMA-Factory", keys={**_KEYS, **_TABLE.keys}, not_built=_TABLE.refused, accepted=_TABLE.accepted
-)
+LLAMAFACTORY = Dialect(name="LLaMA-Factory", rows={**_OWN, **_ROWS})

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import yaml
-
 from megatune.config.dialects.roll_checks import check_roles
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
@@ -17,11 +15,11 @@ from megatune.config.dialects.roll_run import algorithm_settings, rollout_settin
 from megatune.config.dialects.roll_schema import ROLE, TOP
 from megatune.config.dialects.roll_trainers import model_role
 from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
-from megatune.config.entry import SettingEntry
+from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
 from megatune.config.rl.settings import ModelRole, RLSettings
-from megatune.config.values import Value, compose, read_text, shown
+from megatune.config.values import Value, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
 _ORIGIN_COLUMN = 64
@@ -59,17 +57,6 @@ class ReadRL:
         return self.settings
 
 
-def is_rl_file(source: str | Path) -> bool:
-    """Tell whether a YAML file describes reinforcement learning: it has roles, or names a file that
-    may have them. False for what cannot be read."""
-    try:
-        node = compose(read_text(Path(source)))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
-    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
-    return any(key in keys for key in ("actor_train", "student_train", "actor_infer", "defaults"))
-
-
 def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: ModelOf | None = None) -> ReadRL:
     """Read ROLL's YAML: Hydra's defaults, `${key}`, device mappings, then `a.b.c=value` words.
 
@@ -82,8 +69,14 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
     """
     reading = read_tree(source, overrides)
+    if other := _other_pipeline(reading.tree, source):
+        return ReadRL(None, (other,), tree=reading.tree)
     reader = Reader(reading.findings, lines=reading.lines)
     origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
+    if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
+        what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
+        reader.findings[:] = [Finding(what, fix=fix)]
+        return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
     top = reader.read(_understood(reading.tree, reader), TOP)
     settings = _settings(top, reader, model_of) if top.places or not reader.findings else None
     variables = tracker_variables(top, reader)
@@ -92,6 +85,26 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
     findings = tuple(in_order(reader.findings))
     lines = (*reader.lines, *_ignored_lines(reader))
     return ReadRL(None if findings else settings, findings, lines, origins, reading.tree, variables)
+
+
+# Keys that only a file of another pipeline of ROLL's has: what it is, and what runs such a thing here.
+_PIPELINES = {
+    ("custom_envs", "train_env_manager"): (
+        "agentic reinforcement learning",
+        "environments of several turns are not supported",
+        "write the task as problems with a reward of your own (docs/rl-rewards.md)",
+    ),
+    ("sft_train",): ("supervised fine-tuning", "it is another verb", "megatune sft, or megatune train FILE.yaml"),
+    ("chosen_key", "rejected_key"): ("DPO", "it is another verb", "megatune dpo, or megatune train FILE.yaml"),
+}
+
+
+def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:
+    """Say what a file of another pipeline is: its keys one by one would tell nobody."""
+    for keys, (what, why, fix) in _PIPELINES.items():
+        if any(key in tree for key in keys):
+            return Finding(f"this is a file of ROLL's {what}", str(source), why, fix)
+    return None
 
 
 def _understood(tree: Tree, reader: Reader) -> Tree:

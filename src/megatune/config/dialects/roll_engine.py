@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_tree import Tree, data_of
-from megatune.config.dialects.table import table
+from megatune.config.dialects.table import rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
@@ -21,11 +20,10 @@ _STRATEGY = "strategy_args.strategy_config"
 _OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _LORA = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target")
-ROLL = Dialect(
-    name="ROLL", keys={key.rpartition(".")[2]: each for key, each in table("roll").keys.items()}, not_built={}
-)
+# What is refused or does nothing is found with its place in the file, before.
+_SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
+ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
 
-R = TypeVar("R")
 RULES = (
     *finetuning.RULES,
     *(rule for rule in layout.RULES if rule is not layout.world),
@@ -36,7 +34,10 @@ RULES = (
 
 def section_names() -> dict[str, list[str]]:
     """List the keys that are settings here, by the mapping of a role that they stand in."""
-    found = {section: [*_rows(table("roll").keys, section)] for section in ("model_args", "training_args")}
+    found = {
+        section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
+        for section in ("model_args", "training_args")
+    }
     names = [info.name for info in all_settings().values() if info.group in _OF_STRATEGY]
     return {**found, _STRATEGY: [*names, *_BATCH]}
 
@@ -101,8 +102,9 @@ def _entries(part: Part, reader: Reader, section: str) -> Iterator[SettingEntry]
         tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
         if isinstance(tree.get("additional_configs"), dict):
             del tree["additional_configs"]
-    names, ignored = section_names()[section], _rows(table("roll").accepted, section)
-    refused = _rows(table("roll").refused, section)
+    names, rows = section_names()[section], rows_below(f"ROLE.{section}")
+    ignored = {key: row.ignored for key, row in rows.items() if row.ignored}
+    refused = {key: row for key, row in rows.items() if row.unsupported}
     for key, node in tree.items():
         dotted = part.key(f"{section}.{key}")
         if data_of(node) is None or (key in refused and reader.refuses(refused[key], key, dotted, node)):
@@ -112,14 +114,9 @@ def _entries(part: Part, reader: Reader, section: str) -> Iterator[SettingEntry]
             where = place_of(node)
             yield SettingEntry(key, value, where, node.origin if isinstance(node, SettingEntry) else where)
         elif key in ignored:
-            reader.ignore(dotted, ignored[key].why)
+            reader.ignore(dotted, ignored[key])
         elif key not in refused:
             reader.unknown(key, [*names, *ignored], dotted, place_of(node))
-
-
-def _rows(rows: Mapping[str, R], section: str) -> dict[str, R]:
-    """Return the rows of a mapping of a role by their own names."""
-    return {key.rpartition(".")[2]: row for key, row in rows.items() if key.rpartition(".")[0] == f"ROLE.{section}"}
 
 
 def _adapters(entries: list[SettingEntry], part: Part, reader: Reader, *, trains: bool) -> Iterator[SettingEntry]:

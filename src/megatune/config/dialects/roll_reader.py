@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,14 +10,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.roll_tree import Tree, data_of, entries_of
-from megatune.config.dialects.table import table
+from megatune.config.dialects.row import Row
+from megatune.config.dialects.table import rows_below
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.pages import keys_of, lists_of, mappings_of
 from megatune.config.setting import Group, SettingInfo
-from megatune.config.values import Value, coerce, nearest_valid, shown
-from megatune.errors import Finding
+from megatune.config.values import Value, coerce, quoted, shown, wrong_value
+from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
@@ -62,24 +61,21 @@ class Section:
     @cached_property
     def ignored(self) -> dict[str, str]:
         """Keys that do nothing, and why."""
-        return {**{key: row.why for key, row in self._rows(table("roll").accepted).items()}, **self.others}
+        return {**{key: row.ignored for key, row in self._rows.items() if row.ignored}, **self.others}
 
     @cached_property
-    def refused(self) -> dict[str, Refused]:
+    def refused(self) -> dict[str, Row]:
         """Keys, or values of them, that are not supported."""
-        return self._rows(table("roll").refused)
+        return {key: row for key, row in self._rows.items() if row.unsupported}
 
     @property
     def names(self) -> list[str]:
         """Every key that is known here."""
         return [*self.infos, *self.inner, *self.parts, *self.lists, *self.ignored, *self.refused]
 
-    def _rows(self, rows: Mapping[str, G_Row]) -> dict[str, G_Row]:
-        places = ((key.rpartition("."), row) for key, row in rows.items())
-        return {name: row for (above, _, name), row in places if above in self.above}
-
-
-G_Row = TypeVar("G_Row")
+    @property
+    def _rows(self) -> dict[str, Row]:
+        return {name: row for above in self.above for name, row in rows_below(above).items()}
 
 
 @dataclass(slots=True)
@@ -159,18 +155,18 @@ class Reader:
         return part
 
     def unknown(self, key: str, names: list[str], dotted: str, where: str) -> None:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-        before = dotted.removesuffix(key)
-        fix = _meant(f"{before}{near[0]}") if near else "remove it; docs/rl-settings.md lists every key"
+        near = closest(key, names)
+        otherwise = "remove it; docs/rl-settings.md lists every key"
+        fix = _meant(f"{dotted.removesuffix(key)}{near}") if near else otherwise
         why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
         self.find(f"unknown key {dotted!r}", where, why, fix)
 
-    def refuses(self, refused: Refused, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
+    def refuses(self, refused: Row, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
         """Report a value that is not supported; tell whether it is one."""
         data = data_of(node)
-        if not refused.refuses(data):
+        if not refused.is_refused(data):
             return False
-        what, why, fix = refused.texts(key, data)
+        what, why, fix = refused.refusal(key, data)
         self.find(what.replace(key, dotted, 1), place_of(node), why, fix)
         return True
 
@@ -195,7 +191,12 @@ class Reader:
                         inner = section.inner[key]
                         values[key] = inner.groups[0](**self._values(part, node, inner, f"{above}{key}."))
                 elif not is_null and node != {}:
-                    self.find(f"{dotted} is {_said(node)}", where, "expected a mapping", f"write the keys below {key}:")
+                    self.find(
+                        f"{dotted} is {_said(node)}",
+                        where,
+                        "expected a mapping",
+                        f"write the keys below {key}:",
+                    )
             elif key in section.lists:
                 values[key] = self._rows(section.lists[key], node, dotted)
                 part.places[above + key] = where
@@ -225,14 +226,11 @@ class Reader:
         return values
 
     def _wrong_value(self, dotted: str, info: SettingInfo, node: Tree | SettingEntry, value: Any) -> None:
-        nearest = nearest_valid(value, info)
-        if nearest is not None:
-            fix = f"write {info.name}: {shown(nearest)}"
-        elif info.default is None or info.default in ([], {}):
-            fix = f"remove {info.name}, or give it {info.expected.removesuffix(', or null')}"
-        else:
-            fix = f"write {info.name}: {shown(info.default)}, the default"
-        self.find(f"{dotted} is {_said(node)}", place_of(node), f"expected {info.expected}", fix)
+        def write(value: Any) -> str:
+            return info.name if value is None else f"{info.name}: {shown(value)}"
+
+        finding = wrong_value(dotted, value, info, place_of(node), write, said=data_of(node))
+        self.find(finding.what, finding.where, finding.why, finding.fix)
 
     def _rows(self, group: type[Group], node: Tree | SettingEntry, dotted: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""
@@ -329,5 +327,4 @@ def _wrong(group: type[Group], values: dict[str, Any]) -> list[str]:
 
 
 def _said(node: Tree | SettingEntry) -> str:
-    data = data_of(node)
-    return repr(data) if isinstance(data, str) else shown(data)
+    return quoted(data_of(node))

@@ -112,15 +112,20 @@ def algorithm_settings(top: Part, reader: Reader, updates: int) -> AlgorithmSett
 
 def _recomputes(settings: AlgorithmSettings, top: Part, reader: Reader, updates: int) -> bool:
     """Tell whether the trainer computes log-probabilities before its updates."""
+    corrects = settings.train_infer_correction.corrects  # otherwise in the loss, where filters change no divisors
     needs = {
-        "train_infer_correction": settings.train_infer_correction.corrects,
         "add_token_level_kl": settings.rewards_kl,
         "use_opd": settings.use_opd,
         "is_pure_opd": settings.is_pure_opd,
     }
     needing = [name for name, needed in needs.items() if needed]
     if not settings.force_disable_old_logprobs_recompute:
-        return settings.enable_old_logprobs_recompute or bool(needing) or updates > 1
+        return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
+    if updates > 1:
+        what = f"force_disable_old_logprobs_recompute with {updates} updates a step"
+        why = "each would compute its ratio to itself: it is always 1, and nothing bounds later updates"
+        fix = "remove force_disable_old_logprobs_recompute, or write ppo_epochs: 1 and one update a step"
+        reader.find(what, top.where("force_disable_old_logprobs_recompute"), why, fix)
     if needing:
         what = f"force_disable_old_logprobs_recompute with {needing[0]}"
         why = "it is computed from the trainer's log-probabilities before its updates"

@@ -15,7 +15,8 @@ _ENGINE = ("model_args", "training_args")
 ROLE = Section((RoleSettings,), ("ROLE",), dict.fromkeys(_ENGINE))
 REWARD = Section((RoleSettings, RewardSettings), ("ROLE", "rewards.DOMAIN"), dict.fromkeys(_ENGINE))
 SAMPLER = Section((SamplerSettings,))
-_OF_ROLES = (*(key.removeprefix("ROLE.") for key in table("roll").accepted), *keys_of(RoleSettings), *_ENGINE)
+_IGNORED = [key.removeprefix("ROLE.") for key, row in table("roll").items() if row.ignored]
+_OF_ROLES = (*_IGNORED, *keys_of(RoleSettings), *_ENGINE)
 VALIDATION = Section(
     (Validation,),
     ("ROLE",),

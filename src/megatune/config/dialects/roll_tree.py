@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 
 from megatune.config.entry import SettingEntry, place_of, read_mapping, yaml_finding
-from megatune.config.values import Value, compose, short, shown, value_of
+from megatune.config.values import Value, as_read, compose, short, shown, value_of
 from megatune.errors import Finding
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class _Resolver:
                 self._find(entry, error)
                 value = None
             is_own = own is not None and "${" not in str(own.value.data)
-            found[name] = entry if is_own else replace(entry, value=_value(value))
+            found[name] = entry if is_own else replace(entry, value=as_read(value))
         return found
 
     def _find(self, entry: SettingEntry, error: Exception) -> None:
@@ -322,12 +322,3 @@ def _said(error: Exception) -> tuple[str, str]:
         if match := re.search(pattern, str(error)):
             return what.format(*match.groups()), fix.format(*match.groups())
     return "", ""
-
-
-def _value(data: Any) -> Value:
-    """Return the value that was resolved, as if it had been written."""
-    if isinstance(data, list):
-        return Value(data, items=tuple(map(_value, data)))
-    return Value(
-        data, None if data is None or isinstance(data, dict) else data if isinstance(data, str) else shown(data)
-    )

@@ -26,30 +26,25 @@ _COUNT = re.compile("[0-9]{1,9}")
 @cache
 def dialect_of(generation: int) -> Dialect:
     """Return the dialect; its messages name flags as version 3 or 4 does."""
-    rows = table("swift").rows
-    names = sorted(table("swift").keys, key=lambda name: (rows[name].version == 3) is (generation == 4))
+    rows = table("swift")
+    names = sorted(rows, key=lambda name: (rows[name].version == 3) is (generation == 4))
     # What a command line may name as a file does has values that are refused, too: do_train.
-    own = {name: refused for name, refused in table("llamafactory").refused.items() if name in setting_paths()}
-    return Dialect(
-        name=f"Megatron-SWIFT {generation}",
-        keys={name: table("swift").keys[name] for name in names},
-        not_built={**{name: refused for name, refused in own.items() if refused.values}, **table("swift").refused},
-        prefix="--",
-        separator=" ",
-    )
+    own = {name: row for name, row in table("llamafactory").items() if row.refuses and name in setting_paths()}
+    known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` says what is
+    return Dialect(name=f"Megatron-SWIFT {generation}", rows={**known, **own}, prefix="--", separator=" ")
 
 
 @cache
 def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
     own = {name: Row(target=path) for name, path in setting_paths().items()}
-    return {name: row.type for name, row in {**own, **table("swift").rows}.items()}
+    return {name: row.type for name, row in {**own, **table("swift")}.items()}
 
 
 @cache
 def negatable() -> tuple[str, ...]:
     """Return the booleans that are true by themselves: `--no_X` turns them off."""
-    return tuple(name for name, row in table("swift").rows.items() if row.negatable)
+    return tuple(name for name, row in table("swift").items() if row.negatable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,7 @@ def read_swift(
     """
     line = read_command_line(words, kinds(), negatable())
     typed = tuple(line.flags.values())
-    rows = table("swift").rows
+    rows = table("swift")
     generation = 3 if any(entry.key in rows and rows[entry.key].version == 3 for entry in typed) else 4
     flags = {by_current_name(entry.key): entry for entry in typed}
     env = {**line.variables, **env}
@@ -108,7 +103,7 @@ def read_swift(
             continue
         if known.ignored:
             command.ignore(name, known.ignored)
-        elif known.meaning is None:  # the functions above have read it
+        elif not known.paths:  # the functions above have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     loaded = load_entries(places, dialect_of(generation), command.findings)
@@ -141,8 +136,8 @@ def _check_kinds(command: Command) -> None:
     """Find flags without a setting of their own whose value is of another type."""
     expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
-        row, value = table("swift").rows.get(entry.key), entry.value.data
-        kind = row.type if row is not None and row.kind and row.meaning is None and not row.ignored else None
+        row, value = table("swift").get(entry.key), entry.value.data
+        kind = row.type if row is not None and row.kind and not row.paths and not row.ignored else None
         fits = isinstance(value, kind) if kind else True
         if kind is float:
             fits = isinstance(value, int | float)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
-from megatune.config.values import Value, shown
+from megatune.config.values import as_read, shown
 from megatune.errors import Finding
 
 
@@ -85,7 +85,7 @@ class Command:
         for entries in (self.flags, self.defaults):
             if name in entries:
                 entry = entries[name]
-                entries[name] = SettingEntry(entry.key, value_of(data), entry.where, entry.origin)
+                entries[name] = SettingEntry(entry.key, as_read(data), entry.where, entry.origin)
                 if why:
                     self.whys[entry.where] = why
                 return
@@ -95,14 +95,14 @@ class Command:
         entries = self.flags if name in self.flags else self.defaults
         where = entries[name].where if name in entries else self.default_origin
         origin = entries[name].origin if name in entries else self.default_origin
-        entries[key] = SettingEntry(key, value_of(data), where, origin)
+        entries[key] = SettingEntry(key, as_read(data), where, origin)
         if why:
             self.whys[where] = why
 
     def default(self, key: str, data: Any, why: str = "") -> None:
         """Say what a flag, or one of our settings, is where nobody says it."""
         where = f"{self.default_origin} of {key}"
-        self.defaults[key] = SettingEntry(key, value_of(data), where, self.default_origin)
+        self.defaults[key] = SettingEntry(key, as_read(data), where, self.default_origin)
         if why:
             self.whys[where] = why
 
@@ -119,14 +119,7 @@ class Command:
             self.findings.append(Finding(what, entry.where, why, fix))
 
 
-def value_of(data: Any) -> Value:
-    """Make a value as it is read of the same words."""
-    if isinstance(data, list):
-        return Value(data, items=tuple(value_of(item) for item in data))
-    return Value(data, None if isinstance(data, dict) else shown(data))
-
-
 def by_current_name(name: str) -> str:
     """Return version 4's name of a flag, where version 3 had another one that means the same."""
-    row = table("swift").rows.get(name)
+    row = table("swift").get(name)
     return row.now or name if row is not None else name

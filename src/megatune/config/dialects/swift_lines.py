@@ -30,7 +30,7 @@ def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
 
 
 def _version(run: SwiftRun) -> tuple[str, str]:
-    rows = table("swift").rows
+    rows = table("swift")
     old = [f"--{entry.key}" for entry in run.typed if entry.key in rows and rows[entry.key].version == 3]
     if not old:
         return "version 4", "its defaults: no flag is of version 3 alone"
@@ -48,7 +48,7 @@ def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         said = _said(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
         if said == [f"{entry.key}: {_words(entry.value.data)}"] and not why:
             continue
-        if not said and entry.key in table("swift").refused:
+        if not said and (row := table("swift").get(entry.key)) is not None and row.unsupported:
             yield left, "ignored: that is how it is"
         elif said or why:
             yield left, ", ".join(said) + (f" ({why})" if said and why else why)

@@ -212,6 +212,9 @@ def preferences(command: Command) -> None:
     loss = command.value("loss_type")
     if command.stage == "rm":
         command.ignore("loss_type", "a reward model has one loss")
+    elif loss is not None and {"aot", "aot_unpaired", "kto_pair"} & {*loss.split()}:
+        why = "losses that look at all pairs of a step together are not supported"
+        command.refuse("loss_type", why, "write --loss_type sigmoid")
     elif loss is not None:
         key = "kto_loss" if command.stage == "kto" else "pref_loss"
         command.sets("loss_type", key, loss if key == "kto_loss" else loss.split())
@@ -232,7 +235,7 @@ def seeds(command: Command) -> None:
 
 def _flags_of(part: str) -> list[str]:
     """List the flags that say something only of a part: lora, rlhf, rollouts."""
-    return [name for name, row in table("swift").rows.items() if row.of == part]
+    return [name for name, row in table("swift").items() if row.of == part]
 
 
 MEANINGS = (steps, tuner, learning_rate, pictures, losses, preferences, seeds)

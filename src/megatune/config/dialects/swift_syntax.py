@@ -6,18 +6,13 @@ Bare booleans, lists until the next flag, dashes as underscores, `--key=value`, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatune.config.entry import SettingEntry, read_file
-from megatune.config.values import Value, is_variable, parse, shown
-from megatune.errors import Finding
+from megatune.config.values import TRUTH, Value, is_variable, parse, shown
+from megatune.errors import Finding, did_you_mean
 
-_TRUTH = {
-    **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
-    **dict.fromkeys(("no", "false", "f", "n", "0"), False),
-}
 _FILES = (".yaml", ".yml", ".json")
 
 
@@ -100,8 +95,8 @@ def _known(name: str, kinds: Mapping[str, type], negatable: Collection[str]) -> 
     if meant:
         few = ", ".join(f"--{each}" for each in meant[:4])
         return Finding(f"--{name} could be {few}" + (" or others" if len(meant) > 4 else ""), fix="write it out")
-    near = difflib.get_close_matches(name.lower(), kinds, n=1, cutoff=0.6)
-    fix = f"did you mean --{near[0]}?" if near else "remove it; docs/migrate-from-megatron-swift.md says what is read"
+    otherwise = "remove it; docs/migrate-from-megatron-swift.md says what is read"
+    fix = did_you_mean(f"--{name.lower()}", (f"--{kind}" for kind in kinds), otherwise)
     return Finding(f"unknown flag --{name}", fix=fix)
 
 
@@ -119,8 +114,8 @@ def _value(words: Sequence[str], kind: type) -> Value | None:
 
 def typed(text: str, kind: type) -> Value:
     """Read a word as its flag's type, as far as it is one."""
-    if kind is bool and text.lower() in _TRUTH:
-        truth = _TRUTH[text.lower()]
+    if kind is bool and text.lower() in TRUTH:
+        truth = TRUTH[text.lower()]
         return Value(truth, shown(truth))
     return Value(text, text) if kind is str else parse(text)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, Mark, Needs, NonNegative, Positive
+from megatune.config.setting import Count, Group, Mark, Needs, Positive
 
 _TYPE = "finetuning.finetuning_type"
 _FREEZE = Needs(_TYPE, ("freeze",), "it says what freeze trains", is_method=True, is_lenient=True)
@@ -137,11 +137,6 @@ class FinetuningSettings(Group):
     How: B starts at zero, and A does not; with one rate for both, B is too slow in wide models. Lengths of rows
     (use_dora) learn at B's rate.
     When: 16 is usual; lower learning_rate where the loss then jumps."""
-    loraplus_lr_embedding: NonNegative = 1e-6
-    """With loraplus_lr_ratio: the learning rate of adapters of embeddings.
-    How: Embeddings are trained whole, by additional_target, and learn at learning_rate; no other value than the default
-    is taken.
-    When: Leave it."""
     adapter_name_or_path: Annotated[list[str], Mark.NAME, _ADAPTERS] = Field(default=[])
     """With lora: folders of adapters, in peft's format, to start from.
     How: All but the last are merged into the model; the last one is trained further, unless create_new_adapter says

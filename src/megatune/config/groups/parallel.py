@@ -146,6 +146,14 @@ class ParallelSettings(Group):
             "dp": world_size // self.model_parallel_size,
         }
 
+    def words(self, world_size: int, *, has_experts: bool) -> str:
+        """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 etp1 dp4; "" for one process."""
+        sizes = self.sizes(world_size)
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        if has_experts and self.expert_tensor_size != self.tensor_model_parallel_size:
+            words.insert(len(words) - (sizes["dp"] > 1), f"etp{self.expert_tensor_size}")
+        return " ".join(words)
+
     @property
     def smallest_world(self) -> int:
         """The fewest processes that hold whole copies of the model and of its experts; the world is a multiple."""

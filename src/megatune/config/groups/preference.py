@@ -11,9 +11,7 @@ from megatune.config.setting import Group, Mark, Needs, NonNegative, Positive
 # They compare the answers of the model that is trained, and nothing else.
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
 # Label smoothing is part of their definition.
-SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired")
-# They look at all pairs of a step together.
-JOINT = ("aot", "aot_unpaired", "kto_pair")
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo")
 
 
 _STAGE, _LOSS = "run.stage", "preference.pref_loss"
@@ -49,9 +47,6 @@ class PreferenceSettings(Group):
                 "nca_pair",
                 "exo_pair",
                 "discopop",
-                "aot",
-                "aot_unpaired",
-                "kto_pair",
             ]
         ],
         _DPO,
@@ -59,8 +54,7 @@ class PreferenceSettings(Group):
     """With stage dpo: the loss of a pair, by its name; of several names the weighted sum, see pref_loss_weights.
     How: Most compare how much likelier each answer is than under a reference, whose log-probabilities of all answers
     are computed before the first step: a forward pass, once. simpo, orpo and cpo have no reference and compare the
-    answers' own log-probabilities, simpo and orpo with means over tokens. aot, aot_unpaired and kto_pair look at all
-    pairs of a step together, and add a forward pass to each step.
+    answers' own log-probabilities, simpo and orpo with means over tokens.
     When: sigmoid is DPO, and where to start. ipo or robust where labels are noisy, apo_zero or nca_pair where chosen
     answers must not become less likely, simpo or orpo to do without a reference.
     - sigmoid: DPO, with dpo_label_smoothing cDPO
@@ -76,10 +70,7 @@ class PreferenceSettings(Group):
     - sppo_hard: SPPO, drives each answer by itself to ±1 / (2 × pref_beta)
     - nca_pair: NCA, keeps chosen answers from becoming less likely
     - exo_pair: EXO, a reverse KL divergence to labels smoothed by dpo_label_smoothing, which must be above 0
-    - discopop: DiscoPOP, a mix of a logistic and an exponential loss
-    - aot: AOT: differences of the model, sorted over a step's pairs, against sorted ones of the reference
-    - aot_unpaired: AOT: sorted log-ratios of a step's chosen answers against sorted ones of its rejected answers
-    - kto_pair: KTO's value of answers, each kind against the mean log-ratio of a step's answers of the other kind"""
+    - discopop: DiscoPOP, a mix of a logistic and an exponential loss"""
     pref_loss_weights: Annotated[list[float], _DPO] | None = None
     """With several losses in pref_loss: the weight of each, in their order. null weighs each with 1.
     How: The loss is the sum of the terms times their weights, and is not divided by their sum.
@@ -99,8 +90,7 @@ class PreferenceSettings(Group):
     How: The sum of the losses in pref_loss and w times bco_pair is divided by 1 + w.
     When: Set it as a recipe for LLaMA-Factory says. pref_loss takes bco_pair as one of several losses, too."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5), _DPO, _LABELS] = 0.0
-    """With sigmoid, robust, exo_pair, simpo, cpo, aot or aot_unpaired: the share of pairs whose labels are taken to be
-    wrong.
+    """With sigmoid, robust, exo_pair, simpo or cpo: the share of pairs whose labels are taken to be wrong.
     How: robust corrects for it, and is then right on average where labels are wrong by chance; exo_pair aims at labels
     smoothed by it; the others weigh the reversed pair with it.
     When: 0.1 to 0.3 for noisy preferences. exo_pair needs a value above 0, such as 0.001."""

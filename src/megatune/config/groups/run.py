@@ -92,6 +92,11 @@ class RunSettings(Group):
     torchrun, the run has torchrun's processes instead.
     When: Set it on a CPU, to try the layout of a larger machine there, or to use only some of a machine's GPUs. More
     data-parallel processes help a CPU only while there are cores for them."""
+    use_cpu: bool = False
+    """Train on the CPU of a machine that has GPUs.
+    How: The run sees no GPU, as with an empty CUDA_VISIBLE_DEVICES. Without it, a run on a machine whose GPUs torch
+    cannot use is refused, with the reason: a build of torch for CPUs, or a driver that is too old.
+    When: Set it to try a layout with more processes than GPUs, or to look for a difference between the devices."""
     ddp_timeout: Annotated[int, Field(gt=0), "seconds", _CLOCK] = 1800
     """How long a collective operation may wait for the other processes before the run is ended.
     How: It bounds start-up, loading, saving and every exchange. A process that shows no progress for this long, or for

@@ -218,7 +218,8 @@ class AlgorithmSettings(Group):
     - token-mean: the sum over tokens divided by their number
     - seq-mean-token-sum: the mean over responses of their sums
     - seq-mean-token-mean: the mean over responses of their means
-    - seq-mean-token-sum-norm: the mean over responses of sums divided by the longest response allowed (Dr.GRPO)"""
+    - seq-mean-token-sum-norm: the sum over all tokens divided by sequence_length - 1, as ROLL does for Dr.GRPO; not by
+      the number of responses"""
     critic_warmup: Annotated[int, Field(ge=0), "steps"] = 0
     """Steps at the start in which only the critic is trained.
     How: A critic that knows nothing gives advantages that mean nothing.
@@ -234,7 +235,7 @@ class AlgorithmSettings(Group):
     When: Leave it: what needs it has it."""
     force_disable_old_logprobs_recompute: bool = False
     """Never compute them: the ratio is then that of the first forward pass, or of the engine that sampled.
-    How: It wins over everything above.
+    How: It needs one update a step; train_infer_correction then acts in the loss. It is refused with what needs them.
     When: To save the pass where an update a step is all there is."""
     importance_sampling: Literal["token", "seq"] = "token"
     """What the ratio of new to old probability is of.
@@ -247,8 +248,9 @@ class AlgorithmSettings(Group):
     How: Adam is indifferent to it, but for clipping by norm.
     When: Leave it at 1."""
     max_len_mask: bool = False
-    """Leave responses that were cut at the longest length out of the loss.
-    How: They leave the denominators, too. They still count in the mean of their group.
+    """Leave responses of the longest length out of the loss.
+    How: Nearly all of them were cut; one that ends exactly there is left out, too, as in ROLL. They leave the
+    denominators, and still count in the mean of their group.
     When: Where a cut response says nothing about what was right: DAPO's overlong filtering."""
     difficulty_mask: bool = False
     """Leave groups out of the loss whose mean score is at most difficulty_low_threshold, or at least the high one.

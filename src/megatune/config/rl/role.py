@@ -162,10 +162,11 @@ class SamplerSettings(Group):
     How: The role's processes run in it; Ray and Python must have the versions of this environment. The engine's version
     is asked for when it starts, and named where it is not one that is known to work.
     When: Where the engine's packages do not go together with this program's, which is usual."""
-    sleep_level: Literal[1, 2] = 1
-    """What vLLM frees between rollouts.
-    How: What it freed comes back with the next update of the weights.
-    When: 2 where the trainer needs the memory.
+    sleep_level: Literal[1, 2] = 2
+    """What an engine frees between rollouts.
+    How: What it freed comes back with the next update of the weights. Where model_update_frequency is above 1 it is 1,
+    since steps without an update sample with the weights that are there.
+    When: Leave it: 1 has vLLM keep old weights in the machine's memory, for nobody.
     - 1: the cache
     - 2: the cache and the weights"""
 

@@ -139,6 +139,11 @@ class RLRunSettings(Group):
     """How long a phase may take on any role, such as sampling all responses of a step.
     How: A role that has not answered by then is named with its phase and step, and ends the run.
     When: Raise it for very long responses; a smaller one finds a hang sooner."""
+    max_log_prob_gap: Positive | None = None
+    """How far log-probabilities of the rollout engine and of the trainer may differ on average. null is by precision.
+    How: The mean over the tokens that this step's weights sampled; above it the run ends with exit code 77. null is
+    1e-5 in fp32, 0.01 in fp16 and 0.05 in bf16. Single tokens never end a run: those that are far off are masked.
+    When: Raise it where an engine's kernels are known to round differently, such as in 8 bits."""
     rollout_dump_dir: str | None = None
     """Folder to write every rollout to: prompts, responses, scores and log-probabilities. null writes none.
     How: A file a step, of JSON lines.

@@ -135,6 +135,11 @@ class RLSettings:
         return self.rollout.rollout_batch_size * self.rollout.num_return_sequences_in_group
 
     @property
+    def sleep_level(self) -> int:
+        """What the rollout engines free; weights only where every step brings new ones."""
+        return self.actor_infer.sleep_level if self.actor_train.model_update_frequency == 1 else 1
+
+    @property
     def sampling_temperature(self) -> float:
         """What logits are divided by for log-probabilities: the temperature of sampling. Where the likeliest token is
         always taken there is none, and they are those of the model itself."""

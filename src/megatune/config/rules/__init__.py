@@ -17,12 +17,13 @@ from megatune.config.rules import (
     pipeline,
     preference,
     run,
+    trained,
 )
 from megatune.config.rules.problem import Context, Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 
-_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference)
+_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference, trained)
 
 # Of a run, and of what only reads its data.
 RULES = (*(rule for module in _MODULES for rule in module.RULES), declared.limits)
@@ -56,5 +57,5 @@ def check(
     for problem in (problem for rule in rules for problem in rule(context)):
         if set(problem.paths).isdisjoint(invalid):
             places = (origin for path in problem.paths if (origin := (origins or {}).get(path, "default")) != "default")
-            findings.append(Finding(problem.what, problem.where or next(places, ""), problem.why, problem.fix))
+            findings.append(Finding(problem.what, next(places, ""), problem.why, problem.fix))
     return [*map(phrase or plain_finding, findings)]

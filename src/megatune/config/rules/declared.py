@@ -92,6 +92,8 @@ def _problem(context: Context, info: SettingInfo, need: Needs) -> Problem:
         fix = need.fix.format(name=info.name)
     elif need.values and not need.values[0]:
         fix = f"remove `{info.name}` or `{name}`"
+    elif not need.values and need.least is None:
+        fix = f"write `{name}`, or remove `{info.name}`"
     else:
         fix = f"write `{name}: {shown(need.values[0] if need.values else need.least)}`, or remove `{info.name}`"
     return Problem((info.name, name), what, need.why, fix)

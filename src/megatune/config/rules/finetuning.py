@@ -6,28 +6,10 @@ import re
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Refused
 from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
-from megatune.config.settings import setting_value
-from megatune.config.values import shown
 
-NOT_BUILT: dict[str, Refused] = {
-    "loraplus_lr_embedding": Refused(
-        "embeddings have no adapters here: additional_target trains them whole, at learning_rate", off=(1e-6,)
-    ),
-}
 _LAYERS = "freeze_trainable_layers"
-
-
-def not_built(context: Context) -> Iterator[Problem]:
-    """What a user wrote is refused where it asks for something, even if that is the default."""
-    for path, entry in context.written.items():
-        name, value = path.partition(".")[2], setting_value(context.settings, path)
-        if (refused := NOT_BUILT.get(name)) is not None and refused.refuses(value):
-            said = value if entry.value.text is None else entry.value.text
-            fix = f"remove `{name}`, or write `{name}: {shown(refused.off[0])}`"
-            yield Problem((name,), f"`{name}: {shown(said)}` is not supported", refused.why, fix, entry.where)
 
 
 def layers(context: Context) -> Iterator[Problem]:
@@ -111,4 +93,4 @@ def adapters(context: Context) -> Iterator[Problem]:
             yield Problem(names, f"`lora_target {target}` is not a valid regular expression: {error}", "", fix)
 
 
-RULES = (not_built, needs_of("finetuning"), layers, parts_of_the_model, own_learning_rates, adapters)
+RULES = (needs_of("finetuning"), layers, parts_of_the_model, own_learning_rates, adapters)

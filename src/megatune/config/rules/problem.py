@@ -31,14 +31,12 @@ class Problem:
     Attributes:
         names: of the settings in it, the one to change first.
         what, why, fix: as in `megatune.errors.Finding`; settings are named as `megatune.config.names` says.
-        where: "" for the first place where one of the settings was written.
     """
 
     names: tuple[str, ...]
     what: str
     why: str = ""
     fix: str = ""
-    where: str = ""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os.path
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem, either, multiples_around
+from megatune.errors import did_you_mean
 
 _BEST = "load_best_model_at_end"
 
@@ -155,9 +155,8 @@ def scheduler_kwargs(context: Context) -> Iterator[Problem]:
     takes = SCHEDULER_KWARGS[kind]
     for name, value in kwargs.items():
         if name not in takes:
-            near = difflib.get_close_matches(name, takes, n=1, cutoff=0.5)
             why = f"it takes {', '.join(takes)}" if takes else "it takes nothing beyond its type"
-            fix = f"did you mean {near[0]}?" if near else f"remove {name}, or choose another `{_TYPE}`"
+            fix = did_you_mean(name, takes, f"remove {name}, or choose another `{_TYPE}`", cutoff=0.5)
             yield Problem((_KWARGS, _TYPE), f"`{_KWARGS}`: {kind} does not take {name!r}", why, fix)
         elif not takes[name][0](value):
             what = f"`{_KWARGS}`: {name} is {value!r}"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.data.pictures import are_current
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import cache_dir
 
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
@@ -36,11 +37,6 @@ _Identity = tuple[int, int] | None  # of a folder, None where there is none
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
-
-
-def cache_dir() -> Path:
-    """Return what is kept between runs: $MEGATUNE_CACHE, else ~/.cache/megatune."""
-    return Path(os.environ.get("MEGATUNE_CACHE") or "~/.cache/megatune").expanduser()
 
 
 def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
-from megatune.data.cache.folder import cache_dir
 from megatune.data.sources import datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import remembered_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +29,6 @@ FORMAT_VERSION = 7
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
-_SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +38,6 @@ class RowsKey:
 
     name: str  # 32 hexadecimal digits of all that determines the rows
     parts: Mapping[str, str]  # what it is made of, in words, each with a digest of its own
-
-
-def remembered_digest(path: Path, folder: Path | None = None) -> str:
-    """Return 128 bits of a file's content, in hexadecimal.
-
-    A file of the same place, size, times and inode as before is not read again.
-
-    Args:
-        folder: where digests are remembered, by default in the cache; one that cannot be written remembers nothing.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    path = path.resolve()
-    note = (folder or cache_dir() / "digests") / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
-    began = time.time_ns()
-    identity = _identity(path)
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        remembered = json.loads(note.read_text(encoding="utf-8"))
-        if remembered["identity"] == identity:
-            return str(remembered["digest"])
-    digest = _content_digest(path)
-    if _identity(path) == identity and max(identity[1:3]) < began - _SETTLED_NS:
-        with suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            partial = note.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"path": str(path), "identity": identity, "digest": digest}), "ascii")
-            partial.replace(note)
-    return digest
 
 
 def prepared_key(
@@ -139,17 +104,6 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     data = settings.data
     key = prepared_key(settings, tokenizer, vision=vision, file_digest=_ends_digest)
     return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts)
-
-
-def _identity(path: Path) -> list[int]:
-    """Return size, both times in nanoseconds, and inode: what changes when a file does."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def _content_digest(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _ends_digest(path: Path) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from megatune.data.readers.files import Position, RawRow, json_problem, unique_keys, unreadable
 
 BATCH_ROWS = 1024
+BATCH_BYTES = 2**24  # of rows that are made at once, as long as one is no larger
+_READ_BYTES = 2**20  # of a column at once: without it a row group's whole column is read
 Decoder = Callable[[Any], Any]
 
 
@@ -26,8 +28,9 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
         batches = _parquet_batches(path, number) if kind == ".parquet" else _from_row(_arrow_batches(path), number)
         for batch in batches:
             decoders = {field.name: decode for field in batch.schema if (decode := json_decoder(field.type))}
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                for fields in batch.slice(start, BATCH_ROWS).to_pylist():
+            size = _rows_at_once(batch.nbytes, batch.num_rows)
+            for start in range(0, batch.num_rows, size):
+                for fields in batch.slice(start, size).to_pylist():
                     number += 1
                     yield _row(f"{path}:row {number}", fields, decoders, Position(number))
     except UnicodeDecodeError as error:
@@ -35,6 +38,11 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a value that Python has no type for
         place = f"{path}:row {number + 1}" if number else str(path)
         raise unreadable(place, f"not a complete {kind[1:]} file: {error}") from error
+
+
+def _rows_at_once(num_bytes: int, num_rows: int) -> int:
+    """Return how many of these rows are read together."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
 def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after: Position) -> RawRow:
@@ -69,14 +77,18 @@ def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
     """Read record batches from row `skip` on."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
         _check_names(path, file.schema_arrow.names)
         groups = file.num_row_groups
         ends = list(accumulate(file.metadata.row_group(group).num_rows for group in range(groups)))
         first = next((group for group in range(groups) if ends[group] > skip), groups)
         before = ends[first - 1] if first else 0
-        batches = file.iter_batches(batch_size=BATCH_ROWS, row_groups=list(range(first, groups)))
-        yield from _from_row(batches, skip - before)
+        skip -= before
+        for group in range(first, groups):
+            sizes = file.metadata.row_group(group)
+            size = _rows_at_once(sizes.total_byte_size, sizes.num_rows)
+            yield from _from_row(file.iter_batches(batch_size=size, row_groups=[group]), skip)
+            skip = 0
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:

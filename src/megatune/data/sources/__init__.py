@@ -18,13 +18,12 @@ from megatune.data.sources.detection import Detection, check_stage
 from megatune.data.sources.registry import (
     DATASET_INFO,
     DatasetEntry,
-    nearest,
     parse_entry,
     parse_reference,
     read_registry,
 )
 from megatune.data.sources.source import DatasetSource, SourcePosition, source_of
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
 
 if TYPE_CHECKING:
@@ -192,13 +191,13 @@ def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
     if data_suffix(Path(name)) or "/" in name:
         fix = "correct the path, which begins at the current folder or at dataset_dir"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
-    near = nearest(name, directory.info)
     if directory.folder is not None and not directory.folder.is_dir():
         what, fix = f"folder {directory.folder} not found", "write dataset_dir: the folder of the data sets"
         return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
     known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
     what = f"{name!r} is neither in {directory.where} nor a path"
-    return MegatuneError(Finding(what, "dataset", fix=f"did you mean {near}?" if near else known), ExitCode.SETTINGS)
+    fix = did_you_mean(name, directory.info, known, count=3)
+    return MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.SETTINGS)
 
 
 def _default_hub() -> Hub:

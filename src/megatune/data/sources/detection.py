@@ -13,9 +13,9 @@ from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats import USUAL_NAMES, Form, by_own_name, detect_named, own_names
 from megatune.data.formats.form import RESPONSE_NAMES
 from megatune.data.readers import read_rows
-from megatune.data.sources.registry import DATASET_INFO, DatasetReference, nearest
+from megatune.data.sources.registry import DATASET_INFO, DatasetReference
 from megatune.data.sources.source import DatasetSource, source_of
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 # Readable rows that are looked at for the form of a data set that no entry describes.
 ROWS_FOR_DETECTION = 100
@@ -89,7 +89,7 @@ class Detection:
             *(
                 Finding(
                     f"columns: {name!r} is not a known part of a row",
-                    fix=f"one of {nearest(name, USUAL_NAMES) or usual}",
+                    fix=did_you_mean(name, USUAL_NAMES, f"one of {usual}", count=3),
                 )
                 for name in unknown
             ),

@@ -6,10 +6,9 @@ LLaMA-Factory's users have.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
 from megatune.data.readers import data_suffix, json_error, json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, use_modelscope
 
 DATASET_INFO = "dataset_info.json"
@@ -172,11 +171,6 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
     return DatasetEntry(where, hub, place, subsets, split, folder, form, entry.get("num_samples"))
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return the known names that could have been meant, at most `count`."""
-    return " or ".join(difflib.get_close_matches(name, list(known), n=count))
-
-
 def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
     """Return where an entry's rows are: a hub before a file; of two hubs Hugging Face's unless ModelScope is chosen."""
     hubs = [key for key in _HUB_KEYS if entry.get(key)]
@@ -228,8 +222,7 @@ def _overridden(default: Any, block: Any, name: str, where: str, findings: list[
 
 def _unknown_keys(block: Mapping[str, Any], known: Sequence[str], where: str) -> list[Finding]:
     return [
-        Finding(f"{key}: unknown key", where, fix=f"did you mean {near}?" if near else f"one of {', '.join(known)}")
+        Finding(f"{key}: unknown key", where, fix=did_you_mean(key, known, f"one of {', '.join(known)}"))
         for key in block
         if key not in known
-        for near in (nearest(key, known, 1),)
     ]

@@ -33,6 +33,7 @@ from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
+from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # of the last one that a rank has come to
@@ -77,6 +78,7 @@ class StreamRequest:
     pipeline: Pipeline
     key: str  # of everything that determines the rows
     state: StreamState | None  # where to begin, None for the start
+    machines: Machines | None = None  # that share the work; None for this one alone
 
     def held_out(self) -> HeldOut | None:
         """Return the evaluation rows, made now where the cache does not have them; None without evaluation."""
@@ -101,9 +103,10 @@ class StreamRequest:
             held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
         (folder / _EVALUATION_META).write_bytes(TypeAdapter(HeldOut).dump_json(held_out, exclude={"folder"}))
 
-    def stream(self, held_out: HeldOut | None) -> MixedStream:
+    def stream(self, held_out: HeldOut | None, exchange: Exchange | None = None) -> MixedStream:
         """Return the training data behind the rows that are held out."""
-        return MixedStream(self.pipeline, self.state, held_out.starts if held_out else None)
+        pipeline = replace(self.pipeline, exchange=exchange)
+        return MixedStream(pipeline, self.state, held_out.starts if held_out else None)
 
     def write(self, stream: MixedStream) -> BlockMeta:
         """Write the next block and publish it."""
@@ -132,13 +135,20 @@ def produce(request: StreamRequest) -> None:
     """Write blocks until a MegatuneError says what keeps it from continuing."""
     folder, held_out = request.folder, request.held_out()
     folder.note(READY_NOTE, {"evaluation": str(held_out.folder) if held_out else None})
-    stream = request.stream(held_out)
+    exchange = None if request.machines is None else Exchange(request.machines)
+    stream = request.stream(held_out, exchange)
     first = stream.state.block
-    with contextlib.closing(stream):
-        while True:
-            while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
-                time.sleep(_POLL_SECONDS)
-            request.write(stream)
+    try:
+        with contextlib.closing(stream):
+            while True:
+                while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
+                    time.sleep(_POLL_SECONDS)
+                request.write(stream)
+    except Exception as error:
+        if exchange is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, too
+                exchange.fail(str(error))
+        raise
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +45,8 @@ def load_template(
     """
     if name is None:
         return _from_tokenizer(tokenizer, default_system)
-    template = read_template(name) if is_template_file(name) else named_template(name)
+    own = bool(tokenizer.chat_template)
+    template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=own)
     if missing := _missing_tokens(template, tokenizer):
         raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
     if tool_format is not None:
@@ -69,18 +69,23 @@ def template_source(name: str | None) -> str:
     return name or "default"  # the name that null had in keys of rows that are prepared already
 
 
-def named_template(name: str) -> NamedTemplate:
+def named_template(name: str, *, tokenizer_has_own: bool = False) -> NamedTemplate:
     """Return the template of a name.
+
+    Args:
+        tokenizer_has_own: the model's tokenizer has a chat template, which serves where a name of LLaMA-Factory's is
+            not known here.
 
     Raises:
         MegatuneError: nobody knows it (exit code 64), with the nearest names.
     """
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
-    near = difflib.get_close_matches(name, template_names(), n=2)
     names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's own"
-    fix = f"did you mean {' or '.join(near)}?" if near else names
-    raise MegatuneError(Finding(f"template: {name!r} is unknown", fix=fix), ExitCode.SETTINGS)
+    fix = did_you_mean(name, template_names(), names, count=2)
+    own = "the tokenizer of this model has a chat template of its own, which template: null uses"
+    why = own if tokenizer_has_own and fix == names else ""
+    raise MegatuneError(Finding(f"template: {name!r} is unknown", why=why, fix=fix), ExitCode.SETTINGS)
 
 
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ import yaml
 
 from megatune.data.conversation import ToolCall
 from megatune.data.templates.agent_texts import ChatText, Keywords, TextTemplate
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 __all__ = ["AGENT_TEMPLATES", "NOT_SUPPORTED", "AgentTemplate", "ChatText", "agent_template"]
 
@@ -98,6 +97,6 @@ def agent_template(name: str, version: int) -> AgentTemplate:
         what = f"agent template {name} is not supported"
     else:
         what = f"ms-swift {version} has no agent template {name!r}"
-    near = get_close_matches(name, names, n=1, cutoff=0)[0]
+    near = closest(name, names, cutoff=0)
     fix = f"take {near}, the nearest that is supported, or another of: {', '.join(sorted(names))}"
     raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)

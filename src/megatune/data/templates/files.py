@@ -36,7 +36,8 @@ def check_template(name: str | None, folder: Path | None, *, is_swift: bool = Fa
         return
     template = None
     if name is not None:
-        template = read_template(name) if is_template_file(name) else named_template(name)
+        own = folder is not None and _has_chat_template(folder)
+        template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=own)
     if folder is None:
         return
     check_vocabulary(folder)

@@ -5,7 +5,6 @@ A template of the user's own comes from a YAML file.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 # The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
 TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "observation_separator")
@@ -231,8 +230,7 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
     """Return the value of one key; what is wrong with it is added to `findings`."""
     key, value, where = entry.key, entry.value, entry.where
     if key not in _KEYS:
-        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(_KEYS)}"
+        fix = did_you_mean(key, _KEYS, f"one of {', '.join(_KEYS)}", cutoff=0.5)
         findings.append(Finding(f"{key} is not a key of a template", where, fix=fix))
     elif key == "special_tokens":
         tokens = tuple(item.text for item in value.items)

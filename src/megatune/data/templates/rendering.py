@@ -1,35 +1,84 @@
 """Rendering chat templates, which come with models, within limits of time and memory.
 
-Transformers' sandbox keeps a template from Python's objects; it does not keep it from nested loops, or from texts as
-large as the memory.
+Jinja's sandbox keeps a template from Python's objects; it does not keep it from nested loops, or from texts as large as
+the memory. So every loop, call, filter, comparison and value that is put together is counted as work, by its size, and
+now and then the time of the thread is compared with the limit. The environment is that of Transformers in all that a
+template can see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache, wraps
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from megatune.data.bad_rows import RowError
-from megatune.data.templates import watch
 from megatune.data.templates.sizes import FILTERS, METHODS, OPERATORS, REFUSED_METHODS, size_of
 
+MOST_SECONDS = 10.0  # of the thread's own time: a process that is stopped, or shares its cores, loses none
 MOST_SIZE = 2**26  # characters and items of one value, and of what is rendered
 MOST_SOURCE = 2**20  # characters of a template; the longest published ones have 20,000
 
+_WORK = 512  # units between looks at the clock: a step is one, and so are these characters or items
+_UNIT_SIZE = 2**13
+
 Chat = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class RenderLimitError(TemplateError):
     """A rendering that would take more time or memory than any conversation needs."""
+
+
+class _Run(threading.local):
+    """The rendering of this thread.
+
+    Attributes:
+        ends: when its time is over, on the thread's own clock; infinite until the first look at it, which takes as long
+            as a third of a short rendering.
+        pieces: what is written so far.
+        spans: of what stands between {% generation %} and its end.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.ends = math.inf
+        self.pieces: list[str] = []
+        self.spans: list[tuple[int, int]] = []
+
+
+_run = _Run()
+_left = _WORK  # units of work before the next look at the clock, of all threads: a race only moves the look
+
+
+def _step(value: Any = None, size: int = 0) -> Any:
+    """Count a step that has made this value, of this size where it is not a text, and return it."""
+    global _left
+    _left -= 1 + (len(value) if type(value) is str else size) // _UNIT_SIZE
+    if _left < 0:
+        _left = _WORK
+        now = time.thread_time()
+        if now > _run.ends:
+            raise RenderLimitError(f"it takes more than {MOST_SECONDS:g} seconds to render")
+        _run.ends = min(_run.ends, now + MOST_SECONDS)
+    return value
 
 
 def _check(size: int) -> None:
@@ -39,12 +88,19 @@ def _check(size: int) -> None:
 
 def _made(value: Any) -> Any:
     """Return a value that the template put together, if it is no larger than allowed."""
-    kind = type(value)
+    kind, size = type(value), 0
     if kind is str:
         _check(len(value))
     elif kind in (list, tuple, dict):
-        _check(size_of(value, MOST_SIZE))
-    return value
+        _check(size := size_of(value, MOST_SIZE))
+    return _step(value, 16 * size)  # a list is walked item by item
+
+
+def _each(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield what a loop runs over."""
+    for value in values:
+        _step()
+        yield value
 
 
 class _Measured(NodeTransformer):
@@ -66,14 +122,25 @@ class _Measured(NodeTransformer):
     def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if not isinstance(node.node, nodes.Const):
-            node.node = _measured(node.node)
+            node.node = _filtered(node.node, "megatune_made")
         return node
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "megatune_each")
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        # What equals a text of the template is as short.
+        is_short = all(each.op in ("eq", "ne") and isinstance(each.expr, nodes.Const) for each in node.ops)
+        return node if is_short else _filtered(node, "megatune_made")
 
     def _visit_value(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
         is_constant = not any(map(node.find, (nodes.Name, nodes.Filter, nodes.Call)))
-        return node if is_target or is_constant else _measured(node)
+        return node if is_target or is_constant else _filtered(node, "megatune_made")
 
     visit_Add = visit_Concat = visit_List = visit_Tuple = visit_Dict = _visit_value  # noqa: N815
 
@@ -85,8 +152,8 @@ def _is_text(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Const) and isinstance(node.value, str))
 
 
-def _measured(node: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(node, "megatune_made", [], [], None, None, lineno=node.lineno)
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _Namespace(Namespace):
@@ -94,17 +161,34 @@ class _Namespace(Namespace):
         return "<Namespace>"  # not what is in it, which may be itself
 
 
-class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Measures what a template makes. Transformers' own environment is made one of these."""
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: notes where an answer is written."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text, start = caller(), sum(map(len, _run.pieces))
+        _run.spans.append((start, start + len(text)))
+        return text
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment of Transformers' chat templates, which measures what a template makes."""
 
     intercepted_binops = frozenset(OPERATORS)
 
-    def limit(self) -> None:
-        """Replace what is not a method of this class."""
-        for name, size in FILTERS.items():
-            self.filters[name] = _limited(size, self.filters[name])
-        self.filters["megatune_made"] = _made
-        self.globals["namespace"] = _Namespace
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _to_json
+        for name, function in self.filters.items():
+            self.filters[name] = _limited(FILTERS[name], function) if name in FILTERS else _counted(function)
+        self.filters |= {"megatune_made": _made, "megatune_each": _each}
+        self.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": _now}
         del self.globals["lipsum"]
         self.concat = _concat  # type: ignore[method-assign]
         self._known: dict[tuple[type, str], bool] = {}
@@ -122,6 +206,15 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an item; a slice is a new value."""
+        found = super().getitem(obj, argument)
+        return _made(found) if isinstance(argument, slice) else found
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Call a function, a method or a macro."""
+        return _step(super().call(context, _step(function), *args, **kwargs))
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr
         if key not in self._known:  # Jinja asks for nothing but the type, and takes long
@@ -135,10 +228,33 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check(OPERATORS[operator](left, right))
-        return self.binop_table[operator](left, right)
+        return _step(self.binop_table[operator](left, right))
 
 
 _OF_DICTS = frozenset(dir(dict))
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Write JSON without HTML's escapes, which Jinja's own filter has."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return _step(function(*args, **kwargs))
+
+    return counted
 
 
 def _limited(size: Callable[..., int], function: Callable[..., Any], *owner: Any) -> Callable[..., Any]:
@@ -148,7 +264,7 @@ def _limited(size: Callable[..., int], function: Callable[..., Any], *owner: Any
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
         _check(size(*owner, *args[given:], **kwargs))
-        return function(*args, **kwargs)
+        return _step(function(*args, **kwargs))
 
     return limited
 
@@ -160,15 +276,12 @@ def _concat(pieces: Iterable[str]) -> str:
     return "".join(pieces)
 
 
+_environment = lru_cache(maxsize=1)(_Environment)
+
+
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> Template:
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    # A new environment with Transformers' filters, globals and {% generation %}, not the one that it keeps.
-    environment: Any = _compile_jinja_template.__wrapped__("").environment
-    environment.__class__ = _LimitedEnvironment
-    environment.limit()
-    template: Template = environment.from_string(source)
+    template: Template = _environment().from_string(source)
     return template
 
 
@@ -182,34 +295,29 @@ def render(source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = 
         RenderLimitError: it takes too much time or memory.
         Exception: what the template raises; see `template_errors`.
     """
-    return _rendered(None, source, chat, tools, given)[0]
+    return _within_limits(lambda template, options: template.render(options), source, chat, tools, given)
 
 
 def render_marked(
     source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None, **given: Any
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat template, and return the spans between {% generation %} and its end, too."""
-    return _rendered([], source, chat, tools, given)
+
+    def write(template: Template, options: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        for piece in template.generate(options):
+            _run.pieces.append(piece)
+        return _concat(_run.pieces), _run.spans
+
+    return _within_limits(write, source, chat, tools, given)
 
 
-def _rendered(
-    spans: list[tuple[int, int]] | None, source: str, chat: Chat, tools: Any, given: Mapping[str, Any]
-) -> tuple[str, list[tuple[int, int]]]:
-    options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
-
-    def write() -> str:
-        template = _compiled(source)
-        if spans is None:
-            return template.render(options)
-        pieces: list[str] = []  # what notes the spans reads it as it grows
-        with template.environment.activate_tracker(pieces, spans):  # type: ignore[attr-defined]
-            pieces.extend(template.generate(options))
-        return _concat(pieces)
-
+def _within_limits(
+    write: Callable[[Template, Mapping[str, Any]], T], source: str, chat: Chat, tools: Any, given: Mapping[str, Any]
+) -> T:
+    _run.begin()
     try:
-        return watch.within_time(write), spans or []
-    except watch.OvertimeError:
-        raise RenderLimitError(f"it takes more than {watch.MOST_SECONDS:g} seconds to render") from None
+        options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
+        return write(_compiled(source), options)
     except MemoryError:
         raise RenderLimitError("it takes more memory to render than there is") from None
 

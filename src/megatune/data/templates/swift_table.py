@@ -6,7 +6,6 @@ model's, the chat template of the tokenizer decides, so that a folder may have a
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatune.data.templates.agents import agent_template
 from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.tools import LLAMA3_DATE
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,8 +206,7 @@ def named_swift_template(name: str) -> SwiftTemplate:
     """
     if name in SWIFT_TEMPLATES:
         return SWIFT_TEMPLATES[name]
-    near = difflib.get_close_matches(name, SWIFT_TEMPLATES, n=3)
-    fix = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SWIFT_TEMPLATES)}"
+    fix = did_you_mean(name, SWIFT_TEMPLATES, f"one of {', '.join(SWIFT_TEMPLATES)}", count=3)
     raise MegatuneError(Finding(f"template: ms-swift's {name!r} is not supported", fix=fix), ExitCode.SETTINGS)
 
 

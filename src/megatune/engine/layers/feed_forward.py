@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatune.engine import device, patches
+from megatune.engine import device
 from megatune.engine.layers.quantized import linear_layer
 
 
@@ -39,6 +39,7 @@ class FeedForward(MLP):
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
         tp_group: ProcessGroup | None = None,
+        **unused: Any,
     ) -> None:
         tp_group = tp_group or get_tensor_model_parallel_group()
         submodules = submodules or linear_layers(config)
@@ -61,6 +62,11 @@ class FeedForward(MLP):
 class SharedExperts(SharedExpertMLP, FeedForward):
     """Megatron-Core's shared experts around our feed-forward."""
 
+    def __init__(
+        self, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection, **unused: Any
+    ) -> None:
+        SharedExpertMLP.__init__(self, config, linear_layers(config), gate, pg_collection)
+
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) · up, keeping only the input for the backward pass.
@@ -76,16 +82,6 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
     """Return the same, operator by operator: what `bias_activation_fusion: false` computes."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-def install_swiglu() -> None:
-    """Patch the fusion that Megatron-Core's shared experts call when they overlap with the dispatch of tokens."""
-    patches.replace(shared_experts.__name__, bias_swiglu_impl=_bias_swiglu)
-
-
-def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:
-    """Take the arguments of Megatron-Core's bias_swiglu_impl; the rest of them is about fp8 and offloading."""
-    return fused_swiglu(gate_up if bias is None else gate_up + bias)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -7,14 +7,10 @@ Legend: n tokens, i input features, o output features of this rank.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatune.engine import device, patches
+from megatune.engine import device
 
 
 def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
@@ -37,39 +33,3 @@ def announced_gradient(weight: Tensor) -> Tensor | None:
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
-
-
-_StockLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
-
-
-class _Linear(_StockLinear):  # type: ignore[misc]
-    """Megatron-Core's linear layer, which itself announces gradients by tensors of its own as large as the weights."""
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.gradient_accumulation_fusion:
-            return _StockLinear.backward(ctx, grad_output)  # type: ignore[no-any-return]
-        _, weight = ctx.saved_tensors
-        # Without this attribute Megatron-Core makes no tensor of its own.
-        del weight.grad_added_to_main_grad
-        grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
-        return grad_input, announced_gradient(weight), *others
-
-
-def install() -> None:
-    """Patch Megatron-Core's linear layers: this module replaces Apex's extension, `_Linear` their product."""
-    patches.replace(
-        layers.__name__,
-        LinearWithGradAccumulationAndAsyncCommunication=_Linear,
-        fused_weight_gradient_mlp_cuda=sys.modules[__name__],
-        _grad_accum_fusion_available=True,
-    )
-
-
-def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Take Apex's name and order of arguments, for an fp32 `main_grad`; see `add_weight_gradient`."""
-    add_weight_gradient(main_grad, grad_output, input)
-
-
-# Apex has one function for 16-bit gradients; here the dtypes decide.
-wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32

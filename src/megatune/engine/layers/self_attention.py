@@ -176,6 +176,7 @@ class MLASelfAttention(torch.nn.Module):
         rope_interleaved: bool,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__()
         self.config, self.tp_group = config, pg_collection.tp

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media.sources import picture_source
 from megatune.errors import MegatuneError
 from megatune.generation.endpoint.bodies import ChatBody, Common, CompletionBody, Image, Message, validated
 from megatune.generation.endpoint.errors import ApiError
-from megatune.generation.options import Sampling, out_of_range
+from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt
 from megatune.generation.prompter import Prompter, TooLongError
 
@@ -80,14 +82,18 @@ def _sampling(body: Common, defaults: Sampling) -> Sampling:
         if limit is not None:
             given["max_new_tokens"] = limit
     if body.stop is not None:
-        given["stop_words"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        given["stop_words"] = [body.stop] if isinstance(body.stop, str) else body.stop
+        if not all(given["stop_words"]):
+            raise ApiError(400, "stop: an empty text ends every answer", "stop")
         if len(given["stop_words"]) > _MOST_STOP_WORDS:
             raise ApiError(400, f"stop: {_MOST_STOP_WORDS} texts at most", "stop")
-    sampling = replace(defaults, **given, keep_stop_word=False)
-    for finding in out_of_range(sampling):
-        param = {"max_new_tokens": "max_tokens", "stop_words": "stop"}.get(finding.where[2:], finding.where[2:])
-        raise ApiError(400, f"{param}: {finding.what}", param)
-    return sampling
+    usual = {name: getattr(defaults, name) for name in Sampling.model_fields}
+    try:
+        return Sampling(**{**usual, **given, "keep_stop_word": False})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        param = {"max_new_tokens": "max_tokens"}.get(name := str(problem["loc"][0]), name)
+        raise ApiError(400, f"{param}: {problem['msg']}", param) from None
 
 
 def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Prompter) -> Prompt:

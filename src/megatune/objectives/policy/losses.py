@@ -54,7 +54,7 @@ def truncated(terms: Terms, low: float, high: float) -> Tensor:
     return -weights * terms.advantages * terms.log_probs
 
 
-def tapered(terms: Terms, positive_weight: float, negative_weight: float) -> Tensor:
+def topr(terms: Terms, positive_weight: float, negative_weight: float) -> Tensor:
     """TOPR (arXiv:2503.14286, equation 8): responses with a score above 0 as in supervised training, others with
     truncated ratios."""
     assert terms.is_positive is not None
@@ -78,13 +78,16 @@ def token_losses(
         case "cispo":  # MiniMax-M1 (arXiv:2506.13585)
             return truncated(terms, *_CISPO_RANGE)
         case "topr":
-            return tapered(terms, positive_weight, negative_weight)
+            return topr(terms, positive_weight, negative_weight)
         case "kimi15":  # Kimi k1.5 (arXiv:2501.12599, equation 3)
             return -terms.advantages * terms.log_probs + _KIMI_TAU / 2 * terms.log_ratio.square()
     return clipped(terms, settings)
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(π, π_ref), never below 0, cut off at 10 as in ROLL, where its gradient ends, too."""
+    """Estimate KL(π, π_ref), never below 0, cut off at 10 as in ROLL, where its gradient ends, too.
+
+    The exponent is bounded first: beyond 88 it overflows, and the gradient of the cut-off times infinity is NaN."""
     difference = reference - log_probs
-    return (torch.expm1(difference) - difference).clamp(max=_KL_LIMIT)
+    bounded = difference.clamp(max=_KL_LIMIT)  # e^10 - 11 is far above the limit
+    return (torch.expm1(bounded) - difference).clamp(max=_KL_LIMIT)

@@ -77,7 +77,8 @@ def prepare(
     rewards, used, metrics = _rewards(samples, settings, state)
     mask = used[tokens.sample].astype(np.float64)
     of_tokens, of_kl = _penalized(samples, tokens, token_rewards(rewards, tokens), settings, state)
-    penalty = _teachers_penalty(samples, tokens, settings, opd_coefs or {})
+    penalty, of_teachers = _teachers_penalty(samples, tokens, settings, opd_coefs or {})
+    metrics |= of_teachers
     values = None
     if settings.adv_estimator == "gae" and not settings.is_pure_opd:
         values = tokens.join(_needed(samples.values, "values", "adv_estimator: gae"))
@@ -193,11 +194,12 @@ def _advantages(
 
 def _teachers_penalty(
     samples: StepSamples, tokens: Tokens, settings: AlgorithmSettings, coefs: Mapping[str, float]
-) -> np.ndarray:
-    """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation. 0 where it is off."""
-    total = np.zeros(len(tokens))
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation; 0 where it is off. And the mean
+    distance to the teachers, without coefficients, over the tokens that have one."""
+    total, distance, taught = np.zeros(len(tokens)), 0.0, 0
     if not settings.is_pure_opd and not settings.use_opd:
-        return total
+        return total, {}
     if not samples.teachers:
         raise ValueError("on-policy distillation: there are no log-probabilities of a teacher")
     policy = _policy(samples, "on-policy distillation")
@@ -205,8 +207,10 @@ def _teachers_penalty(
         pairs = zip(policy, of_teacher, strict=True)
         # Of a sample that it does not teach the teacher says nothing: no penalty.
         found = [kl_estimates(mine, his if len(his) else mine, settings.kl_penalty) for mine, his in pairs]
-        total += coefs.get(name, 1.0) * tokens.join(found)
-    return total
+        own = tokens.join(found)
+        total += coefs.get(name, 1.0) * own
+        distance, taught = distance + float(own.sum()), taught + sum(map(len, of_teacher))
+    return total, {"teacher_kl": distance / max(taught, 1)}
 
 
 def _corrected(

@@ -27,7 +27,7 @@ def kl_estimates(log_probs: np.ndarray, base: np.ndarray, kind: KL) -> np.ndarra
         case "mse":
             return 0.5 * difference**2
         case "k3":
-            return np.minimum(np.expm1(-difference) + difference, 10.0)
+            return np.minimum(np.expm1(np.minimum(-difference, 10.0)) + difference, 10.0)
     raise ValueError(f"kl_penalty: {kind} is not a known estimator")
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.calibration.least_squares import least_squares
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
@@ -27,8 +29,14 @@ from megatune.plan.run.record import RunRecord, comparable, read_records
 
 _SEEN = 0.1  # share of the measured that a factor must scale, to be fitted
 _APART = 0.05  # how far two factors' shares must move apart between runs, to be distinguished from each other
+_HUBER = 0.2  # residual from which a run counts less
+_PULL = 0.003  # weight of the pull towards 1, of one run's weight
+_RANGE = (0.02, 50.0)
 _FACTORS = {"time": ("compute", "communication"), "memory": ("activations", "framework")}
 _ERRORS = tuple((of, when) for of in ("time", "memory") for when in ("before", "after", "left_out"))
+
+
+_Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +196,13 @@ def _run(folder: str, record: RunRecord) -> _Run | None:
     if measured is None or trained is None or (measured.step_seconds is None and not measured.stages):
         return None
     longest, mean = (_calibrated(each.case, Calibration()) for each in trained)
-    # A stage whose ranks did not tell is not compared.
-    memory = tuple((each.stage, each.peak) for each in measured.stages if each.peak)
+    # A stage whose ranks did not tell is not compared. With what is beyond tensors all is counted.
+    told = [each for each in measured.stages if each.peak]
+    is_whole = bool(told) and all(each.overhead for each in told)
+    memory = tuple((each.stage, each.peak + (each.overhead if is_whole else 0)) for each in told)
+    counted = "resident" if is_whole else measured.counted
     name = folder if not record.first_step else f"{folder} from step {record.first_step}"
-    return _Run(name, mean, longest, measured.step_seconds, memory, measured.counted)
+    return _Run(name, mean, longest, measured.step_seconds, memory, counted)
 
 
 def _calibrated(case: Case, calibration: Calibration) -> Case:
@@ -207,69 +218,74 @@ def _fit(runs: Sequence[_Run]) -> tuple[Calibration, dict[str, str]]:
 
 def _fit_time(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
     """Fit the factors of computing and of exchanges."""
-    neutral = Calibration()
-    base = [run.step(neutral) for run in runs]
+    base = np.array([run.step(Calibration()) for run in runs])
     shares = [
-        [(run.step(each) / step - 1) / 0.01 for run, step in zip(runs, base, strict=True)]
+        (np.array([run.step(each) for run in runs]) / base - 1) / 0.01
         for each in (Calibration(compute=1.01), Calibration(communication=1.01))
     ]
     known, left = _identified(shares, ("compute", "communication"), "of a step")
+    measured = np.array([run.seconds for run in runs])
 
-    def residuals(logs: Sequence[float]) -> list[float]:
-        factors: dict[str, Any] = dict(zip(known, map(math.exp, logs), strict=True))
-        fitted = Calibration(**factors)
-        return [math.log(run.step(fitted) / run.seconds) for run in runs if run.seconds]
+    def residuals(logs: _Array) -> _Array:
+        fitted = Calibration(**dict(zip(known, map(float, np.exp(logs)), strict=True)))  # type: ignore[arg-type]
+        return np.log(np.array([run.step(fitted) for run in runs]) / measured)
 
-    logs = least_squares(residuals, len(known))
+    logs = _least_squares(residuals, len(known))
     return {name: round(math.exp(log), 4) for name, log in zip(known, logs, strict=True)}, left
 
 
 def _fit_memory(runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fit the factor of activations, and the bytes beside tensors where those were measured."""
+    """Fit the factor of activations, and the bytes beyond tensors where those were measured."""
     neutral = Calibration()
-    base = [size for run in runs for size in run.stages(neutral)]
-    double = [size for run in runs for size in run.stages(replace(neutral, activations=2.0))]
-    beside = [float(run.counted == "resident") for run in runs for _ in run.memory]
-    measured = [float(size) for run in runs for _, size in run.memory]
-    kept = [after - before for before, after in zip(base, double, strict=True)]
-    if not measured:
+    base = np.array([size for run in runs for size in run.stages(neutral)])
+    double = np.array([size for run in runs for size in run.stages(replace(neutral, activations=2.0))])
+    beyond = np.array([float(run.counted == "resident") for run in runs for _ in run.memory])
+    measured = np.array([float(size) for run in runs for _, size in run.memory])
+    if not len(measured):
         return {}, dict.fromkeys(("activations", "framework"), "no memory was measured")
-    # What is beside tensors is fitted first: every run of a CPU has it. It is a sum, not a factor.
-    scale = min(measured)
-    shares = [
-        [scale * each / size for each, size in zip(beside, measured, strict=True)],
-        [each / size for each, size in zip(kept, measured, strict=True)],
-    ]
-    known, left = _identified(shares, ("framework", "activations"), "of a rank's memory")
-    if not any(beside):
+    kept = double - base
+    # What is beyond tensors is fitted first: every run of a CPU has it. It is a sum, not a factor.
+    scale = float(measured.min())
+    known, left = _identified(
+        [scale * beyond / measured, kept / measured], ("framework", "activations"), "of a rank's memory"
+    )
+    if not beyond.any():
         left["framework"] = "an allocator that counts tensors does not see it"
 
-    def residuals(unknowns: Sequence[float]) -> list[float]:
-        values = dict(zip(known, unknowns, strict=True))
+    def residuals(unknowns: _Array) -> _Array:
+        values = dict(zip(known, map(float, unknowns), strict=True))
         factor, extra = math.exp(values.get("activations", 0.0)), scale * values.get("framework", 0.0)
-        return [
-            math.log(max(before + (factor - 1) * act + extra * has, 0.01 * size) / size)
-            for before, act, has, size in zip(base, kept, beside, measured, strict=True)
-        ]
+        return np.log(np.maximum(base + (factor - 1) * kept + extra * beyond, 0.01 * measured) / measured)
 
-    values = dict(zip(known, least_squares(residuals, len(known)), strict=True))
+    values = dict(zip(known, map(float, _least_squares(residuals, len(known))), strict=True))
     factor = round(math.exp(values.get("activations", 0.0)), 4)
     return {"activations": factor, "framework": int(scale * values.get("framework", 0.0))}, left
 
 
-def _identified(shares: list[list[float]], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
+def _identified(shares: list[_Array], names: tuple[str, str], what: str) -> tuple[list[str], dict[str, str]]:
     """Return which of two unknowns the runs determine, the first one by preference, and why not the others, by how much
     each moves each run's measurement, relative."""
-    known, left = [], {}
-    for name, share in zip(names, shares, strict=True):
-        if not share or max(share) < _SEEN:
-            left[name] = f"it is less than {_SEEN:.0%} {what} in all of these runs"
-        else:
-            known.append(name)
+    seen = [bool(len(share)) and share.max() >= _SEEN for share in shares]
+    known = [name for name, is_seen in zip(names, seen, strict=True) if is_seen]
+    left = {name: f"it is less than {_SEEN:.0%} {what} in all of these runs" for name in names if name not in known}
     if len(known) == 2:
         first, second = shares
-        ratio = sum(a * b for a, b in zip(first, second, strict=True)) / sum(a * a for a in first)
-        apart = math.sqrt(sum((b - ratio * a) ** 2 for a, b in zip(first, second, strict=True)) / len(first))
-        if apart < _APART:
+        apart = second - (first @ second) / (first @ first) * first
+        if math.sqrt(float(np.mean(apart**2))) < _APART:
             left[known.pop()] = f"these runs cannot tell it from {names[0]}: give some where its share differs"
     return known, left
+
+
+def _least_squares(residuals: Callable[[_Array], _Array], count: int) -> _Array:
+    """Solve for the unknowns, from 0: Gauss-Newton with Huber's weights and a pull towards 0."""
+    unknowns = np.zeros(count)
+    for _ in range(30 if count else 0):
+        now = residuals(unknowns)
+        weights = np.minimum(1.0, _HUBER / np.maximum(np.abs(now), 1e-12))
+        slopes = np.stack([(residuals(unknowns + move) - now) / 1e-3 for move in 1e-3 * np.eye(count)], axis=1)
+        normal = slopes.T @ (weights[:, None] * slopes) + _PULL * np.eye(count)
+        step = np.linalg.solve(normal, -slopes.T @ (weights * now) - _PULL * unknowns)
+        unknowns = np.clip(unknowns + np.clip(step, -1.0, 1.0), math.log(_RANGE[0]), math.log(_RANGE[1]))
+        if np.abs(step).max() < 1e-5:
+            break
+    return unknowns

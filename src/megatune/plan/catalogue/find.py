@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
 from megatune.plan.catalogue.devices import (
     CATALOGUE_DEVICES,
     CATALOGUE_LINKS,
@@ -45,6 +44,11 @@ def device_by_driver_name(name: str) -> Device | None:
     wanted = plain_name(name)
     entries = CATALOGUE_DEVICES.values()
     return next((each.device for each in entries if wanted in map(plain_name, each.driver_names)), None)
+
+
+def device_names(devices_file: str | Path | None = None) -> list[str]:
+    """Return the names of all devices, those of one's own among them; see `own_catalogue`."""
+    return list({**CATALOGUE_DEVICES, **own_catalogue(devices_file).devices})
 
 
 def find_machine(
@@ -134,7 +138,7 @@ def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
     # The names most like it, those of its chip first.
     chip = re.match(r"[a-z]+\d{1,3}", wanted)
     near = [each for each in by_name if chip and each.startswith(chip[0])][:4]
-    near += difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)
+    near += nearest_names(wanted, by_name, cutoff=0.5)
     listed = ", ".join(dict.fromkeys(by_name[each].device.name for each in near))
     why = f"nearest: {listed}" if near else f"it has {', '.join(entries)}"
     raise MegatuneError(Finding(f"gpu: there is no device {name!r} in the catalogue", "", why, _FIX), ExitCode.INPUT)
@@ -146,7 +150,7 @@ def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, 
     of_kind = [each for each, entry in links.items() if entry.between_machines == network]
     base, ports = split_ports(name, links)
     if base not in of_kind or (ports and not network):
-        near = difflib.get_close_matches(base, of_kind, n=3, cutoff=0.4) or of_kind
+        near = nearest_names(base, of_kind, cutoff=0.4) or of_kind
         what, why = f"{kind}: there is no {kind} {name!r} in the catalogue", f"nearest: {', '.join(near)}"
         raise MegatuneError(Finding(what, "", why, _FIX), ExitCode.INPUT)
     entry = links[base]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -10,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
 from megatune.families import as_trained, read_architecture, read_config
 from megatune.hub.models import MAIN, is_hub_id, open_model
 from megatune.plan.case import PlannedModel
@@ -101,7 +100,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _unknown(name: str, of_hub: MegatuneError | None = None) -> MegatuneError:
     names = {_plain(model): model for model in MODELS}
-    near = [names[each] for each in difflib.get_close_matches(_plain(name), names, n=3, cutoff=0.5)]
+    near = [names[each] for each in nearest_names(_plain(name), names, cutoff=0.5)]
     what = f"model {name!r} is neither a folder, nor a config.json, nor a name that ships with megatune"
     why = f"nearest: {', '.join(near)}" if near else f"names that ship: {', '.join(MODELS)}"
     fix = "give one of these names, the folder of the checkpoint, of which config.json is enough, or its id on a hub"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatune.config.values import compose, value_of
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names
 from megatune.plan.catalogue.devices import (
     CATALOGUE_DEVICES,
     CATALOGUE_LINKS,
@@ -126,8 +125,8 @@ class _Reader:
             elif key in found:
                 self._refuse(key_node, f"{key} appears twice", fix="keep one of the two")
             elif known is not None and key not in known:
-                near = difflib.get_close_matches(key, known, n=1) or [f"one of {', '.join(known)}"]
-                self._refuse(key_node, f"unknown key {key!r} in {what}", fix=near[0])
+                fix = did_you_mean(key, known, f"one of {', '.join(known)}")
+                self._refuse(key_node, f"unknown key {key!r} in {what}", fix=fix)
             else:
                 found[key] = value_node
         return found
@@ -164,7 +163,7 @@ class _Reader:
             return None
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
         if (split_ports(text, known)[0] if key == "network" else text) not in known:
-            near = difflib.get_close_matches(text, list(known), n=3, cutoff=0.4) or list(known)
+            near = nearest_names(text, known, cutoff=0.4) or list(known)
             self._refuse(node, f"{fields.name}: there is no {key} {text!r}", fix=f"one of {', '.join(near)}")
             return None
         return text

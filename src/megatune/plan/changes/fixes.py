@@ -1,23 +1,22 @@
-"""Changes of settings that save memory or time, each with what the planner says it does."""
+"""What changes of the table do to a run: those that make it fit, those that make it faster, and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import Literal
 
 from megatune.config.names import plain
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import Changes, named, smaller_micro_batch, varied, with_settings
+from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
+from megatune.plan.changes.variation import ACCUMULATION, Changes, named, varied, with_settings
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.pages.words import change, seconds, size
+from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import TIGHT, SearchRequest, is_tight, safe_bytes, search
 
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
-# Changes of what is computed, not only of how: offered after those that leave the numbers of the run as they are.
-_CHANGES_NUMBERS = {"data.cutoff_len", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "precision.bf16",
-                    "finetuning.finetuning_type"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Fix:
     @property
     def keeps_numbers(self) -> bool:
         """Whether the run trains on the same tokens with the same roundings."""
-        return not _CHANGES_NUMBERS & self.changes.keys()
+        return not CHANGES_NUMBERS & self.changes.keys()
 
     @property
     def saving(self) -> int:
@@ -69,7 +68,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
 
-    asked = [(each, fix(before, each)) for each in _less_memory(before.case) if each]
+    asked = [(each, fix(before, each)) for each in _tried(before.case, "memory")]
     least = _LEAST_SAVING * before.fullest.total
     useful = [(each, found) for each, found in asked if found is not None and found.saving >= least]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
@@ -86,9 +85,51 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
     """Find the changes that gain most time and still fit."""
-    asked = filter(None, (fix(before, each) for each in _less_time(before.case) if each))
+    asked = filter(None, (fix(before, each) for each in _tried(before.case, "time")))
     found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
+
+
+def _tried(case: Case, metric: Literal["memory", "time"]) -> Iterator[Changes]:
+    return (changes for saves, changes in changes_of(case) if metric in saves and changes)
+
+
+def warnings_of(planned: Estimate) -> list[str]:
+    """Return what is worth a word to a run that fits; on a CPU, where runs are tried and not paid for, only that memory
+    is tight."""
+    case = planned.case
+    found, share = [], planned.fullest.total / case.machine.device.memory
+    if share > TIGHT:
+        planned_share = f"{percent(share)} of the device's is planned"
+        found.append(f"memory is tight: {planned_share}, and the plan may be some percent off")
+    if case.machine.device.on_cpu:
+        return found
+    return [*found, *filter(None, (warning(row, planned) for row in ADVICE))]
+
+
+def warning(row: Advice, planned: Estimate) -> str:
+    """Say what a row of the table warns of; "" for nothing."""
+    if not (why := row.why(planned)):
+        return ""
+    memory = planned.case.machine.device.memory
+    made = [found for changes in row.changes(planned.case) if (found := fix(planned, changes)) is not None]
+    worth = [each for each in made if each.gain >= row.gain or each.saving >= row.saving * memory]
+    roomy = [each for each in worth if each.after.fullest.total <= TIGHT * memory]
+    if (best := max(roomy, key=lambda each: each.gain, default=None)) is not None:
+        return f"{why}: {best.text}"
+    if row.more_rows:
+        return _more_rows(planned, why, row.gain)
+    return f"{why}; {row.otherwise(planned)}" if row.otherwise is not None else ""
+
+
+def _more_rows(planned: Estimate, why: str, gain: float) -> str:
+    """Offer more rows in a step: they change what is trained, so that nothing is said of the whole."""
+    case, stages = planned.case, planned.case.settings.parallel.pipeline_model_parallel_size
+    more = fix(planned, {ACCUMULATION: max(4 * stages, 2 * case.num_micro_batches)})
+    if more is None or more.gain < gain:
+        return ""
+    rows = f"{more.after.case.global_batch_size} rows in a step instead of {case.global_batch_size}"
+    return f"{why}; {named(more.changes)} trains {percent(1 / (1 - more.gain) - 1)} more tokens a second, with {rows}"
 
 
 def searched(before: Estimate) -> Fix | None:
@@ -127,7 +168,7 @@ def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
     These make up more stages, shard more experts, or train more rows at a time. None where sixteen times are too few.
     """
     likely: Estimate | None = None
-    cases = [near.case for near in too_large if near.case.machine.device.generation != "cpu"]
+    cases = [near.case for near in too_large if not near.case.machine.device.on_cpu]
     for factor in (2, 4, 8, 16):
         asked = (estimate(more) for case in cases for more in _on_more(case, factor))
         found = sorted((after for after in asked if after.fits), key=lambda after: after.time.total)
@@ -150,7 +191,7 @@ def _on_more(case: Case, factor: int) -> Iterator[Case]:
         changes = {
             "parallel.pipeline_model_parallel_size": stages * parallel.pipeline_model_parallel_size,
             "parallel.expert_model_parallel_size": experts * parallel.expert_model_parallel_size,
-            "batch.gradient_accumulation_steps": case.global_batch_size // rows,
+            ACCUMULATION: case.global_batch_size // rows,
         }
         if (found := varied(wider, changes)) is not None:
             yield found[1]
@@ -160,7 +201,7 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
     """Keep the first of those that change the same settings to different values."""
     first: dict[frozenset[str], Fix] = {}
     for each in found:
-        first.setdefault(frozenset(each.changes) - {"batch.gradient_accumulation_steps"}, each)
+        first.setdefault(frozenset(each.changes) - {ACCUMULATION}, each)
     return list(first.values())
 
 
@@ -172,102 +213,3 @@ def fix(before: Estimate, changes: Changes) -> Fix | None:
 
 def _cost(found: Fix) -> tuple[bool, float]:
     return not found.keeps_numbers, -found.after.time.tokens_per_second
-
-
-def _less_memory(case: Case) -> Iterator[Changes]:
-    """Yield what may save memory, {} for what is no change."""
-    settings = case.settings
-    parallel, recompute = settings.parallel, settings.recompute
-    yield smaller_micro_batch(case)
-    if case.micro_batch_size > 2:
-        yield {"batch.per_device_train_batch_size": 1}
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield {"parallel.sequence_parallel": True}
-    if not parallel.use_distributed_optimizer and case.shard_size > 1:
-        yield {"parallel.use_distributed_optimizer": True}
-    if not settings.performance.cross_entropy_loss_fusion:
-        yield {"performance.cross_entropy_loss_fusion": True}
-    if recompute.recompute_granularity != "full":
-        for modules in _modules(case):
-            if set(modules) - set(recompute.recompute_modules if recompute.recompute_granularity else ()):
-                yield {"recompute.recompute_granularity": "selective", "recompute.recompute_modules": modules}
-        yield _FULL
-    yield from _more_parallel(case)
-    if not settings.optimizer.optimizer_cpu_offload and case.machine.device.generation != "cpu":
-        yield {"optimizer.optimizer_cpu_offload": True}
-    yield {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
-    longest = min(settings.data.cutoff_len, case.sequence_length)
-    if longest >= 1024:
-        yield {"data.cutoff_len": longest // 2}
-
-
-_METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")
-_FULL = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
-OVERLAPS: Changes = {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": True}
-NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
-
-
-def _modules(case: Case) -> Iterator[list[str]]:
-    """Yield modules to recompute, the cheapest first."""
-    moe = case.model.architecture.moe
-    feed_forward = ["mlp"] if moe is None else ["moe"] if all(moe.layers) else ["mlp", "moe"]
-    yield ["core_attn"]
-    yield ["layernorm"]
-    yield ["layernorm", *feed_forward]
-
-
-def less_recompute(case: Case) -> Iterator[Changes]:
-    """Yield no recomputation, and cheaper kinds than full."""
-    yield NO_RECOMPUTE
-    if case.settings.recompute.recompute_granularity == "full":
-        for modules in _modules(case):
-            selective = {"recompute.recompute_granularity": "selective", "recompute.recompute_modules": modules}
-            yield {**NO_RECOMPUTE, **selective}
-
-
-def _more_parallel(case: Case) -> Iterator[Changes]:
-    parallel = case.settings.parallel
-    tp, pp, cp = (parallel.sizes(case.world_size)[name] for name in ("tp", "pp", "cp"))
-    for larger in (2 * tp, 4 * tp):
-        if larger <= case.machine.gpus_per_node:
-            yield {"parallel.tensor_model_parallel_size": larger, "parallel.sequence_parallel": True}
-    for larger in (2 * pp, 4 * pp):
-        yield {"parallel.pipeline_model_parallel_size": larger}
-    if case.sequence_length >= 4096 * 2 * cp:
-        yield {"parallel.context_parallel_size": 2 * cp}
-    if case.model.architecture.moe is not None:
-        yield {"parallel.expert_model_parallel_size": 2 * parallel.expert_model_parallel_size}
-
-
-def _less_time(case: Case) -> Iterator[Changes]:
-    """Yield what may save time, {} for what is no change."""
-    settings = case.settings
-    parallel, recompute, performance = settings.parallel, settings.recompute, settings.performance
-    if recompute.recompute_granularity or recompute.moe_layer_recompute:
-        yield from less_recompute(case)
-    if case.shard_size > 1 and parallel.use_distributed_optimizer:
-        yield OVERLAPS
-    elif case.shard_size > 1:
-        yield {"parallel.overlap_grad_reduce": True}
-    if settings.precision.params_dtype == "float32" and case.machine.device.generation != "cpu":
-        yield {"precision.bf16": True}
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tp > 1:
-        yield {"parallel.tensor_model_parallel_size": tp // 2}
-        yield {"parallel.tensor_model_parallel_size": tp // 2, "parallel.sequence_parallel": tp > 2}
-        if not parallel.sequence_parallel:
-            yield {"parallel.sequence_parallel": True}
-    if pp > 1:
-        yield {"parallel.pipeline_model_parallel_size": pp // 2}
-        for virtual in (2, 4):
-            yield {"parallel.virtual_pipeline_model_parallel_size": virtual}
-    if parallel.context_parallel_size > 1:
-        yield {"parallel.context_parallel_size": parallel.context_parallel_size // 2}
-    if settings.optimizer.optimizer_cpu_offload:
-        yield {"optimizer.optimizer_cpu_offload": False}
-    yield {"batch.per_device_train_batch_size": 2 * case.micro_batch_size}
-    yield smaller_micro_batch(case)
-    if case.model.architecture.moe is not None and not settings.experts.moe_grouped_gemm:
-        yield {"experts.moe_grouped_gemm": True}
-    if not performance.cross_entropy_loss_fusion:
-        yield {"performance.cross_entropy_loss_fusion": True}

@@ -16,8 +16,8 @@ from megatune.plan.case import Case
 
 Changes = Mapping[str, Any]
 
-_MICRO_BATCH = "batch.per_device_train_batch_size"
-_ACCUMULATION = "batch.gradient_accumulation_steps"
+MICRO_BATCH = "batch.per_device_train_batch_size"
+ACCUMULATION = "batch.gradient_accumulation_steps"
 
 
 def setting_of(settings: Settings, path: str) -> Any:
@@ -47,14 +47,14 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
     settings = with_settings(case.settings, changes)
     if not changes or case.world_size % settings.parallel.smallest_world:
         return None
-    if _ACCUMULATION not in changes:
+    if ACCUMULATION not in changes:
         replicas = case.world_size // settings.parallel.model_parallel_size
         rows = settings.batch.per_device_train_batch_size * replicas
         if case.global_batch_size % rows:
             return None
         if case.global_batch_size // rows != settings.batch.gradient_accumulation_steps:
-            changes[_ACCUMULATION] = case.global_batch_size // rows
-            settings = with_settings(settings, {_ACCUMULATION: changes[_ACCUMULATION]})
+            changes[ACCUMULATION] = case.global_batch_size // rows
+            settings = with_settings(settings, {ACCUMULATION: changes[ACCUMULATION]})
     try:
         architecture = as_trained(case.model.architecture, settings.run.stage, case.model.name)
     except MegatuneError:
@@ -71,7 +71,7 @@ def smaller_micro_batch(case: Case) -> dict[str, Any]:
     """Return half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
     rows = case.micro_batch_size * case.num_micro_batches
     sizes = [size for size in range(1, case.micro_batch_size // 2 + 1) if rows % size == 0]
-    return {_MICRO_BATCH: sizes[-1]} if sizes else {}
+    return {MICRO_BATCH: sizes[-1]} if sizes else {}
 
 
 def written(changes: Mapping[str, Any]) -> str:

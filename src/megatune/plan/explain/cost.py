@@ -13,7 +13,7 @@ from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.plan.case import Case
 from megatune.plan.changes.variation import setting_of, with_settings
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.ground import COMPANIONS, COMPANIONS_OF_PREFERENCE, Ground, problems
+from megatune.plan.explain.base_case import COMPANIONS, COMPANIONS_OF_PREFERENCE, BaseCase, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
 
 _ACCUMULATION = "batch.gradient_accumulation_steps"
@@ -65,12 +65,12 @@ _NAMES: Mapping[str, list[list[str]]] = {
     "freeze_extra_modules": [["embed_tokens"], ["lm_head"]],
     "lora_target": [["q_proj", "v_proj"], ["linear_qkv", "linear_proj"]],
     "additional_target": [["embed_tokens"], ["lm_head"]],
-    "pref_loss": [["orpo"], ["kto_pair"]],
+    "pref_loss": [["orpo"], ["ipo"]],
 }
 
 
 @dataclass(frozen=True)
-class Weighed:
+class SettingImpact:
     """A setting's value now in a case, and the effects of others; () where the setting has none.
 
     Attributes:
@@ -78,34 +78,34 @@ class Weighed:
         refused: why a value was not compared, where none could be.
     """
 
-    ground: Ground
+    base: BaseCase
     companions: Mapping[str, Any]
     now: Any
     effects: tuple[Effect, ...]
     refused: str = ""
 
 
-def weigh(info: SettingInfo, grounds: Iterable[Ground]) -> Weighed | None:
+def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | None:
     """Find the first case in which the setting changes memory or time; where it never does, one without effects; None
     where no case could be planned."""
     compared, refused, found = False, "", None
-    for ground in grounds:
-        if ground.case is None:
+    for base in cases:
+        if base.case is None:
             continue
         for companions in COMPANIONS_OF_PREFERENCE if info.group == "preference" else COMPANIONS:
-            same = all(value_of(ground.case, path) == value for path, value in companions.items())
+            same = all(value_of(base.case, path) == value for path, value in companions.items())
             if companions and (same or info.path in companions):
                 continue
-            if (case := _changed(ground.case, companions)) is None:
+            if (case := _changed(base.case, companions)) is None:
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
             if not all(effect.is_none for effect in effects):
-                return Weighed(ground, companions, now, tuple(effects))
+                return SettingImpact(base, companions, now, tuple(effects))
             compared = compared or bool(effects)
             if not companions and (found is None or info.group == "experts"):
-                refused, found = why, Weighed(ground, {}, now, ())
-    if found is None or compared or _unread(info, found.ground.case):
+                refused, found = why, SettingImpact(base, {}, now, ())
+    if found is None or compared or _unread(info, found.base.case):
         return found
     return replace(found, refused=refused or info.expected)
 

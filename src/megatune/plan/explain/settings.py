@@ -2,72 +2,73 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Refused
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.row import Row
+from megatune.config.dialects.table import SHORT_NAMES
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES
 from megatune.config.rules.declared import is_met
-from megatune.config.rules.finetuning import NOT_BUILT
 from megatune.config.setting import Needs, SettingInfo
 from megatune.config.settings import GROUPS, all_settings
 from megatune.config.values import shown
-from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of
-from megatune.plan import trainable
+from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of, nearest_names
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.cost import against, weigh
-from megatune.plan.explain.ground import Ground
+from megatune.plan.explain.base_case import BaseCase
+from megatune.plan.explain.cost import against, impact_of
 from megatune.plan.explain.words import (
     Language,
     Words,
-    accepted_text,
     against_words,
     all_needs,
-    columns_of,
+    case_line,
     cost_lines,
     fullest,
-    ground_line,
     needs_text,
-    refusal_texts,
+    phrase_of,
+    rows,
+    section,
     texts_of,
+    what_it_does,
     words_of,
     wrapped,
+    written,
 )
 from megatune.plan.pages.words import percent, seconds
 
-_REFUSED = {**NOT_BUILT, **LLAMAFACTORY.not_built}
+_ROWS = LLAMAFACTORY.rows
+_REFUSED = {key: row for key, row in _ROWS.items() if row.unsupported}
 
 
-def explain_key(key: str, grounds: Sequence[Ground], language: Language = "en") -> str:
+def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") -> str:
     """Explain what a key is, how it works, when to change it, and what it costs; for a terminal.
 
     Args:
         key: of the dialect, or "group.name"; a dash is an underscore.
-        grounds: the cases to weigh it in: the first in which it has an effect.
+        cases: the first one in which the setting has an effect says what it costs.
 
     Raises:
         MegatuneError: SETTINGS, where nobody knows the key, with the nearest names.
     """
     name = _name(key)
     infos, words = all_settings(), words_of(language)
-    meaning = LLAMAFACTORY.meaning_of(name)
-    path = meaning.paths[0] if meaning else name if name in infos else None
-    refused, accepted = LLAMAFACTORY.not_built.get(name), LLAMAFACTORY.accepted.get(name)
-    if path is None and refused is None and accepted is None:
+    row = LLAMAFACTORY.row_of(name)
+    path = row.paths[0] if row is not None and row.paths else name if name in infos else None
+    refused = _REFUSED.get(name)
+    if path is None and row is None:
         raise _unknown(key)
     lines: list[str] = []
     if path is not None:
-        lines += _explained(infos[path], grounds, language)
+        lines += _explained(infos[path], cases, language)
         refused = refused or _REFUSED.get(infos[path].name)
     if refused is not None:
         lines += ["" if lines else name, *_refusal(name, refused, words, language)]
-    if accepted is not None and path is None:
-        lines += [name, wrapped(words.accepted + words.colon + accepted_text(accepted.why, language), indent="  ")]
+    if row is not None and row.ignored and path is None:
+        text = phrase_of(row.ignored, "accepted", language)
+        lines += [name, wrapped(words.accepted + words.colon + text, indent="  ")]
     return "\n".join(lines)
 
 
@@ -80,65 +81,38 @@ def _name(key: str) -> str:
     return key.removeprefix("--").replace("-", "_")
 
 
-# As plans write layouts, and people say.
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "dp": "num_processes",
-    "lr": "learning_rate",
-}
-
-
 def _unknown(key: str) -> MegatuneError:
     names, name = LLAMAFACTORY.names, _name(key.lower()).rpartition(".")[2]
-    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    near += [] if name in _SHORT else [each for each in names if name in each and each not in near][: 3 - len(near)]
+    near = [SHORT_NAMES[name]] if name in SHORT_NAMES else nearest_names(name, names, cutoff=0.7)
+    if name not in SHORT_NAMES:
+        near += [each for each in names if name in each and each not in near][: 3 - len(near)]
     fix = f"did you mean {' or '.join(near)}?" if near else "`megatune explain --all` lists every setting"
     return MegatuneError(Finding(f"unknown setting {key!r}", fix=fix), ExitCode.SETTINGS)
 
 
-def _explained(info: SettingInfo, grounds: Sequence[Ground], language: Language) -> Iterator[str]:
+def _explained(info: SettingInfo, cases: Sequence[BaseCase], language: Language) -> Iterator[str]:
     words, texts = words_of(language), texts_of(info, language)
-    names = LLAMAFACTORY.names_of(info.path)
+    names = f"{LLAMAFACTORY.name}{words.colon}{words.comma.join(LLAMAFACTORY.names_of(info.path))}"
     yield wrapped(info.name + words.parentheses.format(f"{words.group}{words.colon}{info.group}"))
-    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values)
-    width = max(map(columns_of, (*heads, words.needs, words.cost))) + 2
-
-    def paragraph(heading: str, text: str, hang: int = 0) -> str:
-        return wrapped(text, indent=" " * (width + 2 + hang), first=f"  {heading}{' ' * (width - columns_of(heading))}")
-
-    yield paragraph(words.takes, texts.type)
-    yield paragraph(words.default, shown(info.default))
-    yield paragraph(words.also, f"{LLAMAFACTORY.name}{words.colon}{words.comma.join(names)}")
+    yield from rows(words, (words.takes, [texts.type]), (words.default, [shown(info.default)]), (words.also, [names]))
     yield ""
-    yield paragraph(words.what, texts.what)
-    yield paragraph(words.how, texts.how)
-    yield paragraph(words.when, texts.when)
-    for index, (value, text) in enumerate(texts.values.items()):
-        yield paragraph("" if index else words.values, f"{value}{words.colon}{text}", hang=2)
-    for index, text in enumerate(all_needs(info, words)):
-        yield paragraph("" if index else words.needs, text)
+    yield from what_it_does(texts, words)
+    yield from rows(words, (words.needs, all_needs(info, words)))
     yield ""
-    for index, line in enumerate(cost_lines(info, weigh(info, grounds), grounds, words)):
-        yield paragraph("" if index else words.cost, line, hang=2)
+    yield from rows(words, (words.cost, cost_lines(info, impact_of(info, cases), cases, words)), hang=2)
 
 
-def _refusal(key: str, refused: Refused, words: Words, language: Language) -> Iterator[str]:
+def _refusal(key: str, refused: Row, words: Words, language: Language) -> Iterator[str]:
     def line(text: str) -> str:
         return wrapped(text, indent="    ", first="  ")
 
-    why, fix = refusal_texts(refused.why, refused.fix, language)
+    why, fix = phrase_of(refused.unsupported, "refusals", language), phrase_of(refused.fix, "fixes", language)
     values = ""
-    if refused.values is not None:
-        values = words.parentheses.format(f"{key}{words.colon}{words.comma.join(map(shown, refused.values))}")
+    if refused.refuses is not None:
+        values = words.parentheses.format(f"{key}{words.colon}{words.comma.join(map(shown, refused.refuses))}")
     yield line((words.refused_values if values else words.refused) + values + words.colon + why)
-    if refused.values is None:
-        yield line(words.passes + words.colon + words.comma.join(map(shown, [*refused.off, None])))
+    if refused.refuses is None:
+        yield line(words.passes + words.colon + words.comma.join(map(shown, [*refused.passes, None])))
     if fix:
         yield line(words.instead + words.colon + fix.removeprefix("write ").removeprefix("写 "))
 
@@ -146,32 +120,32 @@ def _refusal(key: str, refused: Refused, words: Words, language: Language) -> It
 # --- a file ----------------------------------------------------------------------------------------------------------
 
 
-def explain_file(name: str, loaded: Loaded, ground: Ground, language: Language = "en") -> tuple[str, list[Finding]]:
+def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language = "en") -> tuple[str, list[Finding]]:
     """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
-    words, case = words_of(language), ground.case
-    if ground.architecture is not None:
-        loaded, _ = of_model(loaded, ground.architecture)
-    written = {path for path, origin in loaded.origins.items() if origin != "default"}
-    findings = loaded.check(ground.architecture, ground.world_size, (*RULES, *trainable.RULES))
+    words, case = words_of(language), base.case
+    if base.architecture is not None:
+        loaded, _ = of_model(loaded, base.architecture)
+    given = {path for path, origin in loaded.origins.items() if origin != "default"}
+    findings = loaded.check(base.architecture, base.world_size)
     lines = [words.settings.format(file=name)]
     if case is None:
-        lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=ground.why_not)}"))
+        lines.append(wrapped(f"{words.cost}{words.colon}{words.not_planned.format(why=base.why_not)}"))
     else:
         whole = estimate(case)
         text = words.whole.format(
-            ground=ground_line(ground, words),
+            ground=case_line(base, words),
             memory=fullest(whole, words),
             seconds=seconds(whole.time.total),
             rate=f"{whole.time.tokens_per_second_per_gpu:,.0f}",
         )
         uncertainty = words.uncertainty.format(percent=percent(whole.time.uncertainty))
         lines += [wrapped(text + words.stop), wrapped(uncertainty[:1].upper() + uncertainty[1:] + words.stop)]
-    if not written and not loaded.findings:  # otherwise nobody knows what it would set
+    if not given and not loaded.findings:  # otherwise nobody knows what it would set
         lines += ["", words.none_set]
-    for path in sorted(written - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
-        lines += ["", *_written(all_settings()[path], loaded, ground, language)]
+    for path in sorted(given - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
+        lines += ["", *_written(all_settings()[path], loaded, base, language)]
     remarks = [str(finding) for finding in findings]
-    for path, need in _without_effect(loaded, ground.architecture):
+    for path, need in _without_effect(loaded, base.architecture):
         key, origin = LLAMAFACTORY.key_of(path), loaded.origins[path]
         text = words.without_effect.format(key=key, needs=needs_text(need, words))
         remarks.append(f"{origin}: {text}" if _place(origin)[0] < NO_LINE else text)
@@ -188,21 +162,15 @@ def _without_effect(loaded: Loaded, architecture: Architecture | None) -> Iterat
             yield path, missing
 
 
-def _written(info: SettingInfo, loaded: Loaded, ground: Ground, language: Language) -> Iterator[str]:
-    words, texts = words_of(language), texts_of(info, language)
-    value = setting_of(loaded.settings, info.path)
-    default = words.is_default if value == info.default else f"{words.default} {shown(info.default)}"
+def _written(info: SettingInfo, loaded: Loaded, base: BaseCase, language: Language) -> Iterator[str]:
+    words, value = words_of(language), setting_of(loaded.settings, info.path)
     number, origin = _place(loaded.origins[info.path])
     where = words.line.format(number=number) if number < NO_LINE else origin
-    beside = words.parentheses.format(where + words.semicolon + default)
-    yield wrapped(f"{LLAMAFACTORY.key_of(info.path)}: {shown(value)}{beside}")
-    yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
-    for each in value if isinstance(value, list) else [value]:
-        if not isinstance(each, dict) and (said := texts.values.get(shown(each))):
-            yield wrapped(f"{shown(each)}{words.colon}{said}", indent="    ")
-    if ground.case is None or value == info.default:
+    key, texts = LLAMAFACTORY.key_of(info.path), texts_of(info, language)
+    yield from written(key, value, info.default, where, texts, words)
+    if base.case is None or value == info.default:
         return
-    effect = against(ground.case, info.path, info.default)
+    effect = against(base.case, info.path, info.default)
     if effect is not None and not effect.is_none:
         yield wrapped(words.cost + words.colon + against_words(effect, info.default, words), indent="    ")
 
@@ -227,29 +195,24 @@ def settings_page(language: Language = "en") -> str:
 
 
 def _section(info: SettingInfo, words: Words, language: Language) -> Iterator[str]:
-    texts, names = texts_of(info, language), LLAMAFACTORY.names_of(info.path)
-    yield f"\n### {names[0]}\n\n{texts.type}{words.semicolon}{words.default} `{shown(info.default)}`"
-    if names[1:]:
-        yield f"{words.semicolon}{words.also} {words.comma.join(f'`{name}`' for name in names)}"
-    yield f"\n\n{texts.what}\n\n"
-    yield f"- **{words.how.capitalize()}**{words.colon}{texts.how}\n"
-    yield f"- **{words.when.capitalize()}**{words.colon}{texts.when}\n"
-    yield from (f"- `{value}`{words.colon}{text}\n" for value, text in texts.values.items())
+    names = LLAMAFACTORY.names_of(info.path)
+    also = names if names[1:] else ()
+    yield from section(names[0], info.default, texts_of(info, language), words, also)
     if needs := all_needs(info, words):
         yield f"- **{words.needs.capitalize()}**{words.colon}{words.semicolon.join(needs)}\n"
 
 
 def _refused_rows(words: Words, language: Language) -> Iterator[str]:
-    for key, refused in sorted(_REFUSED.items()):
-        every = refused.values is None
-        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.values or ())
-        passes = ", ".join(f"`{shown(v)}`" for v in refused.off) or ("`null`" if every else words.the_rest)
-        why, _ = refusal_texts(refused.why, refused.fix, language)
+    for key, refused in sorted(_REFUSED.items(), key=lambda each: each[0]):
+        every = refused.refuses is None
+        values = words.every_other if every else ", ".join(f"`{shown(v)}`" for v in refused.refuses or ())
+        passes = ", ".join(f"`{shown(v)}`" for v in refused.passes) or ("`null`" if every else words.the_rest)
+        why = phrase_of(refused.unsupported, "refusals", language)
         yield f"| `{key}` | {values} | {passes} | {why.replace('|', chr(92) + '|')} |\n"
 
 
 def _accepted_rows(language: Language) -> Iterator[str]:
     keys: dict[str, list[str]] = {}
-    for key, accepted in sorted(LLAMAFACTORY.accepted.items()):
-        keys.setdefault(accepted.why, []).append(f"`{key}`")
-    yield from (f"| {', '.join(names)} | {accepted_text(why, language)} |\n" for why, names in keys.items())
+    for key in sorted(key for key, row in _ROWS.items() if row.ignored):
+        keys.setdefault(_ROWS[key].ignored, []).append(f"`{key}`")
+    yield from (f"| {', '.join(names)} | {phrase_of(why, 'accepted', language)} |\n" for why, names in keys.items())

@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.values import shown
-from megatune.plan.changes.variation import written
+from megatune.plan.changes.variation import written as written_changes
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.cost import Effect, Weighed
-from megatune.plan.explain.ground import Ground
-from megatune.plan.pages.words import MEMORY_WORDS, bytes_unit, layout_words, percent, row_length, seconds, size
+from megatune.plan.explain.base_case import BaseCase
+from megatune.plan.explain.cost import Effect, SettingImpact
+from megatune.plan.pages.words import bytes_unit, layout_words, percent, row_length, seconds, size
 
 Language: TypeAlias = Literal["en", "zh"]
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
@@ -41,15 +42,20 @@ class Texts(NamedTuple):
     values: Mapping[str, str]
 
 
-def texts_of(info: SettingInfo, language: Language) -> Texts:
-    """Return a setting's texts in a language."""
+def texts_of(info: SettingInfo, language: Language, *, is_rl: bool = False) -> Texts:
+    """Return a setting's texts in a language.
+
+    Args:
+        is_rl: it is a key of reinforcement learning.
+    """
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
     from megatune.config.chinese import phrases, translations
 
-    text = translations()[info.path]
-    unit = f"（单位：{phrases('units')[info.unit].removeprefix('个').strip()}）" if info.unit else ""
+    text = translations("rl" if is_rl else "")[info.path]
+    units = {**phrases("units"), **(phrases("units", "rl") if is_rl else {})}
+    unit = f"（单位：{units[info.unit].removeprefix('个').strip()}）" if info.unit else ""
     return Texts(text.what, text.how, text.when, info.expected_in(phrases("types")) + unit, text.values)
 
 
@@ -74,22 +80,13 @@ def all_needs(info: SettingInfo, words: Words) -> list[str]:
     return sorted(said)
 
 
-def refusal_texts(why: str, fix: str, language: Language) -> tuple[str, str]:
-    """Say why a known key is refused, and what to write instead."""
+def phrase_of(text: str, kind: str, language: Language) -> str:
+    """Return a sentence of the tables of keys in a language: of "refusals", "fixes", "accepted", or RL's "reasons"."""
     if language == "en":
-        return why, fix
+        return text
     from megatune.config.chinese import phrases
 
-    return phrases("refusals").get(why, why), phrases("fixes").get(fix, fix)
-
-
-def accepted_text(why: str, language: Language) -> str:
-    """Say why a known key changes nothing."""
-    if language == "en":
-        return why
-    from megatune.config.chinese import phrases
-
-    return phrases("accepted").get(why, why)
+    return phrases(kind, "rl" if kind == "reasons" else "").get(text, text)
 
 
 WIDTH = 100
@@ -118,142 +115,92 @@ def wrapped(text: str, indent: str = "", first: str = "") -> str:
     return "\n".join([*lines, line.rstrip()])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """One language; the defaults are English. What is in braces is filled in; `parts` are of memory, by their names in
-    `StageMemory`."""
-
-    colon: str = ": "
-    comma: str = ", "
-    stop: str = "."
-    parentheses: str = " ({})"
-    takes: str = "takes"
-    default: str = "default"
-    group: str = "group"
-    also: str = "names"
-    what: str = "what"
-    how: str = "how"
-    when: str = "when"
-    values: str = "values"
-    needs: str = "needs"
-    either: str = " or "
-    cost: str = "cost"
-    parts: Mapping[str, str] = field(default_factory=lambda: MEMORY_WORDS)
-    # Costs.
-    ground: str = "for {model} on {gpus} × {gpu}, {layout}"
-    assumed: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "case": "assumed; a file, or --model, --gpus and --gpu, say otherwise",
-            "machines": "the machines are assumed; --gpus and --gpu say otherwise",
-        }
-    )
-    semicolon: str = "; "
-    tokens: str = "{rows} rows of {tokens} tokens a step"
-    now: str = "{value}: {memory}, {seconds} a step"
-    fullest: str = "{size} of {device} on the fullest stage"
-    memory: str = "{change} on the fullest stage"
-    no_memory: str = "the same memory"
-    step_time: str = "{change} step time"
-    token_time: str = "{change} time a token"
-    no_time: str = "the same time"
-    does_not_fit: str = "does not fit"
-    uncertainty: str = "times are uncertain by ±{percent}; weights, gradients and optimizer state are exact"
-    beside: str = "with {changes}"
-    none: str = "none: it changes no memory and no time that is planned"
-    not_compared: str = "not compared: no other value is valid here"
-    not_here: str = "not valid here: {why}"
-    not_planned: str = "not planned: {why}"
-    against: str = "against {value}: {effect}"
-    # Keys that are refused.
-    refused: str = "known, and refused"
-    refused_values: str = "refused"
-    passes: str = "passes"
-    accepted: str = "known, and without effect"
-    instead: str = "instead"
-    # Files.
-    settings: str = "What {file} sets"
-    none_set: str = "It sets nothing: every setting has its default."
-    is_default: str = "the default"
-    off: str = "off: {what}"
-    remarks: str = "Remarks"
-    no_remarks: str = "None: nothing is wrong, and everything has an effect."
-    without_effect: str = "{key} has no effect without {needs}"
-    experts: str = "a mixture of experts"
-    line: str = "line {number}"
-    whole: str = "All of it, {ground}: {memory}, {seconds} a step, {rate} tokens/s a GPU"
-    # The page.
-    title: str = "Settings"
-    head: str = """\
-Every setting of a run, as it is written in a YAML file, as `key=value` after it, or as `--key value`. What is not
-written has its default. A key that is not listed here is refused, and so is a value out of its range.
-
-`megatune explain KEY` says the same of one setting, and what it costs for a model on its machines;
-`megatune explain FILE.yaml` goes through a file. This page is `megatune explain --all`, written by
-`python docs/generate_settings.py`; [settings.zh.md](settings.zh.md) has it in Chinese.
-"""
-    refused_head: str = """\
-## Known and refused
-
-Keys of LLaMA-Factory's files that are known here and not honoured. A value that asks for nothing passes; any other is
-refused with this reason.
-
-| key | refused | passes | why |
-|---|---|---|---|
-"""
-    accepted_head: str = """\
-
-## Known, and without effect
-
-Keys of LLaMA-Factory's files that change nothing here. They pass, and a run says why in a line.
-
-| keys | why |
-|---|---|
-"""
-    every_other: str = "every other value"
-    the_rest: str = "the rest"
-
-
 @cache
 def words_of(language: Language) -> Words:
-    """Return the words of a language; the Chinese ones are read from `chinese.yaml`."""
-    if language == "en":
-        return Words()
-    return Words(**yaml.safe_load(Path(__file__).with_name("chinese.yaml").read_text(encoding="utf-8")))
+    """Return the words of a language, by their names in its file."""
+    file = Path(__file__).with_name("english.yaml" if language == "en" else "chinese.yaml")
+    return Words(**yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
-def ground_line(ground: Ground, words: Words) -> str:
+class Words(SimpleNamespace):
+    """Headings, connecting words and phrases of one language; `parts` are those of `StageMemory`."""
+
+
+def rows(words: Words, *entries: tuple[str, Iterable[str]], hang: int = 0) -> Iterator[str]:
+    """Yield paragraphs beside their headings, each heading once; what follows the first line hangs by some columns."""
+    heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.needs)
+    width = max(map(columns_of, (*heads, words.cost))) + 2
+    for heading, texts in entries:
+        for text in texts:
+            head = f"  {heading}{' ' * (width - columns_of(heading))}"
+            yield wrapped(text, indent=" " * (width + 2 + hang), first=head)
+            heading = ""
+
+
+def what_it_does(texts: Texts, words: Words) -> Iterator[str]:
+    """Yield what a setting is, how it works, when to change it, and what its values do, for a terminal."""
+    yield from rows(words, (words.what, [texts.what]), (words.how, [texts.how]), (words.when, [texts.when]))
+    yield from rows(
+        words, (words.values, [f"{value}{words.colon}{text}" for value, text in texts.values.items()]), hang=2
+    )
+
+
+def written(key: str, value: Any, default: Any, origin: str, texts: Texts, words: Words) -> Iterator[str]:
+    """Yield what a file sets a key to, the default, and what it does, for a terminal."""
+    usual = words.is_default if value == default else f"{words.default} {shown(default)}"
+    yield wrapped(f"{key}: {shown(value)}{words.parentheses.format(origin + words.semicolon + usual)}")
+    yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, dict | list) and (said := texts.values.get(shown(each))):
+            yield wrapped(f"{shown(each)}{words.colon}{said}", indent="    ")
+
+
+def section(name: str, default: Any, texts: Texts, words: Words, also: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the Markdown of one setting."""
+    yield f"\n### {name}\n\n{texts.type}{words.semicolon}{words.default} `{shown(default)}`"
+    if also:
+        yield f"{words.semicolon}{words.also} {words.comma.join(f'`{name}`' for name in also)}"
+    yield f"\n\n{texts.what}\n\n"
+    yield f"- **{words.how.capitalize()}**{words.colon}{texts.how}\n"
+    yield f"- **{words.when.capitalize()}**{words.colon}{texts.when}\n"
+    yield from (f"- `{value}`{words.colon}{text}\n" for value, text in texts.values.items())
+
+
+def case_line(base: BaseCase, words: Words) -> str:
     """Name the case: model, machines, layout, and the rows of a step."""
-    assert ground.case is not None
-    case = ground.case
+    assert base.case is not None
+    case = base.case
     text = words.ground.format(
         model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=layout_words(case)
     )
     text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=row_length(case))
-    return text + (words.parentheses.format(words.assumed[ground.assumed]) if ground.assumed else "")
+    return text + (words.parentheses.format(words.assumed[base.assumed]) if base.assumed else "")
 
 
-def cost_lines(info: SettingInfo, weighed: Weighed | None, grounds: Sequence[Ground], words: Words) -> Iterator[str]:
+def cost_lines(
+    info: SettingInfo, impact: SettingImpact | None, cases: Sequence[BaseCase], words: Words
+) -> Iterator[str]:
     """Say what the setting costs: the case, the value now, and other values against it."""
-    if weighed is None:
-        yield words.not_planned.format(why=grounds[0].why_not)
+    if impact is None:
+        yield words.not_planned.format(why=cases[0].why_not)
         return
-    if weighed.refused:
-        yield ground_line(weighed.ground, words) + words.colon.rstrip()
-        yield words.not_compared if weighed.refused == info.expected else words.not_here.format(why=weighed.refused)
+    if impact.refused:
+        yield case_line(impact.base, words) + words.colon.rstrip()
+        yield words.not_compared if impact.refused == info.expected else words.not_here.format(why=impact.refused)
         return
-    if not weighed.effects and info.path != "model.model_name_or_path":
+    if not impact.effects and info.path != "model.model_name_or_path":
         yield words.none
         return
-    line = ground_line(weighed.ground, words)
-    if weighed.companions:
-        line += words.comma + words.beside.format(changes=written(weighed.companions))
+    line = case_line(impact.base, words)
+    if impact.companions:
+        line += words.comma + words.beside.format(changes=written_changes(impact.companions))
     yield line + words.colon.rstrip()
-    case = weighed.ground.case
+    case = impact.base.case
     assert case is not None
-    before = weighed.effects[0].before if weighed.effects else estimate(case)
-    value = shown(weighed.now) if weighed.effects else case.model.name
+    before = impact.effects[0].before if impact.effects else estimate(case)
+    value = shown(impact.now) if impact.effects else case.model.name
     yield words.now.format(value=value, memory=fullest(before, words), seconds=seconds(before.time.total))
-    for effect in weighed.effects:
+    for effect in impact.effects:
         yield shown(effect.value) + words.colon + effect_words(effect, words)
     yield words.uncertainty.format(percent=percent(before.time.uncertainty))
 
@@ -262,7 +209,7 @@ def against_words(effect: Effect, value: Any, words: Words) -> str:
     """Put an effect against what else the setting could be."""
     other = shown(value)
     if effect.beside:
-        other += words.parentheses.format(words.beside.format(changes=written(effect.beside)))
+        other += words.parentheses.format(words.beside.format(changes=written_changes(effect.beside)))
     text = words.against.format(value=other, effect=effect_words(replace(effect, beside={}), words))
     return text.replace("） ", "）")
 
@@ -282,7 +229,7 @@ def effect_words(effect: Effect, words: Words) -> str:
         time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
     parts = [memory, time]
     if effect.beside:
-        parts.append(words.beside.format(changes=written(effect.beside)))
+        parts.append(words.beside.format(changes=written_changes(effect.beside)))
     if not effect.after.fits:
         parts.append(words.does_not_fit)
     return words.comma.join(parts)

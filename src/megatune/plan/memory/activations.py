@@ -52,25 +52,21 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """Bytes of a stage at its peak, times the machine's calibrated factor.
-
-    Attributes:
-        even, uneven: with as many rows for each rank of experts, and for the fullest of them.
-    """
+    """Bytes of a stage at its peak, of the fullest rank of experts, times the machine's calibrated factor."""
 
     factor: float
-    even: Shapes
-    uneven: Shapes
+    shapes: Shapes
     stage: _Stage
 
     @property
     def total(self) -> int:
-        return round(sum(_peak(self.uneven, self.stage)) * self.factor)
+        return round(sum(_peak(self.shapes, self.stage)) * self.factor)
 
     @property
     def parts(self) -> StageActivations:
         """They add up to `total`."""
-        bare, loss = _peak(self.even, self.stage)
+        even = self.shapes if self.shapes.imbalance == 1.0 else replace(self.shapes, imbalance=1.0)
+        bare, loss = _peak(even, self.stage)
         activations, both = round(bare * self.factor), round((bare + loss) * self.factor)
         return StageActivations(activations, both - activations, self.total - both)
 
@@ -88,11 +84,10 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
     parallel, recompute = case.settings.parallel, recompute_of(case.settings)
     contents = stage_chunks(parallel, case.model.architecture, case.settings.finetuning)
     shapes, images = shapes_of(case), images_of(case)
-    even = shapes if shapes.imbalance == 1.0 else replace(shapes, imbalance=1.0)
     pictures = _picture_memory(shapes, images) if images else None
     pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
     places = (_Stage(pp, stage, count, contents[stage], recompute, pictures) for stage in stages)
-    return [ActivationBytes(case.machine.calibration.activations, even, shapes, place) for place in places]
+    return [ActivationBytes(case.machine.calibration.activations, shapes, place) for place in places]
 
 
 @lru_cache(16384)

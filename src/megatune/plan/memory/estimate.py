@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megatune.plan.case import Case
+from megatune.plan.checkpoint import bytes_of
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
 from megatune.plan.memory.parameters import Rules, StageState, host_bytes, stage_parameters, stage_state
-from megatune.plan.memory.saved import bytes_of
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -17,6 +17,8 @@ COMMUNICATOR = 600 * 2**20
 CONTEXT = 1200 * 2**20
 # A process of the engine before it makes a model, on a machine without a GPU.
 CPU_PROCESS = 350 * 2**20
+# Assumed, too: what is held beyond tensors, of what is planned for it; fragments of freed memory, of activations.
+_LEAST_BEYOND, _MOST_BEYOND, MOST_FRAGMENTS = 0.5, 2.0, 0.1
 # Of a checkpoint's files, which are dealt to ranks; as bridge.file_set's.
 _FILE_BYTES = 5 * 10**9
 
@@ -86,20 +88,34 @@ def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
 
 
 def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
-    rules = Rules.of(case)
+    rules, libraries = Rules.of(case), library_bytes(case)
     for stage, kept in zip(stages, stage_activations(case, stages), strict=True):
-        yield stage_state(rules, stage), kept, workspace_bytes(case, stage)
+        yield stage_state(rules, stage), kept, workspace_bytes(case, stage, libraries)
 
 
-def workspace_bytes(case: Case, stage: int) -> Workspace:
-    """Count what no pass keeps."""
-    on_cpu = case.machine.device.generation == "cpu"
-    libraries = 0 if on_cpu else COMMUNICATOR * num_communicators(case)
+def workspace_bytes(case: Case, stage: int, libraries: int | None = None) -> Workspace:
+    """Count what no pass keeps; `libraries` are `library_bytes`, where they are known."""
+    on_cpu = case.machine.device.on_cpu
     process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
     return Workspace(
-        communication=_tensors(case, stage) + libraries,
+        communication=_tensors(case, stage) + (library_bytes(case) if libraries is None else libraries),
         framework=process + case.machine.calibration.framework,
     )
+
+
+def library_bytes(case: Case) -> int:
+    """Return bytes of NCCL's own buffers, which no allocator of torch counts."""
+    return 0 if case.machine.device.on_cpu else COMMUNICATOR * num_communicators(case)
+
+
+def beyond_tensors(case: Case, stage: StageMemory) -> tuple[int, int, int]:
+    """Return the least, the planned and the most bytes of a device's context, NCCL's buffers and fragments: one number
+    where runs on the machine measured them."""
+    planned = stage.framework + library_bytes(case)
+    if case.machine.device.on_cpu or case.machine.calibration.framework:
+        return planned, planned, planned
+    fragments = MOST_FRAGMENTS * (stage.activations + stage.logits_and_loss)
+    return int(_LEAST_BEYOND * planned), planned, int(_MOST_BEYOND * planned + fragments)
 
 
 def _copies(case: Case, stage: int) -> int:

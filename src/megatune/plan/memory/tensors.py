@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -206,9 +206,10 @@ def held_parameters(
     output = embedding if tied else held(output_weight(architecture))
     return HeldParameters(
         first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
+        # Of kinds that the model has: another one may need numbers that it lacks, such as those of experts.
         layers={
             (delta, sparse, trains): tuple(layer(delta, sparse, index))
-            for delta, sparse in product((False, True), repeat=2)
+            for delta, sparse in {(content.delta, content.sparse) for content in contents}
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),

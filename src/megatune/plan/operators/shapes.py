@@ -166,7 +166,7 @@ def shapes_of(case: Case) -> Shapes:
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(
         architecture=architecture,
-        on_cpu=case.machine.device.generation == "cpu",
+        on_cpu=case.machine.device.on_cpu,
         size=size,
         gradient_size=case.gradient_itemsize,
         rows=1 if settings.packing else rows,

@@ -14,7 +14,14 @@ from megatune.plan.changes.variation import with_settings
 from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS, MEMORY_PARTS
+from megatune.plan.memory.estimate import (
+    COMMUNICATOR,
+    CONTEXT,
+    CPU_PROCESS,
+    MEMORY_PARTS,
+    MOST_FRAGMENTS,
+    beyond_tensors,
+)
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, picture_words, size
 from megatune.plan.question import Question
@@ -31,17 +38,18 @@ def standing_notes(question: Question) -> Iterator[str]:
     speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
     yield f"{device.name}: {size(device.memory)} can be used, {speed} of memory bandwidth"
     yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
-    if device.generation == "cpu":
+    if device.on_cpu:
         yield f"framework: a process takes {CPU_PROCESS >> 20:,} MiB before it makes a model"
     else:
         yield (
             f"framework: a CUDA context with its libraries takes {CONTEXT >> 20:,} MiB; communication buffers: NCCL "
-            f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank; neither was measured"
+            f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank"
         )
         if question.settings.checkpoint.async_save:
             copies = sum(checkpoint_bytes(question.settings, question.model.architecture))
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
-    yield "fragments of freed memory are not counted"
+    if not device.on_cpu:
+        yield _beyond_words(question)
     if pictures := picture_words(question.case):
         yield f"{pictures} (--image_tokens)"
     if (moe := question.model.architecture.moe) is not None:
@@ -61,6 +69,14 @@ def standing_notes(question: Question) -> Iterator[str]:
         yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
     else:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
+
+
+def _beyond_words(question: Question) -> str:
+    if question.machine.calibration.framework:
+        return "context, NCCL's buffers and fragments of freed memory are as runs on this machine held them"
+    fragments = "fragments of freed memory are not planned"
+    range_ = f"half to twice as much, and fragments up to {MOST_FRAGMENTS:.0%} of activations, are assumed"
+    return f"neither was measured, and {fragments}: {range_}; megatune plan --calibrate RUN replaces them"
 
 
 def _planned(estimate: Estimate) -> dict[str, Any]:
@@ -89,6 +105,9 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
             for stage in estimate.stages
         ],
         "seconds": {name: getattr(time, name) for name in (*TIME_PARTS, "total")},
+        "beyond_tensors_bytes": dict(
+            zip(("least", "planned", "most"), beyond_tensors(case, estimate.fullest), strict=True)
+        ),
         "uncertainty": time.uncertainty,
         "bubble_share": bubble_share(time.chunks, case.num_micro_batches),
         "tokens": time.tokens,
@@ -145,9 +164,9 @@ def document(found: Answer, top: int) -> str:
         "better": found.is_better,
         "recommended": None if found.recommended is None else _planned(found.recommended),
         "priced": [
-            {"name": each.name, "changes": dict(each.changes), "plan": _planned(each.found)} for each in found.priced
+            {"name": each.name, "changes": dict(each.changes), "plan": _planned(each.found)} for each in found.lossy
         ],
-        "less": [{"changes": dict(changes), "plan": _planned(plan)} for changes, plan in found.less],
+        "less": [{"changes": dict(each.changes), "plan": _planned(each.found)} for each in found.less],
         "search": {
             "num_considered": result.num_considered,
             "num_equal": result.num_equal,

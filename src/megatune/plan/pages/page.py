@@ -1,4 +1,4 @@
-"""Pages of text, printed with colours on a terminal and in plain ASCII elsewhere."""
+"""Pages of text: headings bold on a terminal, plain ASCII where the output cannot show more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatune.plan.pages.terminal import Line, StyledText
 from megatune.plan.pages.words import plain
 
 
@@ -16,16 +15,16 @@ class Page(NamedTuple):
     """Lines under a heading, "" for none."""
 
     heading: str
-    lines: list[Line]
+    lines: list[str]
 
 
 def words_page(heading: str, lines: Iterable[str]) -> Page:
-    """Return a page without styles."""
-    return Page(heading, [[StyledText(line)] for line in lines])
+    """Return a page with these lines."""
+    return Page(heading, list(lines))
 
 
 def show_pages(made: Callable[[int], Iterable[Page]]) -> None:
-    """Print the pages that have something to say, a blank line between them.
+    """Print the pages that are not empty, with a blank line between them.
 
     Args:
         made: returns them for a width in characters.
@@ -33,23 +32,16 @@ def show_pages(made: Callable[[int], Iterable[Page]]) -> None:
     if not sys.stdout.isatty():
         print("\n\n".join(filter(None, map(as_text, made(80)))))
         return
-    from rich.console import Console
-    from rich.text import Text
-
-    width = min(120, shutil.get_terminal_size().columns)
-    console = Console(width=max(width, 40), highlight=False, no_color=True if os.environ.get("NO_COLOR") else None)
-    narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
+    width = max(min(120, shutil.get_terminal_size().columns), 40)
+    is_narrow = not (sys.stdout.encoding or "").lower().startswith("utf")
+    bold, end = ("", "") if os.environ.get("NO_COLOR") else ("\x1b[1m", "\x1b[0m")
     for number, page in enumerate(page for page in made(width) if page.lines):
-        if number:
-            console.print()
-        if page.heading:
-            console.print(Text(page.heading, style="bold"))
-        for line in page.lines:
-            pieces = ((plain(piece.text) if narrow else piece.text, piece.style) for piece in line)
-            console.print(Text.assemble(*pieces), soft_wrap=True)
+        heading = [f"{bold}{page.heading}{end}"] if page.heading else []
+        lines = [plain(line) if is_narrow else line for line in page.lines]
+        print("\n".join([*([""] if number else []), *heading, *lines]))
 
 
 def as_text(page: Page) -> str:
     """Return a page in ASCII."""
-    lines = [plain("".join(piece.text for piece in line)).rstrip() for line in page.lines]
+    lines = [plain(line).rstrip() for line in page.lines]
     return "\n".join([*([page.heading] if page.heading and lines else []), *lines])

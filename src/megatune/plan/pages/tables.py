@@ -9,7 +9,7 @@ from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
 from megatune.plan.pages.words import (
     GIB,
     MEMORY_WORDS,
@@ -60,6 +60,7 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
     if estimate.fits:
         yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
         yield from upper_end(estimate, unit)
+        yield from _beyond(estimate, unit)
     else:
         yield f"{said} IT DOES NOT FIT: {unit.with_name(fullest.total - limit)} too much."
         name, held = largest_part(fullest)
@@ -72,6 +73,14 @@ def upper_end(estimate: Estimate, unit: Unit) -> Iterator[str]:
     most = f"Nine of ten runs of its class hold at most {bound:.0%} more, "
     most += unit.with_name((1 + bound) * estimate.fullest.total)
     yield f"{most}: that is tight." if is_tight(estimate) else f"{most}: that fits, too."
+
+
+def _beyond(estimate: Estimate, unit: Unit) -> Iterator[str]:
+    """Say what is assumed of what no allocator counts."""
+    least, planned, most = beyond_tensors(estimate.case, estimate.fullest)
+    if least < most:
+        said = f"{unit.of(planned)} planned, {unit.of(least)} to {unit.with_name(most)} assumed"
+        yield f"Context, NCCL and fragments: {said}."
 
 
 def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
@@ -181,25 +190,6 @@ def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
 
 # --- two plans next to each other -----------------------------------------------------------------------------------
 
-# Settings whose difference explains a part's.
-_FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "rms_norm_fusion", "gradient_accumulation_fusion",
-            "moe_grouped_gemm")  # fmt: skip
-_CAUSES = {
-    "compute": (*_FUSIONS, "tensor_model_parallel_size", "per_device_train_batch_size", "expert_tensor_parallel_size",
-                "pipeline_model_parallel_size"),
-    "recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    "tensor_parallel": ("tensor_model_parallel_size", "sequence_parallel"),
-    "context_parallel": ("context_parallel_size", "cp_comm_type"),
-    "expert_parallel": ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"),
-    "pipeline": ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-                 "gradient_accumulation_steps"),
-    "data_parallel": ("overlap_grad_reduce", "overlap_param_gather", "tensor_model_parallel_size",
-                      "pipeline_model_parallel_size"),
-    "optimizer": ("use_distributed_optimizer", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-}  # fmt: skip
-_MOST_REASONS = 4
-_WORTH_SAYING = 0.02  # of the step
-
 
 def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object, object]]:
     """Return the keys of layout, batch, recomputation and kernels that differ, with both values."""
@@ -224,8 +214,8 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
     }
 
 
-def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Iterator[str]:
-    """Print what to write, both plans next to each other, and the largest reasons."""
+def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[str]:
+    """Print what to write, and both plans next to each other."""
     changed = _changed_settings(mine, better)
     yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
     yield "Why, part by part:"
@@ -241,16 +231,6 @@ def comparison_lines(mine: Estimate, better: Estimate, width: int = 80) -> Itera
         if abs(second - first) >= 0.1 * memory.size or part == "total":
             rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
     yield from ("  " + line for line in columns(rows))
-    # The parts that change most, each with the settings behind it.
-    gains = {part: getattr(mine.time, part) - getattr(better.time, part) for part in TIME_PARTS}
-    for part in sorted(gains, key=lambda part: -abs(gains[part]))[:_MOST_REASONS]:
-        if abs(gains[part]) < _WORTH_SAYING * mine.time.total:
-            continue
-        causes = [(key, *changed[key]) for key in changed if key in _CAUSES.get(part, ())]
-        why = ", ".join(f"{key} {shown(before)} → {shown(after)}" for key, before, after in causes)
-        saved = f"{'saves' if gains[part] > 0 else 'costs'} {unit.with_name(abs(gains[part]))}"
-        # Arrows are two characters in ASCII.
-        yield from wrapped(f"{TIME_WORDS[part]} {saved}{': ' if why else ''}{why}", width - 2)
 
 
 def _row(name: str, unit: Unit, first: float, second: float) -> list[str]:

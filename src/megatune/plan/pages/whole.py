@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from megatune.config.names import plain
 from megatune.plan.answer import Answer
+from megatune.plan.changes.fixes import warning
+from megatune.plan.changes.table import ACROSS_MACHINES
 from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
-from megatune.plan.pages import terminal
 from megatune.plan.pages.document import standing_notes
 from megatune.plan.pages.page import Page, show_pages, words_page
 from megatune.plan.pages.tables import (
@@ -37,9 +38,9 @@ from megatune.plan.pages.words import (
     size,
     slow_precision,
     trained_words,
+    waiting_words,
 )
 from megatune.plan.question import Question
-from megatune.plan.run.advice import tensor_parallel_across_machines
 from megatune.plan.search import equal_within, is_tight, safe_bytes
 from megatune.plan.uncertainty import memory_bound
 
@@ -50,8 +51,8 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     yield words_page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
-        slow = map(plain, tensor_parallel_across_machines(own))
-        yield words_page("", (line for text in slow for line in wrapped(f"WARNING: {text}", width, "")))
+        if slow := warning(ACROSS_MACHINES, own):
+            yield words_page("", wrapped(f"WARNING: {plain(slow)}", width, ""))
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
@@ -67,9 +68,8 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
         if (best := found.best) is not None:
             yield words_page("", wrapped(_recommended(found, best), width, ""))
             yield from _plan(best, question, width, f"{layout_words(best.case)}. ")
-    yield words_page("", _priced(found, width))
+    yield words_page("", _lossy(found, width))
     yield words_page("", frontier_lines(result, width))
-    yield Page("", list(terminal.frontier_lines(result, own, width, found.recommended)))
     if result.best is None:
         yield words_page("", too_large_lines(result, width))
     if own is None:
@@ -87,7 +87,7 @@ def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") ->
         yield words_page("", wrapped(f"{host}.", width, ""))
     yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
-        yield Page("The pipeline", list(terminal.schedule_lines(estimate, width)))
+        yield words_page("", wrapped(waiting_words(estimate), width, ""))
 
 
 def _head(found: Answer, width: int) -> Iterator[str]:
@@ -150,15 +150,15 @@ def _recommended(found: Answer, best: Estimate) -> str:
     return f"Recommended: {layout}, the fastest."
 
 
-def _priced(found: Answer, width: int) -> Iterator[str]:
+def _lossy(found: Answer, width: int) -> Iterator[str]:
     """Print what rounds more and is faster, or fits more surely."""
-    if not found.priced:
+    if not found.lossy:
         return
-    best, reference = [each.found for each in found.priced], found.best
+    best, reference = [each.found for each in found.lossy], found.best
     yield "With lower precision: what is rounded more, and the layout that this allows"
     table = list(ranked_lines(best, width, first=0))
     yield table[0]
-    for each, row in zip(found.priced, table[1:], strict=True):
+    for each, row in zip(found.lossy, table[1:], strict=True):
         gain = reference.time.total / each.found.time.total if reference is not None else 1.0
         faster = f", {gain - 1:.0%} faster" if gain > 1.005 else f", {1 - gain:.0%} slower" if gain < 0.995 else ""
         sure = ", and surely fits" if reference is None or (is_tight(reference) and not is_tight(each.found)) else ""
@@ -174,9 +174,10 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
         layout += " (tight)" if is_tight(enough) else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
-    for changes, best in found.less:
-        does = "fits" if not is_tight(best) else "fits, and is tight"
-        yield from wrapped(f"{written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}", width)
+    for each in found.less:
+        best, does = each.found, "fits, and is tight" if is_tight(each.found) else "fits"
+        text = f"{written(each.changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
+        yield from wrapped(text, width)
     if found.enough is None and not found.less:
         no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
         yield from wrapped(no, width, "")
@@ -202,8 +203,9 @@ def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
             f"Perhaps: {layout_words(best.case)} is predicted to be {faster}, which is less than the uncertainty of a "
             f"plan, ±{percent(uncertainty)}: measure a few steps of both"
         )
-    yield from wrapped(f"{does}; {judged}. What to write:", width, "")
-    yield from comparison_lines(own, best, width)
+    rows = count(found.question.global_batch_size, "row")
+    yield from wrapped(f"{does}; {judged}. A step has {rows} as before. What to write:", width, "")
+    yield from comparison_lines(own, best)
 
 
 def _listed(notes: Iterable[str], width: int) -> Iterator[str]:

@@ -11,10 +11,10 @@ from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
-from megatune.plan.memory import StageMemory
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.plan.time.forward import num_reference_passes
+from megatune.plan.schedule import bubble_share, makespan
+from megatune.plan.time.estimate import num_reference_passes
 
 if TYPE_CHECKING:
     from megatune.plan.question import Question
@@ -179,13 +179,8 @@ _MODULES = {
 
 def layout_words(case: Case) -> str:
     """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
-    parallel = case.settings.parallel
-    sizes = parallel.sizes(case.world_size)
-    etp = parallel.expert_tensor_size
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if case.model.architecture.moe is not None and etp != sizes["tp"]:
-        words.insert(-1 if case.dp_size > 1 else len(words), f"etp{etp}")
-    return " ".join(words) or "one device"
+    has_experts = case.model.architecture.moe is not None
+    return case.settings.parallel.words(case.world_size, has_experts=has_experts) or "one device"
 
 
 def recompute_words(recompute: RecomputeSettings) -> str:
@@ -201,7 +196,7 @@ def recompute_words(recompute: RecomputeSettings) -> str:
 def machine_words(machine: Machine, world_size: int) -> str:
     """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
-    if device.generation == "cpu":
+    if device.on_cpu:
         return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
     if world_size <= per_node:
         return f"{world_size} × {device.name}" + (f", {machine.link.name}" if world_size > 1 else "")
@@ -255,6 +250,15 @@ def reference_words(planned: Estimate) -> str:
     times = "once" if passes == 1 else "twice, with their own answers and with others"
     rows = f"{seconds(passes * planned.time.forward)} for the rows of a step"
     return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
+
+
+def waiting_words(planned: Estimate) -> str:
+    """Say how much of a step the stages of a pipeline wait for each other."""
+    chunks, micro_batches = planned.time.chunks, planned.case.num_micro_batches
+    busiest = micro_batches * max(sum(chunk.total for chunk in stage) for stage in chunks)
+    least = 1 - busiest / makespan(chunks, micro_batches)
+    waits = f"stages wait {bubble_share(chunks, micro_batches):.1%} of a step, the busiest of them {least:.1%}"
+    return f"Pipeline: {waits}. --figures DIR writes the schedule as a trace."
 
 
 def host_words(planned: Estimate) -> str:

@@ -21,7 +21,7 @@ from megatune.plan.rl.engine import (
     cache_shards,
     key_value_bytes,
 )
-from megatune.plan.rl.lengths import Lengths
+from megatune.plan.rl.question import Lengths
 from megatune.plan.time.rates import Rates
 
 # Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of

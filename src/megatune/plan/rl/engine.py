@@ -10,15 +10,16 @@ from megatune.plan.case import PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT, CPU_PROCESS
-from megatune.plan.rl.lengths import Lengths
+from megatune.plan.rl.question import Lengths
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # vLLM's and SGLang's own defaults.
 _SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
-# Of the memory that is free, what the built-in engine's cache may have: of a device, and of a machine without one.
-_GPU_SHARE, _CPU_SHARE = 0.7, 0.25
+# Of the memory that is free once its weights are loaded, what the built-in engine's cache may have: of a device, and of
+# a machine without one (rl.rollout.model.room_of_cache).
+_GPU_SHARE, _CPU_SHARE = 0.5, 0.25
 # Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
 GRAPHS = 2**30
 
@@ -50,9 +51,9 @@ class EngineMemory:
 
 
 def key_value_bytes(architecture: Architecture, itemsize: int) -> int:
-    """Return bytes of one token's keys and values in all layers; with latent attention, of its latent."""
-    mla = architecture.mla
-    if mla is not None:
+    """Return bytes of one token's keys and values in all layers; with latent attention, of its latent, which every
+    engine keeps: the built-in one caches what Transformers hands over."""
+    if architecture.mla is not None:
         return architecture.num_layers * architecture.latent_size * itemsize
     # The state of a gated delta net is as large whatever the number of tokens.
     layers = sum(not architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))

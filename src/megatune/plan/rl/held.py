@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.plan.memory import StageMemory, stage_memory
+from megatune.plan.memory.estimate import StageMemory, stage_memory
 from megatune.plan.rl.engine import EngineMemory, engine_memory
 from megatune.plan.rl.passes import forward_case, forward_memory, training_case
 from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, RLQuestion
@@ -145,7 +145,7 @@ def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
     working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
     bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
     # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
-    keeps = role.sleep_level == 1 or role.name != ROLLOUT
+    keeps = role.name != ROLLOUT or question.settings.sleep_level == 1
     stays = keeps and (on_cpu or role.engine == "builtin")
     asleep = working if not sleeps else {**weights, **framework} if stays else framework
     offloaded = memory.weights if sleeps and keeps and not stays else 0

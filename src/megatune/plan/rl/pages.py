@@ -1,13 +1,16 @@
-"""A plan of reinforcement learning in words and tables."""
+"""A plan of reinforcement learning: in words and tables, and as one JSON document of bytes and seconds."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
+from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT
 from megatune.plan.pages.page import Page, show_pages, words_page
 from megatune.plan.pages.tables import wrapped
 from megatune.plan.pages.words import (
@@ -26,9 +29,11 @@ from megatune.plan.pages.words import (
 )
 from megatune.plan.rl.advice import advice
 from megatune.plan.rl.answer import DeviceGroup, RLAnswer
-from megatune.plan.rl.notes import notes
+from megatune.plan.rl.engine import GRAPHS
+from megatune.plan.rl.held import OLD_PASS
 from megatune.plan.rl.passes import forward_case, num_updates, training_case
 from megatune.plan.rl.question import RLQuestion
+from megatune.plan.rl.seconds import HOST_BANDWIDTH, STORE_BANDWIDTH, sync_bytes
 
 
 def show(found: RLAnswer) -> None:
@@ -199,3 +204,67 @@ def _rollout_words(found: RLAnswer) -> str:
     if not rollout.full:
         return f"{text}, {last}; none waits for a place."
     return f"{text}, {last}; for {rollout.full / rollout.decode:.0%} of the time others wait for a place."
+
+
+def notes(found: RLAnswer) -> Iterator[str]:
+    """List the user's own notes, then what is taken for granted, with the numbers behind it."""
+    question, settings = found.question, found.question.settings
+    device, on_cpu = question.machine.device, question.machine.device.generation == "cpu"
+    yield from question.notes
+    yield f"{device.name}: {size(device.memory)} can be used, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
+    yield "responses end with a constant chance at each token, and are cut at the longest length"
+    yield "no group is filtered, and rewards are computed while others are sampled: neither takes time of its own"
+    if on_cpu:
+        yield "on a CPU offloaded weights stay in the same memory"
+    else:
+        yield (
+            f"every role on a device is a process of its own: its context takes {CONTEXT >> 20:,} MiB, each group of "
+            f"NCCL {COMMUNICATOR >> 20:,} MiB, an engine's captured graphs {GRAPHS >> 20:,} MiB; all of it stays while "
+            "others have their turn, and none of it was measured"
+        )
+    rates = f"{STORE_BANDWIDTH / 1e9:g} GB/s to and from Ray's objects"
+    rates += "" if on_cpu else f", {HOST_BANDWIDTH / 1e9:g} GB/s between a device and main memory"
+    bucket = settings.run.model_update_buffer_size_mb
+    yield f"sync: {size(sync_bytes(question))} of weights in buckets of {bucket:,} MB, {rates}"
+    if OLD_PASS not in found.phases:
+        yield "old log-probabilities are those of the rollouts: they are not computed again"
+    yield (
+        f"of published runs, whose lengths are known, two of three lie within ± {found.seconds.uncertainty:.0%}; all "
+        "took longer than planned without sync (docs/plan-rl.md)"
+    )
+
+
+def document(found: RLAnswer) -> dict[str, Any]:
+    """Return the whole answer."""
+    question, time = found.question, found.seconds
+    group, phase = found.fullest
+    return {
+        "file": question.file,
+        "machine": {
+            "device": question.machine.device.name,
+            "memory": question.machine.device.memory,
+            "gpus_per_node": question.machine.gpus_per_node,
+        },
+        "world_size": question.world_size,
+        "samples": question.settings.samples_per_step,
+        "lengths": dataclasses.asdict(question.lengths),
+        "fits": found.fits,
+        "fullest": {"devices": list(group.devices), "phase": phase, "bytes": group.total(phase)},
+        "devices": [
+            {
+                "devices": list(each.devices),
+                "roles": {held.role: {"phases": held.parts, "offloaded": held.offloaded} for held in each.held},
+                "total": {name: each.total(name) for name in found.phases},
+            }
+            for each in found.groups
+        ],
+        "host_bytes_of_a_machine": found.host_bytes,
+        "engine": dataclasses.asdict(found.engine),
+        "rollout": dataclasses.asdict(time.rollout),
+        "seconds": {**time.phases, "total": time.total},
+        "rollouts_run_ahead": time.overlaps,
+        "uncertainty": time.uncertainty,
+        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "advice": [] if found.fits else advice(found),
+        "assumptions": list(notes(found)),
+    }

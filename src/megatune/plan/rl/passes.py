@@ -9,9 +9,8 @@ from megatune.config.rl.settings import ModelRole
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case
 from megatune.plan.changes.variation import with_settings
-from megatune.plan.memory import StageMemory
 from megatune.plan.memory.activations import layer_memory
-from megatune.plan.memory.estimate import COMMUNICATOR, workspace_bytes
+from megatune.plan.memory.estimate import COMMUNICATOR, StageMemory, workspace_bytes
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs

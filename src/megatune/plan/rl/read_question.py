@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.plan.case import PlannedModel
     from megatune.plan.machine import Machine
-    from megatune.plan.rl.lengths import Lengths
-    from megatune.plan.rl.question import RLQuestion
+    from megatune.plan.rl.question import Lengths, RLQuestion
 
 # Options that have no effect on a file of reinforcement learning, and why.
 _NOT_HERE = {
@@ -28,6 +27,7 @@ _NOT_HERE = {
     "dataset_tokens": "max_steps says how long a run is",
     "top": "the file's own layouts are planned, and no others are searched for",
     "output": "the file's own layouts are planned, and no others are searched for",
+    "price": "one kind of GPU is planned",
     "figures": "a plan of reinforcement learning is text",
     "launch": "megatune rl starts its own processes, on Ray",
 }
@@ -105,7 +105,7 @@ class RLQuestionReader(PlanReader):
         return {name: model for name, model in found.items() if model is not None}
 
     def _lengths(self, settings: RLSettings) -> Lengths:
-        from megatune.plan.rl.lengths import Lengths
+        from megatune.plan.rl.question import Lengths
 
         rollout = settings.rollout
         prompt = self._tokens("prompt_tokens", rollout.prompt_length, _MEAN_PROMPT)

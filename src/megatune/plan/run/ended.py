@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ _KINDS = ("error", "unavailable", "collective")  # what started the others first
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, whether it ran out of
-    memory, and that rank's traceback; all empty where nobody noted it."""
+    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, and whether it ran out of
+    memory; all empty where nobody noted it."""
 
     exit_code: int | None = None
     rank: int | None = None
     what: str = ""
     out_of_memory: bool = False
-    traceback: str = ""
 
 
 def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
@@ -36,11 +34,11 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
     try:
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         said = [Finding(**each) for each in report["findings"]]
-        exit_code, rank, trace = int(report["exit_code"]), report["culprit"], str(report["traceback"])
+        exit_code, rank = int(report["exit_code"]), report["culprit"]
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
     killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
-    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed, trace)
+    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed)
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
@@ -64,7 +62,7 @@ def _of_rank(noted: dict[str, Any]) -> Ended:
         verb = "ran out of memory" if out_of_memory else "failed"
         place = f"at step {step}" if step else "before the first step"
         what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
-    return Ended(exit_code, rank, what, out_of_memory, str(noted["traceback"]))
+    return Ended(exit_code, rank, what, out_of_memory)
 
 
 def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
@@ -84,12 +82,8 @@ def unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     if measured:
         what += f"; it took {' and '.join(measured)}"
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start records its plan"
-    settings = (folder / "run.yaml").read_text(encoding="utf-8", errors="replace")
-    if re.search(r"^memory_check: *[\"']?(off|false)\b", settings, re.MULTILINE):
-        end, why = "nothing was planned for it", "memory_check: off plans nothing"
-        fix += ", with memory_check: error or warn"
-    elif not (folder / PLAN_NAME).is_file():
-        end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}"
+    if not (folder / PLAN_NAME).is_file():
+        end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}; memory_check: off plans nothing"
     else:
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
+from megatune.config.adapters import with_adapters
 from megatune.config.load import Loaded
 from megatune.config.names import plain, plain_finding
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES, declared, preference
+from megatune.config.rules import declared, preference
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.plan import trainable
-from megatune.plan.adapters import with_adapters
 from megatune.plan.case import Case, PlannedModel
+from megatune.plan.changes.fixes import warnings_of
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
@@ -33,7 +33,6 @@ from megatune.plan.pages.words import (
     seconds,
 )
 from megatune.plan.rows import RowLengths
-from megatune.plan.run.advice import idle_words, warnings_of
 from megatune.plan.run.too_large import allowed, longest_row, may_fit
 
 PLAN = "plan  "  # how the lines of a plan begin, among those for the user
@@ -87,7 +86,7 @@ def preflight(
                 loaded, of_config = of_model(with_adapters(loaded, architecture), architecture)
         except MegatuneError as error:
             refusal = error
-    findings = [*loaded.check(architecture, world_size, (*RULES, *trainable.RULES)), *extra]
+    findings = [*loaded.check(architecture, world_size), *extra]
     if findings:
         raise MegatuneError([*findings, *(refusal.findings if refusal else ())], ExitCode.SETTINGS)
     if refusal is not None:
@@ -115,6 +114,15 @@ def preflight(
     said += idle_words(planned, idle_gpus) if planned.fits else ()
     lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in said))
     return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, planned=planned, lines=lines)
+
+
+def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
+    """Name GPUs of this machine that the run leaves alone."""
+    if idle_gpus and not planned.case.machine.device.on_cpu:
+        yield (
+            f"{idle_gpus} GPUs of this machine are idle: `num_processes: {planned.case.world_size + idle_gpus}` would"
+            " train on all of them, with more rows in a step or fewer `gradient_accumulation_steps`"
+        )
 
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:

@@ -37,6 +37,8 @@ class RankMemory:
         loaded: after model and optimizer were built, before the first step.
         stepped: after the first step: the optimizer's state is there, activations are gone.
         peak: most so far.
+        overhead: most beyond tensors so far: the device's context, communication libraries, and fragments that the
+            allocator keeps; 0 where `peak` counts them, too.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class RankMemory:
     loaded: int = 0
     stepped: int = 0
     peak: int = 0
+    overhead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

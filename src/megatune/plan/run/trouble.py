@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
-from megatune.plan.memory import StageMemory
+from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
 from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
 from megatune.plan.run.record import (
@@ -27,8 +26,8 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
-_MATTERS = 0.03  # of what a rank was planned to hold; less is not worth a word
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
+_LESS = 0.9  # of the memory at which a run ended, for what helps
 
 
 @dataclass(frozen=True)
@@ -100,32 +99,30 @@ def _shares(memory: RankMemory, stage: StageMemory, counted: str) -> list[_Share
         return []
     if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
         state, name = state + stage.framework, f"framework, {name}"
-    passing = stage.activations + stage.logits_and_loss + stage.communication + stage.expert_imbalance
+    passing = comparable(stage, counted) - state
     return [_Share(name, state, held), _Share("activations, loss, exchanges", passing, max(0, memory.peak - held))]
 
 
 def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
-    for row in (*_shares(memory, stage, counted), _Share("all", comparable(stage, counted), memory.peak)):
+    whole = _Share("all", comparable(stage, counted), memory.peak)
+    for row in (*_shares(memory, stage, counted), whole):
         larger = f"  {row.measured / row.planned:.1f} times what was planned" if row.is_larger and row.planned else ""
         yield f"    {row.name:<47} planned {size(row.planned):>9}, was {size(row.measured):>9}{larger}"
 
 
 def _out_of_memory(run: _Run) -> Iterator[str]:
-    """Say what was there when memory ended, what was larger than planned, and what helps."""
+    """Say what was held when memory ended, what was larger than planned, and what helps."""
     planned = (run.record.as_trained() or (run.record.planned(),))[0]
-    device = planned.case.machine.device
-    usual = "resident" if device.generation == "cpu" else "allocated"
+    case, available = planned.case, planned.case.machine.device.memory
+    usual = "resident" if case.machine.device.on_cpu else "allocated"
     counted = run.record.measured.counted if run.record.measured else usual
     memory = next((each for each in run.memory if each.rank == run.ended.rank), None) or max(
         run.memory, key=lambda each: each.peak, default=None
     )
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
-    held = f"{size(stage.total)} of {size(device.memory)} for stage {stage.stage} ({parts(stage)})"
-    yield f"planned    {held}, with rows of {row_words(planned.case)}"
-    asked, doing = _failed_allocation(run.ended.what), _doing(run.ended.traceback)
-    if asked or doing:
-        amount = f" of {size(asked)}" if asked else ""
-        yield f"failed     an allocation{amount}{f', {doing}' if doing else ''}"
+    held = f"{size(stage.total)} of {size(available)} for stage {stage.stage} ({parts(stage)})"
+    yield f"planned    {held}, with rows of {row_words(case)}"
+    expected = comparable(stage, counted)
     if memory is None:
         yield "measured   nothing: it ended before any rank recorded its memory"
     else:
@@ -133,50 +130,13 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
         moment = "as last recorded, after its first step or later" if memory.stepped else moment
         yield f"measured   rank {memory.rank}, {moment}:"
         yield from _table(memory, stage, counted)
-        yield _reason(memory, stage, device.memory, asked, counted)
-    need = max(comparable(stage, counted), (memory.peak if memory else 0) + asked)
-    share = memory.peak / need if memory else 0.9
-    yield from _listed("helps", savings(planned, room=int(share * min(planned.fullest.total, device.memory))))
-
-
-def _reason(memory: RankMemory, stage: StageMemory, available: int, asked: int, counted: str) -> str:
-    larger = [(each.measured - each.planned, each.name) for each in _shares(memory, stage, counted) if each.is_larger]
-    more, name = max(larger, default=(0, ""))
-    said = f"{name}: {size(more)} more than planned" if more > _MATTERS * stage.total else "nothing"
-    # What a GPU's allocator does not count is taken all the same.
-    uncounted = stage.framework if counted == "allocated" else 0
-    if memory.peak + asked + uncounted < _CLOSE * available:
-        join = "nothing:" if said == "nothing" else f"{said}, and yet"
-        return (
-            f"larger     {join} memory ended at {size(memory.peak)}, far from the {size(available)} that were planned"
-            " with. Something else holds them, or a limit of the process or its container is lower"
-        )
-    close = f" by much: the plan was close to the {size(available)} that there are" if said == "nothing" else ""
-    return f"larger     {said}{close}"
-
-
-# What a function of the program was about, the innermost first. Backward passes have no frames of their own.
-_DOING = (
-    ("head|output_layer|cross_entropy|language_model", "of logits and loss"),
-    ("step_with_ready_grads|optimizer_step|adam|_update_|main_shards", "of the optimizer's state"),
-    ("assemble|load_|build_model|param_and_grad_buffer", "while model and optimizer were built"),
-    ("backward", "in a backward pass"),
-    ("attention|mlp|transformer_layer|transformer_block|layernorm|experts", "of activations, in a forward pass"),
-)
-
-
-def _doing(traceback: str) -> str:
-    """Tell what the program was about when it failed from the names of files and functions; "" where they do not."""
-    frames = re.findall(r'File "[^"]*?([^/"]+)\.py", line \d+, in (\w+)', traceback)
-    said = (words for frame in reversed(frames) for names, words in _DOING if re.search(names, " ".join(frame)))
-    return next(said, "")
-
-
-def _failed_allocation(text: str) -> int:
-    """Return the bytes that the failed allocation asked for, as torch says it; 0 where it does not."""
-    found = re.search(r"tried to allocate ([\d.]+) (bytes|[kmgt]ib)", text, re.IGNORECASE)
-    units = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    return int(float(found[1]) * units[found[2].lower()]) if found else 0
+        if max(memory.peak + stage.total - expected, stage.total) < _CLOSE * available:
+            why = "one large allocation, something else that holds the rest, or a lower limit of the process"
+            ended = f"memory ended at {size(memory.peak)} of the {size(available)} that were planned with"
+            yield f"limit      {ended}: {why} or its container"
+    # The run did not get along with what it held: what helps takes less than that.
+    share = _LESS * min(1.0, memory.peak / expected if memory else 1.0)
+    yield from _listed("helps", savings(planned, room=int(share * min(planned.fullest.total, available))))
 
 
 def _memory_apart(run: _Run) -> Iterator[str]:

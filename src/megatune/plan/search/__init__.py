@@ -10,11 +10,9 @@ from megatune.plan.search.candidate import (
     num_kinds,
     safe_bytes,
 )
-from megatune.plan.search.free import FREE, priced
 from megatune.plan.search.rank import search
 
 __all__ = [
-    "FREE",
     "TIGHT",
     "Refusal",
     "SearchRequest",
@@ -22,7 +20,6 @@ __all__ = [
     "equal_within",
     "is_tight",
     "num_kinds",
-    "priced",
     "safe_bytes",
     "search",
 ]

@@ -15,8 +15,15 @@ from megatune.config.settings import Settings
 from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate, Frontier, SearchRequest, SearchResult, equal_within, safe_bytes
-from megatune.plan.search.free import with_free
-from megatune.plan.search.space import CLEARLY, NUM_RESHAPED, CandidateBatch, CandidateLayout, Space, refusals
+from megatune.plan.search.space import (
+    CLEARLY,
+    NUM_RESHAPED,
+    CandidateBatch,
+    CandidateLayout,
+    Space,
+    refusals,
+    with_free,
+)
 from megatune.plan.time import micro_batch_seconds
 
 _NUM_TOO_LARGE = 10

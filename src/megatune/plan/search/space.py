@@ -14,6 +14,7 @@ from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors, nearest
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.errors import Finding
+from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.search import recompute
 from megatune.plan.search.candidate import Candidate, Refusal, SearchRequest
@@ -166,7 +167,7 @@ class Space:
             return found
         dense, overlaps = self.request.model.architecture.moe is None, {}
         # On a CPU nothing runs beside the computing: the settings' own stay.
-        if self.request.machine.device.generation != "cpu":
+        if not self.request.machine.device.on_cpu:
             has_replicas = self.request.world_size > layout.tp * layout.pp * layout.cp
             overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), has_replicas)
             overlaps["use_distributed_optimizer"] = True
@@ -246,6 +247,23 @@ class Space:
             f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
             f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
         )
+
+
+def with_free(request: SearchRequest) -> Settings:
+    """Return the request's settings with everything on that costs nothing, but for what the user wrote, and for what
+    the rules have something against. On a CPU, where none of it makes a step faster, the settings as they are."""
+    settings = request.settings
+    if not request.free or request.machine.device.on_cpu:
+        return settings
+    architecture = request.model.architecture
+    before = set(check(settings, architecture))
+    for path, value in FREE.items():
+        if path in request.written or (architecture.moe is None and path.startswith("experts.")):
+            continue
+        changed = with_settings(settings, {path: value})
+        if changed != settings and not set(check(changed, architecture)) - before:
+            settings = changed
+    return settings
 
 
 # --- layouts that cannot be ------------------------------------------------------------------------------------------

@@ -20,8 +20,15 @@ from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
-from megatune.plan.time.host import host_seconds
 from megatune.plan.time.rates import Rates
+
+# Bytes/s that a copy between a device and page-locked memory reaches in one direction, each device at its own port:
+# some 80 % of sixteen lanes of PCIe 3, 4 and 5.
+_PCIE = {"volta": 12e9, "turing": 12e9, "ampere": 25e9, "ada": 25e9, "hopper": 50e9, "blackwell": 50e9}
+# Bytes/s that Adam reads and writes on all processors of a machine: ZeRO-Offload (arXiv:2101.06840, table 4) updates
+# 10 billion parameters in 2.7 s on two sockets of DDR4, 32 bytes each.
+_MACHINE = 120e9
+_FP32 = 4
 
 
 def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:
@@ -153,4 +160,25 @@ def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> fl
     touched = 3 * gradient * trained
     update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
     here = memory_seconds(rates, touched + (1 - rules.host_fraction) * update)
-    return here + host_seconds(case, elements)
+    return here + _host_seconds(case, elements)
+
+
+def _host_seconds(case: Case, elements: StageParameters) -> float:
+    """Time what a rank updates on the host; 0 where that is nothing. All of it is assumed: nothing was measured.
+
+    Of an element the device sends the gradient in fp32, of an fp32 model also the weight, and is sent the weight. The
+    host reads the gradient, reads and writes the master weight and both averages, and writes the weight. Both go on
+    side by side: the longer one counts.
+    """
+    rules, size = optimizer_rules(case.settings), case.itemsize
+    updated = rules.host_fraction * elements.updated
+    if not updated:
+        return 0.0
+    out = _FP32 + (size if size == _FP32 else 0)
+    computed = _FP32 + 2 * _FP32 + 2 * rules.element_bytes + size
+    device = case.machine.device
+    if device.on_cpu:
+        return updated * (out + size + computed) / device.bandwidth
+    ranks = min(case.machine.gpus_per_node, case.world_size)
+    # Both directions of PCIe are used at once.
+    return updated * max(max(out, size) / _PCIE.get(device.generation, _PCIE["ampere"]), computed * ranks / _MACHINE)

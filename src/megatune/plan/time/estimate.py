@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
@@ -15,7 +16,7 @@ from megatune.plan.memory.tensors import ChunkContent, LayerContent, layer_conte
 from megatune.plan.operators.decoder import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 from megatune.plan.operators.vision import Images, images_of
-from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds, forward_seconds
 from megatune.plan.time.communication import (
     Exchange,
     Groups,
@@ -30,7 +31,6 @@ from megatune.plan.time.communication import (
     sum_of_shares,
 )
 from megatune.plan.time.efficiency import Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
-from megatune.plan.time.forward import forward_seconds, num_forward_passes
 from megatune.plan.time.rates import Rates
 from megatune.plan.uncertainty import time_uncertainty
 
@@ -315,3 +315,19 @@ def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchang
         if module == "mlp" and not sparse:
             exchanging += exchange.tensor[0] / 2
     return computing, exchanging
+
+
+def num_forward_passes(settings: Settings) -> int:
+    """Count those of each step: for answers to other prompts, and for the reference where rows are streamed."""
+    if settings.run.stage == "kto":
+        return num_reference_passes(settings) - 1
+    if settings.run.stage != "dpo":
+        return 0
+    return int(settings.preference.has_reference and settings.data.streaming)
+
+
+def num_reference_passes(settings: Settings) -> int:
+    """Count forward passes over all rows before the first step; of KTO a second one, with answers to other prompts."""
+    if settings.run.stage == "kto":
+        return 2 if settings.preference.kto_loss == "kto" else 1
+    return int(settings.run.stage == "dpo" and settings.preference.has_reference and not settings.data.streaming)

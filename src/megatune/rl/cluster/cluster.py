@@ -20,7 +20,8 @@ from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
 from megatune.rl.cluster.group import Pending, RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
-from megatune.rl.cluster.role import RoleSpec, Seat, seats
+from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
+from megatune.rl.rewards.pool import Host
 
 HANG_SECONDS = 1800.0
 CALL_SECONDS = 3600.0
@@ -66,7 +67,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._nodes = sorted({device // devices_per_node for device in devices}) or [0]
         used = [sorted({each for each in devices if each // devices_per_node == node}) for node in self._nodes]
         per_node = [len(own) for own in used]
-        joined = bool(os.environ.get("RAY_ADDRESS"))
+        self._joined = joined = bool(os.environ.get("RAY_ADDRESS"))
         own_gpus = 0 if joined else _ensure_devices(used, devices_per_node)
         with contextlib.ExitStack() as stack:
             slots = max(1, per_node[0])
@@ -111,13 +112,15 @@ class Cluster(AbstractContextManager["Cluster"]):
         begun = time.monotonic()
         actors: dict[str, list[Actor]] = {}
         for spec in specs:
-            places = seats(spec, self._devices_per_node, self._nodes)
+            places = placements(spec, self._devices_per_node, self._nodes)
             meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
-            for seat in places:
+            for placement in places:
                 state = RankState(next(self._count), 0, time.monotonic())
-                host = self._equipment[seat.node].host
-                handle = self._host(spec, seat, meeting)
-                actors.setdefault(spec.name, []).append(Actor(spec.name, seat, handle, seat.node, host, state))
+                host = self._equipment[placement.node].host
+                handle = self._host(spec, placement, meeting)
+                actors.setdefault(spec.name, []).append(
+                    Actor(spec.name, placement, handle, placement.node, host, state)
+                )
         everyone = [actor for group in actors.values() for actor in group]
         born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for actor in everyone])
         for actor, pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
@@ -141,6 +144,15 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._watch.wait(lambda: any(call.done for call in calls), seconds)
         return [call for call in calls if call.done]
 
+    def reward_hosts(self) -> list[Host] | None:
+        """Return what starts reward processes on every machine of a cluster; None where this machine is the only
+        one."""
+        if len(self._machines) == 1:
+            return None
+        from megatune.rl.rewards.remote import remote_hosts
+
+        return remote_hosts([self._placement.strategy(node) for node in range(len(self._machines))])
+
     def note(self, phase: str, step: int) -> None:
         """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
         self._watch.place = phase, step
@@ -154,7 +166,7 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _meeting(self, first: Seat) -> tuple[str, int]:
+    def _meeting(self, first: ActorPlacement) -> tuple[str, int]:
         """Return where ranks meet: an address of the first one's machine, and a port that no other role has."""
         machine = self._machines[first.node]
         while (found := (first.node, machine.free_port())) in self._ports:
@@ -162,32 +174,38 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._ports.add(found)
         return self._equipment[first.node].address, found[1]
 
-    def _host(self, spec: RoleSpec, seat: Seat, meeting: tuple[str, int]) -> Any:
+    def _host(self, spec: RoleSpec, placement: ActorPlacement, meeting: tuple[str, int]) -> Any:
         """Start an actor's process."""
         import ray
 
-        from megatune.rl.cluster.host import Birth, Host
+        from megatune.rl.cluster.host import ActorConfig, Host
 
-        env = RankEnv(seat.rank, seat.local_rank, spec.size, seat.local_world_size, *meeting, seat.node)
-        birth = Birth(spec.name, env, self._run_dir, os.getcwd(), () if spec.py_executable else tuple(sys.path))
-        runtime: dict[str, Any] = {"env_vars": self._environment(spec, seat, env)}
+        env = RankEnv(
+            placement.rank, placement.local_rank, spec.size, placement.local_world_size, *meeting, placement.node
+        )
+        config = ActorConfig(spec.name, env, self._run_dir, os.getcwd(), () if spec.py_executable else tuple(sys.path))
+        runtime: dict[str, Any] = {"env_vars": self._environment(spec, placement, env)}
         if spec.py_executable:
             runtime["py_executable"] = spec.py_executable
-        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(seat.node)}
-        return ray.remote(Host).options(runtime_env=runtime, **options).remote(birth)
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(placement.node)}
+        kind = type(f"{spec.name}-{placement.rank}", (Host,), {})  # the name that `ps` shows
+        return ray.remote(kind).options(runtime_env=runtime, **options).remote(config)
 
-    def _environment(self, spec: RoleSpec, seat: Seat, env: RankEnv) -> dict[str, str]:
+    def _environment(self, spec: RoleSpec, placement: ActorPlacement, env: RankEnv) -> dict[str, str]:
         """Return the variables of an actor's process, beside those of the machine."""
-        threads = rank_environment({}, seat.local_world_size)
+        threads = rank_environment({}, placement.local_world_size)
         variables = {name: os.environ.get(name, value) for name, value in threads.items()}
         if spec.py_executable:
             variables["PYTHONPATH"] = session.package_path(self._folder)
         elif "PYTHONPATH" in os.environ:
             variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
         if self._gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[device] for device in seat.visible)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[device] for device in placement.visible)
+            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         if spec.rendezvous:
             variables |= env.variables()
+        elif not self._joined:  # what engines leave in their temporary folder goes with the run's
+            variables["TMPDIR"] = str(self._folder)
         return variables | dict(spec.environment)
 
     def _leave(self) -> None:

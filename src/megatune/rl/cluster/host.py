@@ -25,7 +25,7 @@ from megatune.rl.cluster.buckets import PackedBucket, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ActorConfig:
     """What an actor's process is told at its start.
 
     Attributes:
@@ -54,16 +54,16 @@ class Host:
     What the role's object raises is an answer, a `Failure`, and so needs no class that the driver can import.
     """
 
-    def __init__(self, birth: Birth) -> None:
+    def __init__(self, config: ActorConfig) -> None:
         die_with_parent(os.getppid())  # of Ray's raylet
         with contextlib.suppress(OSError):
-            os.chdir(birth.folder)
-        sys.path += [entry for entry in birth.sys_path if entry not in sys.path]
-        self._role = birth.role
-        self._context = RankContext(birth.env, birth.run_dir, role=birth.role)
-        self._log = _open_log(birth)
-        set_process_name(f"{birth.role}-{birth.env.rank}")
-        error_path(birth.run_dir, birth.env.rank, birth.role).unlink(missing_ok=True)
+            os.chdir(config.folder)
+        sys.path += [entry for entry in config.sys_path if entry not in sys.path]
+        self._role = config.role
+        self._context = RankContext(config.env, config.run_dir, role=config.role)
+        self._log = _open_log(config)
+        set_process_name(f"{config.role}-{config.env.rank}")
+        error_path(config.run_dir, config.env.rank, config.role).unlink(missing_ok=True)
         self._object: Any = None
 
     def pid(self) -> int:
@@ -135,13 +135,13 @@ class Host:
         return failure
 
 
-def _open_log(birth: Birth) -> Any:
+def _open_log(config: ActorConfig) -> Any:
     """Send all output to the actor's log, below that of earlier runs; SIGUSR1 and crashes write all stacks there."""
-    path = log_path(birth.run_dir, f"{birth.role}-{birth.env.rank}")
+    path = log_path(config.run_dir, f"{config.role}-{config.env.rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("a", buffering=1)
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    print(f"=== {birth.role} {birth.env.rank}, process {os.getpid()}, {now}", file=log)
+    print(f"=== {config.role} {config.env.rank}, process {os.getpid()}, {now}", file=log)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log

@@ -20,13 +20,13 @@ from megatune.launch.processes import process_state
 from megatune.launch.report import DUMP_SECONDS, RankActivity, main_stack
 from megatune.launch.world import find_free_port
 
-_LAST_WORDS_BYTES = 20_000
+_CRASH_REASON_BYTES = 20_000
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ProcessStatus:
     """What is seen of a process: the kernel's letter for what it does ("?": it is gone), and its last beat."""
 
     state: str
@@ -74,11 +74,11 @@ class Machine:
         """Find a TCP port that nothing on this machine holds."""
         return find_free_port()
 
-    def look(self, pids: Mapping[str, int]) -> dict[str, Sight]:
+    def look(self, pids: Mapping[str, int]) -> dict[str, ProcessStatus]:
         """Look at processes, by the names of their actors."""
         self._kills.look(time.monotonic())
         beats = self._run_dir / "heartbeats"
-        return {name: Sight(process_state(pid), read_beat(beats / name)) for name, pid in pids.items()}
+        return {name: ProcessStatus(process_state(pid), read_beat(beats / name)) for name, pid in pids.items()}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, RankActivity]:
         """Have each process write all its stacks into its log, which works wherever it hangs, and read them back."""
@@ -92,12 +92,12 @@ class Machine:
             name: RankActivity(process_state(pid), main_stack(logs[name], offsets[name])) for name, pid in pids.items()
         }
 
-    def last_words(self, name: str) -> tuple[str, bool]:
+    def crash_reason(self, name: str) -> tuple[str, bool]:
         """Return what Python wrote into the log of an actor that a signal ended ("Segmentation fault"; "" where it
         wrote nothing, as after SIGKILL), and whether the kernel's out-of-memory killer has struck lately."""
         text = ""
         with contextlib.suppress(FileNotFoundError), log_path(self._run_dir, name).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _CRASH_REASON_BYTES))
             text = file.read().decode(errors="replace").rpartition("=== ")[2]
         found = _FATAL.findall(text)
         return found[-1] if found else "", self._kills.happened()

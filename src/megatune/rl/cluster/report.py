@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 Place: TypeAlias = tuple[str, int]  # phase and step of the run
 
 
-def death(state: RankState, host: str, last_words: str, exit_code: int | None, out_of_memory: bool) -> Failure:
+def death(state: RankState, host: str, crash_reason: str, exit_code: int | None, out_of_memory: bool) -> Failure:
     """Describe an actor whose process is gone.
 
     Args:
-        last_words: see `machine.Machine.last_words`.
+        crash_reason: see `machine.Machine.crash_reason`.
         exit_code: where it ended itself.
     """
     code = ExitCode.PROCESS_DIED
-    if last_words:
-        end = f"died: {last_words}"
+    if crash_reason:
+        end = f"died: {crash_reason}"
     elif exit_code is not None:
         end = f"ended itself with exit code {exit_code}, without a Python exception"
     elif out_of_memory:

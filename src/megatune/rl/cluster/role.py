@@ -46,7 +46,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ActorPlacement:
     """Where an actor runs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Seat:
     local_world_size: int
 
 
-def seats(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[Seat]:
+def placements(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[ActorPlacement]:
     """Place a role's actors.
 
     Args:
@@ -70,7 +70,7 @@ def seats(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[S
             first.
     """
     if not spec.devices:
-        return [Seat(rank, 0, (), rank, spec.workers) for rank in range(spec.workers)]
+        return [ActorPlacement(rank, 0, (), rank, spec.workers) for rank in range(spec.workers)]
     step = spec.devices_per_actor
     own = [spec.devices[first : first + step] for first in range(0, len(spec.devices), step)]
     machines = [devices[0] // devices_per_node for devices in own]
@@ -78,5 +78,5 @@ def seats(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[S
     for rank, (devices, machine) in enumerate(zip(own, machines, strict=True)):
         mates = [other for other, where in enumerate(machines) if where == machine]
         seen = [device for mate in mates for device in own[mate]] if spec.rendezvous else devices
-        found.append(Seat(rank, nodes.index(machine), tuple(seen), mates.index(rank), len(mates)))
+        found.append(ActorPlacement(rank, nodes.index(machine), tuple(seen), mates.index(rank), len(mates)))
     return found

@@ -39,6 +39,8 @@ _SWITCHES = {
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
     "RAY_enable_metrics_collection": "0",
+    # CUDA_VISIBLE_DEVICES is what this program says; Ray below 2.56 empties it where an actor asks for no GPU.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 would let the driver's own processes, and any other, go before the trainer
     "RAY_agent_register_timeout_ms": "300000",  # of a busy machine, or one with a slow disk
     "RAY_worker_register_timeout_seconds": "300",
@@ -106,7 +108,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         before = signal.getsignal(signal.SIGTERM)
         for attempt in range(_ATTEMPTS):
             try:
-                with _deaf_children(signal.SIGHUP):  # a closed terminal sends it to all of them
+                with _block_signals_in_children(signal.SIGHUP):  # a closed terminal sends it to all of them
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
                 break
             except Exception as error:  # Ray raises any
@@ -119,7 +121,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
 
 
 @contextlib.contextmanager
-def _deaf_children(number: int) -> Iterator[None]:
+def _block_signals_in_children(number: int) -> Iterator[None]:
     """Hold a signal back for a while; processes that are started meanwhile, and what they start, never get it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
@@ -141,7 +143,7 @@ def are_alive(processes: Mapping[str, int]) -> bool:
 
 def _leave(started: Mapping[str, int], folder: Path) -> None:
     """End Ray. Where one of its own processes is gone, Ray would look for that for a minute and then abort this
-    process, or crash it at its end: so it ends without Ray's farewell, with the exit code that this has."""
+    process, or crash it at its end: so it ends without ray.shutdown, with the exit code that this has."""
     import ray
 
     if are_alive(started):

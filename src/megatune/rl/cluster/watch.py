@@ -20,7 +20,7 @@ from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
 from megatune.rl.cluster.host import StreamError
 from megatune.rl.cluster.machine import Machine
-from megatune.rl.cluster.role import Seat
+from megatune.rl.cluster.role import ActorPlacement
 
 STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
 
@@ -39,7 +39,7 @@ class Actor:
     """
 
     role: str
-    seat: Seat
+    placement: ActorPlacement
     handle: Any
     machine: int
     host: str
@@ -49,7 +49,7 @@ class Actor:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.seat.rank}"
+        return f"{self.role}-{self.placement.rank}"
 
 
 @dataclass(eq=False)
@@ -183,13 +183,13 @@ class Watch:
         self._look_at_services()
         for number, machine in enumerate(self._machines):
             own = {actor.name: actor for actor in self.actors if actor.machine == number}
-            for name, sight in machine.look({name: actor.state.pid for name, actor in own.items()}).items():
+            for name, status in machine.look({name: actor.state.pid for name, actor in own.items()}).items():
                 actor = own[name]
-                if sight.gone:
+                if status.gone:
                     self._note_death(actor, "")
-                elif sight.beat and (actor.state.beat is None or actor.state.beat.count != sight.beat.count):
-                    actor.state.beat, actor.state.progressed = sight.beat, now
-                actor.stopped = (actor.stopped or now) if sight.stopped else None
+                elif status.beat and (actor.state.beat is None or actor.state.beat.count != status.beat.count):
+                    actor.state.beat, actor.state.progressed = status.beat, now
+                actor.stopped = (actor.stopped or now) if status.stopped else None
 
     def _look_at_services(self) -> None:
         """Raise if a process of Ray's is gone: all actors end with it, and no call is answered."""
@@ -200,7 +200,7 @@ class Watch:
     def _note_death(self, actor: Actor, ray_says: str) -> None:
         if actor not in self._failed:
             found = re.search(r"exit code (\d+)", ray_says)
-            words, out_of_memory = self._machines[actor.machine].last_words(actor.name)
+            words, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
             exit_code = int(found[1]) if found else None
             self._failed[actor] = report.death(actor.state, actor.host, words, exit_code, out_of_memory)
 

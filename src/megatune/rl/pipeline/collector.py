@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
 
 from megatune.config.rl.data import GroupFilter
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -15,6 +17,7 @@ from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem
 
 _WAIT_SECONDS = 0.5
+_EQUAL_SCORES = 1e-9  # relative difference of scores that are the same but for rounding
 _MOST_RESAMPLING = 20  # groups that a step may look at, for each that it wants
 
 
@@ -58,13 +61,15 @@ class Taken:
 
     Attributes:
         groups: in the order of domains, and of problems.
-        num_dropped: groups that the filter has dropped.
-        num_stale: groups that were begun anew, as they were too old.
+        dropped_scores: of the groups that the filter has dropped.
+        num_dropped: how many those are.
+        num_stale: groups that were sampled again, as they were too old.
     """
 
     groups: list[Group]
     num_dropped: int
     num_stale: int
+    dropped_scores: Sequence[float] = ()
 
 
 class Collector:
@@ -101,6 +106,7 @@ class Collector:
             for place, name in enumerate(names)
         }
         self._num_dropped = self._num_stale = 0
+        self._dropped_scores: list[float] = []
 
     @property
     def is_ready(self) -> bool:
@@ -118,21 +124,12 @@ class Collector:
         for group in self._sampler.pump(wait=wait):
             self._scorer.submit(group)
         for group in self._scorer.poll(_WAIT_SECONDS if wait and not self._sampler.groups else 0.0):
-            self._sort(group)
+            self.sort(group)
 
-    def hold(self) -> None:
-        """Leave nothing in flight, neither sampled nor scored; what was begun stays, and goes on with `pump`."""
-        for group in self._sampler.hold():
+    def pause(self) -> None:
+        """Let the engines sample nothing; what was begun stays, and continues with `pump`. Nobody waits for scores."""
+        for group in self._sampler.pause():
             self._scorer.submit(group)
-        sampled = {group.number for group in self._sampler.groups}
-        while any(
-            group.number not in sampled for domain in self._domains.values() for group in domain.under_way.values()
-        ):
-            for group in self._scorer.poll(_WAIT_SECONDS):
-                self._sort(group)
-
-    def _under_way(self) -> list[int]:
-        return [group.number for domain in self._domains.values() for group in domain.under_way.values()]
 
     def take(self) -> Taken:
         """Return the groups of a step; `is_ready`."""
@@ -145,50 +142,56 @@ class Collector:
             if not self._ratio:
                 self._rewind(domain, chosen[-1].index + 1)
             domain.dropped, domain.begun = set(), domain.next_index
-        result = Taken(groups, self._num_dropped, self._num_stale)
-        self._num_dropped = self._num_stale = 0
+        result = Taken(groups, self._num_dropped, self._num_stale, self._dropped_scores)
+        self._num_dropped, self._num_stale, self._dropped_scores = 0, 0, []
         return result
 
-    def begin_stale_anew(self, version: int) -> None:
-        """Sample again what would be too old for a step at this version of the weights; nothing is in flight."""
+    def regenerate_stale(self, version: int) -> None:
+        """Sample again what would be too old for a step at this version of the weights; nothing is sampled."""
         oldest = version - math.ceil(self._ratio)
         for domain in self._domains.values():
-            ready = [group for group in domain.ready if _is_older(group, oldest)]
+            stale = [group for group in (*domain.ready, *domain.under_way.values()) if _is_older(group, oldest)]
             domain.ready = [group for group in domain.ready if not _is_older(group, oldest)]
-            sampled = [group.number for group in self._sampler.groups if _is_older(group, oldest)]
-            for group in [*ready, *self._sampler.drop(sampled)]:
-                group.begin_anew()
-                self._num_stale += 1
-                self._domains[group.problem.domain].under_way[group.index] = group
-                self._sampler.add([group])
+            self._sampler.drop([group.number for group in stale])
+            # One that is still scored comes back, and is not the one that is waited for then.
+            again = [group.again() for group in stale]
+            domain.under_way |= {group.index: group for group in again}
+            self._sampler.add(again)
+            self._num_stale += len(stale)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a resume needs, as JSON has it; nothing is in flight."""
+    def state(self, routing: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return what a resume needs, as JSON has it; nothing is sampled.
+
+        Args:
+            routing: gets the experts of responses, by their ids.
+        """
         return {
             name: {
                 "next_index": domain.next_index,
                 "dropped": sorted(domain.dropped),
                 "begun": domain.begun,
-                "under_way": [group_record(group) for group in domain.under_way.values()],
-                "ready": [group_record(group) for group in domain.ready],
+                "under_way": [group_record(group, routing) for group in domain.under_way.values()],
+                "ready": [group_record(group, routing) for group in domain.ready],
             }
             for name, domain in self._domains.items()
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was."""
+    def load_state(self, state: Mapping[str, Any], routing: Mapping[str, np.ndarray]) -> None:
+        """Continue where `state` was; what was scored then is scored again."""
         for name, domain in self._domains.items():
             if (content := state.get(name)) is None:
                 continue
             domain.next_index, domain.begun = content["next_index"], content["begun"]
             domain.dropped = set(content["dropped"])
-            restored = [self._restored(name, record) for record in content["under_way"]]
-            domain.under_way = {group.index: group for group in restored}
-            domain.ready = [self._restored(name, record) for record in content["ready"]]
-            self._sampler.add(restored)
-
-    def _restored(self, domain: str, record: Mapping[str, Any]) -> Group:
-        return group_from(record, self._problem_at(domain, record["index"]))
+            under_way, ready = (
+                [group_from(each, self._problem_at(name, each["index"]), routing) for each in content[kind]]
+                for kind in ("under_way", "ready")
+            )
+            domain.under_way, domain.ready = {group.index: group for group in under_way}, ready
+            self._sampler.add(group for group in under_way if not group.is_finished)
+            for group in under_way:
+                if group.is_finished:
+                    self._scorer.submit(group)
 
     def _fill(self, domain: _Domain) -> None:
         ahead = math.ceil((1 + self._ratio) * domain.quota) + self._extra
@@ -205,7 +208,8 @@ class Collector:
     def _is_enough(self, domain: _Domain) -> bool:
         return len(self._chosen(domain)) == domain.quota
 
-    def _sort(self, group: Group) -> None:
+    def sort(self, group: Group) -> None:
+        """Take a group that has scores."""
         domain = self._domains[group.problem.domain]
         if domain.under_way.get(group.index) is not group:
             return  # it was left out while it was scored
@@ -215,6 +219,7 @@ class Collector:
         else:
             domain.dropped.add(group.index)
             self._num_dropped += 1
+            self._dropped_scores += group.scores.tolist()
 
     def _chosen(self, domain: _Domain) -> list[Group]:
         """Return the groups that a step would take: fewer than the quota while they are not there."""
@@ -226,7 +231,7 @@ class Collector:
 
     def _rewind(self, domain: _Domain, index: int) -> None:
         """Let the next step begin with the problem at `index`."""
-        self._sampler.hold()
+        self._sampler.pause()
         self._sampler.drop([group.number for group in domain.under_way.values()])
         domain.under_way, domain.ready, domain.next_index = {}, [], index
 
@@ -240,7 +245,9 @@ def passes(rule: GroupFilter, group: Group) -> bool:
         return True
     if len(scores) < 2:
         return False
-    return rule.keeps(float(scores.mean()), float(scores.std(ddof=1)))
+    # Of equal scores rounding leaves a deviation of 1e-16, which is above a threshold of 0.
+    are_equal = np.ptp(scores) <= _EQUAL_SCORES * np.abs(scores).max()
+    return rule.keeps(float(scores.mean()), 0.0 if are_equal else float(scores.std(ddof=1)))
 
 
 def _is_older(group: Group, oldest: int) -> bool:

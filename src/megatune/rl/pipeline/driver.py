@@ -61,7 +61,7 @@ class Driver:
     _sampler: Sampler = field(init=False)
     _scorer: PoolScorer = field(init=False)
     _collector: Collector = field(init=False)
-    _is_held: bool = field(default=False, init=False)
+    _is_paused: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Driver:
             rollout.max_additional_running_prompts if rollout.is_use_additional_prompts else 0,
         )
         if self.progress.step:
-            self._collector.load_state(self.progress.collector)
+            self._collector.load_state(self.progress.collector, self.progress.routing)
             self.learner.state.load_state_dict(self.progress.algorithm)
 
     def run(self) -> Literal["finished", "stopped"]:
@@ -101,7 +101,7 @@ class Driver:
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
         if self.validation is not None and not run.rollout_mock.replays:
-            with self._held():
+            with self._paused():
                 self.note("sync", run.max_steps)
                 self.weights.sync(run.max_steps + 1)
                 self.note("validation", run.max_steps)
@@ -120,7 +120,7 @@ class Driver:
         if run.rollout_mock.replays:
             taken = self._replayed(step)
         else:
-            with self._held():
+            with self._paused():
                 sync = self._synchronized(step, phases)
                 if self.validation is not None and step % run.eval_steps == 0:
                     with phases("validation"):
@@ -133,16 +133,16 @@ class Driver:
         self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Let nothing be in flight inside but what is asked for there."""
-        self._collector.hold()
-        self._is_held = True
+    def _paused(self) -> Iterator[None]:
+        """Let nothing be sampled inside but what is asked for there."""
+        self._collector.pause()
+        self._is_paused = True
         yield
-        self._is_held = False
+        self._is_paused = False
 
     def _sample_until(self, call: Pending) -> None:
         """Sample and score while a model is at work."""
-        while not call.done and not self._is_held:
+        while not call.done and not self._is_paused:
             self._collector.pump(wait=False)
             self.roles.engines.wait(call, _LOOK_SECONDS)
 
@@ -161,7 +161,7 @@ class Driver:
         if self._is_asynchronous:
             with phases("probe"):
                 self.weights.probe(self.problems.all(), step + 1, self.learner)
-            self._collector.begin_stale_anew(step + 1)
+            self._collector.regenerate_stale(step + 1)
         return found
 
     def _taken(self) -> Taken:
@@ -169,7 +169,7 @@ class Driver:
         while not self._collector.is_ready:
             self._collector.pump()
         taken = self._collector.take()
-        if self.weights.judges_take_turns:
+        if self.weights.judges_share_devices:
             self._scorer.settle()
         return taken
 
@@ -193,7 +193,8 @@ class Driver:
         length = rollout.val_max_response_length
         sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
         problems = self.validation.all()
-        groups = sample_all(problems, self.roles.engines, self._scorer, sampling, rollout.max_running_requests)
+        running, others = rollout.max_running_requests, self._collector.sort
+        groups = sample_all(problems, self.roles.engines, self._scorer, sampling, running, others)
         report = EvalReport(
             step=step,
             epoch=None,
@@ -219,12 +220,13 @@ class Driver:
     def _save(self) -> None:
         """Save a checkpoint: the critic's first, so that the policy's says that all is there."""
         step = self.progress.step
-        with self._held():
-            self.progress.collector = self._collector.state()
+        with self._paused():
+            self.progress.routing = {}
+            self.progress.collector = self._collector.state(self.progress.routing)
         self.progress.algorithm = self.learner.state.state_dict()
         if self.roles.critic is not None:
             self.learner.save(self.roles.critic, step)
-        path = self.learner.save(self.roles.policy, step, self.progress.file())
+        path = self.learner.save(self.roles.policy, step, self.progress.files())
         self.reports.callbacks.on_save(path)
         if self.settings.run.checkpoint_config.output_dir:
             _copy(path, Path(self.settings.run.checkpoint_config.output_dir) / path.name)

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pipeline.group_files import group_from, group_record
+from megatune.rl.pipeline.group_files import arrays_file, group_from, group_record, read_arrays
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.samples import Problem
 from megatune.training.storage.files import write_atomically, writing
@@ -43,8 +45,15 @@ def dump_step(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 def record_step(folder: Path, step: int, groups: Sequence[Group]) -> None:
     """Write what `replay_step` reads: all that the engines and rewards gave."""
-    lines = [{"problem": group.problem.id, "domain": group.problem.domain, **group_record(group)} for group in groups]
-    _write(folder / f"rollouts-{step:06d}.jsonl", lines)
+    path, routing = folder / f"rollouts-{step:06d}.jsonl", dict[str, np.ndarray]()
+    lines = [
+        {"problem": group.problem.id, "domain": group.problem.domain, **group_record(group, routing)}
+        for group in groups
+    ]
+    _write(path, lines)
+    if routing:
+        with writing(path):
+            write_atomically(path.with_suffix(".npz"), arrays_file(routing))
 
 
 def replay_step(folder: Path, step: int, problems: Mapping[tuple[str, str], Problem]) -> list[Group]:
@@ -59,7 +68,8 @@ def replay_step(folder: Path, step: int, problems: Mapping[tuple[str, str], Prob
     path = folder / f"rollouts-{step:06d}.jsonl"
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [group_from(record, problems[record["domain"], record["problem"]]) for record in records]
+        routing = read_arrays(path.with_suffix(".npz"))
+        return [group_from(record, problems[record["domain"], record["problem"]], routing) for record in records]
     except (OSError, ValueError, KeyError) as error:
         why = f"no problem {error} in the data" if isinstance(error, KeyError) else str(error)
         fix = "record it first, with the same data: rollout_mock: {mode: dump}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,15 @@ from megatune.rl.pipeline.groups import Group
 from megatune.rl.samples import Problem, Response, Sample
 
 
-def group_record(group: Group) -> dict[str, Any]:
-    """Return all of a group but its problem, whose place in the data it has."""
+def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return all of a group but its problem, whose place in the data it has.
+
+    Args:
+        routing: gets the experts of its responses, by their ids: they are gigabytes, and go to a file of arrays.
+    """
+    for response in (*group.parts.values(), *group.responses.values()):
+        if response.routing is not None:
+            routing[response.id] = response.routing
     return {
         "number": group.number,
         "index": group.index,
@@ -26,11 +35,11 @@ def group_record(group: Group) -> dict[str, Any]:
     }
 
 
-def group_from(record: Mapping[str, Any], problem: Problem) -> Group:
-    """Return the group of a record."""
+def group_from(record: Mapping[str, Any], problem: Problem, routing: Mapping[str, np.ndarray]) -> Group:
+    """Return the group of a record; `routing` is what `group_record` gave."""
     group = Group(problem, record["number"], record["index"], record["size"], record["attempt"])
-    group.parts = {place: _response_from(part) for place, part in record["parts"]}
-    group.responses = {place: _response_from(response) for place, response in record["responses"]}
+    group.parts = {place: _response_from(part, routing) for place, part in record["parts"]}
+    group.responses = {place: _response_from(response, routing) for place, response in record["responses"]}
     group.samples = [
         Sample(problem, group.number, group.responses[place], sample["text"], sample["score"], sample["details"])
         for place, sample in enumerate(record["samples"])
@@ -40,25 +49,36 @@ def group_from(record: Mapping[str, Any], problem: Problem) -> Group:
 
 def _response_record(response: Response) -> dict[str, Any]:
     """Floats are written such that they are read with the same bits."""
-    found = {
+    return {
         "id": response.id,
         "response_ids": response.response_ids.tolist(),
         "log_probs": response.log_probs.astype(np.float64).tolist(),
         "finish": response.finish,
         "versions": [list(each) for each in response.versions],
     }
-    if response.routing is not None:
-        found["routing"] = response.routing.tolist()
-    return found
 
 
-def _response_from(record: Mapping[str, Any]) -> Response:
-    routing = record.get("routing")
+def _response_from(record: Mapping[str, Any], routing: Mapping[str, np.ndarray]) -> Response:
     return Response(
         record["id"],
         np.array(record["response_ids"], np.int64),
         np.array(record["log_probs"], np.float32),
         record["finish"],
         tuple((first, version) for first, version in record["versions"]),
-        None if routing is None else np.array(routing, np.int16),
+        routing.get(record["id"]),
     )
+
+
+def arrays_file(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return arrays as a file of NumPy's; `read_arrays` reads it."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file, none where there is none."""
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)

@@ -22,7 +22,7 @@ class Group:
         number: unique in the run.
         index: of the problem in the order of its domain, over all epochs.
         size: responses.
-        attempt: how often it was begun anew, because it was too old.
+        attempt: how often it was sampled again, because it was too old.
         parts: by sample: what an aborted request had.
         responses: by sample: those that are finished.
         samples: with scores, in the order of the group.
@@ -53,10 +53,9 @@ class Group:
         """Of the samples that have one, fp64."""
         return np.array([sample.score for sample in self.samples if sample.has_score], np.float64)
 
-    def begin_anew(self) -> None:
-        """Forget what was sampled."""
-        self.attempt += 1
-        self.parts, self.responses, self.samples = {}, {}, []
+    def again(self) -> Group:
+        """Return the group with nothing sampled, and other random numbers."""
+        return Group(self.problem, self.number, self.index, self.size, self.attempt + 1)
 
 
 @dataclass(frozen=True, slots=True)

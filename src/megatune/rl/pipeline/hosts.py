@@ -42,4 +42,5 @@ def engine(context: RankContext, role: InferRole, seed: int, max_running: int, l
     """
     from megatune.rl.rollout.load import load_engine
 
-    return load_engine(role, seed=seed, max_running=max_running, context=length)
+    # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
+    return load_engine(role, seed=seed + context.rank, max_running=max_running, context=length)

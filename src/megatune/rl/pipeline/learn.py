@@ -14,8 +14,9 @@ from megatune.objectives.policy.prepare import AlgorithmState, Prepared, prepare
 from megatune.objectives.policy.samples import StepSamples
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.phases import Phases
-from megatune.rl.pipeline.roles import PARTS, ModelGroup, Turns
-from megatune.rl.rollout.gap import Gap, check_gap, log_prob_gap
+from megatune.rl.pipeline.roles import PARTS, DeviceScheduler, ModelGroup
+from megatune.rl.problems import DIFFICULTY
+from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, is_inlier, mismatch_of
 from megatune.rl.samples import Response, Rollouts, Sample
 from megatune.rl.worker.training import Trained
 
@@ -25,13 +26,15 @@ class Learned:
     """What a step's updates came to.
 
     Attributes:
-        trained: of the policy; None where it was left out: the critic warms up, or no token counts.
-        gap: between trainer and rollout engine, over tokens that the weights of this step sampled; None without any.
+        trained: of the policy; None where it was left out.
+        mismatch: of trainer and rollout engine, over tokens that the weights of this step sampled; None without any.
+        skipped: why the policy was not trained; "" where it was.
     """
 
     trained: Trained | None
-    gap: Gap | None
+    mismatch: Mismatch | None
     metrics: Mapping[str, float]
+    skipped: str = ""
 
 
 class Learner:
@@ -44,13 +47,13 @@ class Learner:
     def __init__(
         self,
         settings: RLSettings,
-        turns: Turns,
+        scheduler: DeviceScheduler,
         policy: ModelGroup,
         reference: ModelGroup | None,
         critic: ModelGroup | None,
         teachers: Mapping[str, ModelGroup],
     ) -> None:
-        self._settings, self._turns = settings, turns
+        self._settings, self._scheduler = settings, scheduler
         self._policy, self._reference, self._critic, self._teachers = policy, reference, critic, teachers
         self.state = AlgorithmState(settings.algorithm)
         self.temperature = settings.sampling_temperature
@@ -71,32 +74,33 @@ class Learner:
         samples = [sample for group in groups for sample in group.samples]
         rollouts = rollouts_of(samples)
         known = self._known(samples, rollouts, phases)
-        gap = self._check(samples, rollouts, known.get("old_log_probs"), version, phases)
+        fresh = [sampled_by(sample.response, version) for sample in samples]
+        mismatch = self._check(samples, fresh, known.get("old_log_probs"), version, phases)
         with phases("advantages"):
-            prepared = self._prepared(samples, rollouts, known)
+            prepared = self._prepared(samples, rollouts, known, fresh)
         if not prepared.num_tokens:
-            return Learned(None, gap, prepared.metrics)
+            return Learned(None, mismatch, prepared.metrics, why_nothing(prepared.metrics, len(samples)))
         full = replace(rollouts, per_token={**rollouts.per_token, **prepared.per_token, **_of_tokens(known)})
-        metrics, trained = dict(prepared.metrics), None
+        metrics, trained, skipped = dict(prepared.metrics), None, "the critic warms up (critic_warmup)"
         if self._critic is not None:
             with phases("critic"):
-                self._turns.compute(self._critic, *PARTS)
+                self._scheduler.compute(self._critic, *PARTS)
                 found = self._critic.call("train", full, step)[0]
                 metrics |= {**found.metrics, "critic/grad_norm": found.grad_norm, "critic/lr": found.learning_rate}
         if step >= self._settings.algorithm.critic_warmup:
             with phases("train"):
-                self._turns.compute(self._policy, *PARTS)
-                trained = self._policy.call("train", full, step)[0]
-        return Learned(trained, gap, {**metrics, **(trained.metrics if trained else {})})
+                self._scheduler.compute(self._policy, *PARTS)
+                trained, skipped = self._policy.call("train", full, step)[0], ""
+        return Learned(trained, mismatch, {**metrics, **(trained.metrics if trained else {})}, skipped)
 
     def log_probs(self, rollouts: Rollouts) -> list[np.ndarray]:
         """Compute the policy's log-probabilities, of the weights as they are."""
-        self._turns.compute(self._policy, "weights")
+        self._scheduler.compute(self._policy, "weights")
         return self._policy.ask("log_probs", rollouts, self.temperature)
 
     def save(self, model: ModelGroup, step: int, beside: Mapping[str, bytes] | None = None) -> Path:
         """Save a checkpoint of a model that is trained, and return where it is."""
-        self._turns.compute(model, *PARTS)
+        self._scheduler.compute(model, *PARTS)
         return Path(model.call("save", step, beside)[0])
 
     def _known(self, samples: Sequence[Sample], rollouts: Rollouts, phases: Phases) -> dict[str, Any]:
@@ -106,10 +110,10 @@ class Learner:
         if algorithm.enable_reference:
             with phases("reference"):
                 if self._reference is not None:
-                    self._turns.compute(self._reference, "weights")
+                    self._scheduler.compute(self._reference, "weights")
                     found = self._reference.ask("log_probs", rollouts, self.temperature)
                 else:
-                    self._turns.compute(self._policy, "weights")
+                    self._scheduler.compute(self._policy, "weights")
                     found = self._policy.ask("reference_log_probs", rollouts, self.temperature)
                 known["reference_log_probs"] = found
         if self._teachers:
@@ -120,7 +124,7 @@ class Learner:
                 known["old_log_probs"] = self.log_probs(rollouts)
         if self._critic is not None:
             with phases("values"):
-                self._turns.compute(self._critic, "weights")
+                self._scheduler.compute(self._critic, "weights")
                 known["values"] = self._critic.ask("values", rollouts)
         return known
 
@@ -130,7 +134,7 @@ class Learner:
         places = [place for place, sample in enumerate(samples) if not tags or sample.problem.tag in tags]
         found = [np.zeros(0, np.float32) for _ in samples]
         if places:
-            self._turns.compute(teacher, "weights")
+            self._scheduler.compute(teacher, "weights")
             own = rollouts_of([samples[place] for place in places])
             for place, values in zip(places, teacher.ask("log_probs", own, self.temperature), strict=True):
                 found[place] = values
@@ -139,13 +143,12 @@ class Learner:
     def _check(
         self,
         samples: Sequence[Sample],
-        rollouts: Rollouts,
+        fresh: list[np.ndarray],
         old: list[np.ndarray] | None,
         version: int,
         phases: Phases,
-    ) -> Gap | None:
-        """Hold the trainer's log-probabilities against the engine's, over tokens that this version sampled."""
-        fresh = [sampled_by(sample.response, version) for sample in samples]
+    ) -> Mismatch | None:
+        """Compare the trainer's log-probabilities with the engine's, over tokens that this version sampled."""
         if old is None:
             ready = self._policy.ready
             assert ready is not None
@@ -156,28 +159,52 @@ class Learner:
             with phases("gap"):
                 old = self.log_probs(rollouts_of([samples[place] for place in places]))
             fresh = [fresh[place] for place in places]
-        gap = log_prob_gap(old, fresh)
-        if not gap.tokens:
-            return None
-        check_gap(gap, self.dtype, version)
-        return gap
+        return self.checked(old, fresh, version)
 
-    def _prepared(self, samples: Sequence[Sample], rollouts: Rollouts, known: Mapping[str, Any]) -> Prepared:
+    def checked(self, trainer: list[np.ndarray], rollout: list[np.ndarray], version: int) -> Mismatch | None:
+        """Measure the mismatch, and refuse one whose mean is above its bound; see `mismatch_of`."""
+        found = mismatch_of(trainer, rollout, self.dtype)
+        if found is not None:
+            check_mismatch(found, self.dtype, version, self._settings.run.max_log_prob_gap)
+        return found
+
+    def _prepared(
+        self, samples: Sequence[Sample], rollouts: Rollouts, known: Mapping[str, Any], fresh: list[np.ndarray]
+    ) -> Prepared:
+        """Compute advantages, masks and weights; outliers of the mismatch are masked."""
         coefs = {name: group.role.opd_kl_coef for name, group in self._teachers.items()}
-        difficulty = [sample.problem.row.get("difficulty") for sample in samples]
+        algorithm, longest = self._settings.algorithm, self._settings.rollout.max_response_length
+        difficulty = None
+        if algorithm.difficulty_loss_weight:
+            difficulty = np.array([float(sample.problem.row[DIFFICULTY]) for sample in samples], np.float64)
         step = StepSamples(
             scores=np.array([sample.score for sample in samples], np.float64),
             lengths=np.array([len(sample.response.response_ids) for sample in samples], np.int64),
             groups=np.array([sample.group for sample in samples], np.int64),
             domains=[sample.problem.domain for sample in samples],
             failed=np.array([not sample.has_score for sample in samples]),
-            at_limit=np.array([sample.response.finish == "length" for sample in samples]),
-            difficulty=None if None in difficulty else np.array(difficulty, np.float64),
+            at_limit=np.array([len(sample.response.response_ids) >= longest for sample in samples]),
+            difficulty=difficulty,
             rollout_log_probs=rollouts.per_token["rollout_log_probs"],
             **known,
         )
         given = {name: coef for name, coef in coefs.items() if coef is not None}
-        return prepare(step, self._settings.algorithm, self.state, given)
+        prepared = prepare(step, algorithm, self.state, given)
+        if "old_log_probs" in known:
+            for mask, trainer, rollout in zip(prepared.mask, known["old_log_probs"], fresh, strict=True):
+                mask *= is_inlier(trainer, rollout, self.dtype)
+        return prepared
+
+
+def why_nothing(metrics: Mapping[str, float], samples: int) -> str:
+    """Say why no token of a step counts: which share of the samples each mask has left."""
+    masks = {
+        name.rpartition("/")[2].removesuffix("_ratio"): share
+        for name, share in metrics.items()
+        if name.endswith("_mask_ratio") and share < 1
+    }
+    kept = ", ".join(f"{name} keeps {share:.0%}" for name, share in masks.items() if name != "final_mask")
+    return f"no token of {samples} samples counts: {kept or 'no sample has a score, or filters of the correction'}"
 
 
 def rollouts_of(samples: Sequence[Sample]) -> Rollouts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatune.config.rl.settings import ModelRole, RewardRole, RLSettings
-from megatune.rl.rewards.code.sandbox import best_walls
+from megatune.rl.rewards.code.sandbox import best_isolation
 
 
 def start_lines(settings: RLSettings) -> list[str]:
@@ -29,7 +29,7 @@ def reward_line(role: RewardRole) -> str:
     said = f"{name}, {role.workers} processes"
     if role.kind != "code_sandbox" or role.arguments.get("use_local") is False:
         return said
-    return f"{said}; programs run here: {best_walls().text} (docs/rl-rewards.md: no security boundary)"
+    return f"{said}; programs run here: {best_isolation().text} (docs/rl-rewards.md: no security boundary)"
 
 
 def _truncation(settings: RLSettings) -> str:

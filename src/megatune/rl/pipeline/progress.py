@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatune.config.rl.settings import RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.pipeline.group_files import arrays_file, read_arrays
 from megatune.rl.samples import Problem
 
-NAME = "rl.json"
+NAME, ROUTING_NAME = "rl.json", "rl-routing.npz"
 # What determines which problems a step has, and the random numbers that answer them.
 _FIXED = {
     "seed": "seed",
@@ -32,6 +35,7 @@ class Progress:
         fixed: what may not change within a run.
         collector: which problems come next, and responses that are under way.
         algorithm: coefficient of the KL penalty, running moments of rewards.
+        routing: experts of the responses under way, by their ids: a file of their own.
     """
 
     step: int = 0
@@ -39,9 +43,13 @@ class Progress:
     collector: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
 
-    def file(self) -> dict[str, bytes]:
-        """Return the file, by its name."""
-        return {NAME: json.dumps(asdict(self)).encode()}
+    routing: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files, by their names."""
+        content = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "routing"}
+        arrays = {ROUTING_NAME: arrays_file(self.routing)} if self.routing else {}
+        return {NAME: json.dumps(content).encode(), **arrays}
 
 
 def fixed_of(settings: RLSettings, problems: Mapping[str, Sequence[Problem]]) -> dict[str, Any]:
@@ -68,7 +76,9 @@ def read_progress(checkpoint: Path, fixed: Mapping[str, Any]) -> Progress:
         MegatuneError: SETTINGS, naming all that was changed since; INPUT, where the checkpoint is none of such a run.
     """
     try:
-        progress = Progress(**json.loads((checkpoint / "training" / NAME).read_text(encoding="utf-8")))
+        folder = checkpoint / "training"
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        progress = Progress(**content, routing=read_arrays(folder / ROUTING_NAME))
     except (OSError, ValueError, TypeError) as error:
         what = f"{checkpoint} holds no state of reinforcement learning: {error}"
         fix = "name a checkpoint of such a run, or start from its model: pretrain"

@@ -22,14 +22,15 @@ from megatune.training.callbacks.base import Callback, StepReport
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.records import Shown
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.trackers import WORKERS, asked_trackers
 
 # Of a step's many numbers, what a line on the console has.
 _LINE = (
-    *("reward", "accuracy", "response_length", "truncated", "critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac"),
-    *("log_prob_gap", "staleness", "seconds/rollout", "seconds/train", "seconds/sync"),
+    *("reward", "reward_unfiltered", "teacher_kl", "accuracy", "response_length", "truncated", "critic/kl"),
+    *("actor/entropy", "actor/ppo_ratio_clipfrac", "log_prob_gap_mean", "staleness"),
+    *("seconds/rollout", "seconds/train", "seconds/sync"),
 )
 _PANELS = (
     *_LINE,
@@ -40,6 +41,7 @@ _PANELS = (
     "waiting",
     "rollout_tokens_per_second",
 )
+_MOST_SKIPPED = 3  # steps in a row without training before a warning
 _SAMPLES = 10  # of a logged step, in TensorBoard
 _SHOWN, _MOST_CHARACTERS = 2, 300  # on the console
 
@@ -55,8 +57,11 @@ class Reports:
     def __init__(self, settings: RLSettings, architecture: Architecture, log_dir: Path, resume_step: int) -> None:
         actor, output_dir = settings.actor_train.settings, Path(settings.run.output_dir)
         self._settings, self._architecture = settings, architecture
-        name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=_LINE), asked_trackers(actor)
+        hidden = ("reward", "accuracy") if settings.algorithm.is_pure_opd else ()  # there are none
+        line = tuple(each for each in _LINE if each not in hidden)
+        name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=line), asked_trackers(actor)
         self._tensorboard: TensorBoard | None = None
+        self._skipped = 0  # steps in a row that have not trained the policy
         callbacks: list[Callback] = [
             Console(name, resume_step, shown=shown),
             Metrics(output_dir, resume_step),
@@ -86,10 +91,9 @@ class Reports:
         ]
         seconds, trained = phases.total, learned.trained
         flops = train_flops(self._architecture, lengths, self._settings.actor_train.settings.finetuning)
-        gap = {} if learned.gap is None else {"log_prob_gap": learned.gap.max, "log_prob_gap_mean": learned.gap.mean}
         metrics = {
             **sample_metrics(taken, step),
-            **gap,
+            **({} if learned.mismatch is None else learned.mismatch.metrics),
             **learned.metrics,
             **beside,
             **{f"seconds/{name}": value for name, value in phases.seconds.items()},
@@ -115,8 +119,21 @@ class Reports:
         )
         self.callbacks.on_step_end(report)
         self._tell_failures(taken.groups)
+        self._tell_training(step, learned)
         if step % self._settings.run.logging_steps == 0:
             self._show(step, taken.groups)
+
+    def _tell_training(self, step: int, learned: Learned) -> None:
+        """Say why a step has trained nothing, and how many tokens were left out because two engines differ."""
+        self._skipped = self._skipped + 1 if learned.skipped else 0
+        if learned.skipped:
+            print(f"  step {step} has not trained the policy: {learned.skipped}", flush=True)
+        if self._skipped >= _MOST_SKIPPED and "critic" not in learned.skipped:
+            print(f"  warning: {self._skipped} steps in a row; allow longer responses, or fewer masks", flush=True)
+        if learned.mismatch is not None and learned.mismatch.outliers:
+            found = learned.mismatch
+            what = f"{found.outliers:,} of {found.tokens:,} tokens, by {found.max:.3g} at most"
+            print(f"  warning: rollout engine and trainer differ much in {what}; log_prob_gap_* has more", flush=True)
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:
         """Say how many samples have no score, and why, for one of each domain."""
@@ -161,9 +178,11 @@ def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
     if len(by_domain) > 1:
         several = {f"accuracy/{name}": float(np.mean(values)) for name, values in by_domain.items()}
         several |= {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items()}
+    everyone = [*(sample.score for sample in scored), *taken.dropped_scores]
     lags = [version - own for group in taken.groups if (own := group.oldest_version) is not None]
     return {
         "reward": _mean([sample.score for sample in scored]),
+        **({"reward_unfiltered": _mean(everyone)} if taken.num_dropped else {}),
         "reward_std": float(np.std([sample.score for sample in scored])) if scored else 0.0,
         "accuracy": _mean([is_correct(sample.details) for sample in scored]),
         **several,
@@ -172,9 +191,9 @@ def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
         "prompt_length": float(np.mean([len(group.problem.prompt_ids) for group in taken.groups])),
         "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
         "reward_errors": float(len(samples) - len(scored)),
-        "equal_groups": float(np.mean([len({*group.scores}) < 2 for group in taken.groups])),
+        "zero_std_groups": float(np.mean([len({*group.scores}) < 2 for group in taken.groups])),
         "groups_dropped": float(taken.num_dropped),
-        "groups_begun_anew": float(taken.num_stale),
+        "groups_regenerated": float(taken.num_stale),
         "staleness": float(np.mean(lags)) if lags else 0.0,
     }
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.errors import MegatuneError
 from megatune.rl.cluster.group import Pending, RoleGroup
 from megatune.rl.rollout.engine import Memory
 from megatune.rl.samples import Request, Response, Rollouts
 from megatune.rl.worker.model import Ready
 from megatune.rl.worker.rows import merged
 
+_CLOSE_SECONDS = 30.0
 PARTS = ("weights", "gradients", "optimizer")
 
 
@@ -57,10 +60,14 @@ class ModelGroup:
 
 
 class EngineGroup:
-    """The rollout engines: `engines.Engines`, in actors."""
+    """The rollout engines: `engines.Engines`, in actors.
 
-    def __init__(self, role: InferRole, group: RoleGroup) -> None:
-        self.role, self.group = role, group
+    Args:
+        sleep_level: 1 keeps their weights while they sleep.
+    """
+
+    def __init__(self, role: InferRole, group: RoleGroup, sleep_level: int = 1) -> None:
+        self.role, self.group, self.sleep_level = role, group, sleep_level
         self._asleep: set[Memory] = set()
         self._submitted: list[Pending] = []
         self._stepping: Pending | None = None
@@ -99,10 +106,15 @@ class EngineGroup:
         return [response for own in self.group.call("abort", ids) for response in own]
 
     def sleep(self) -> None:
-        """Free the devices, as far as sleep_level says."""
+        """Free the devices."""
         if not self._asleep:
-            self.group.call("sleep", self.role.sleep_level)
+            self.group.call("sleep", self.sleep_level)
             self._asleep = {"weights", "cache"}
+
+    def close(self) -> None:
+        """Let the engines end what they have started, and remove what they have left in shared memory."""
+        with suppress(MegatuneError):  # they are killed next
+            self.group.call("close", limit=_CLOSE_SECONDS)
 
     def wake(self, *parts: Memory) -> None:
         """Take the devices again, for these parts of an engine or for all of it."""
@@ -111,8 +123,8 @@ class EngineGroup:
             self._asleep -= missing
 
 
-class Turns:
-    """Lets roles that share devices use them one after the other; the others are never moved.
+class DeviceScheduler:
+    """Schedules colocated roles: those that share devices use them one after the other; others are never moved.
 
     Args:
         judges: engines that work beside the rollout engines, on other devices; they may share those of models.
@@ -154,7 +166,7 @@ class Turns:
         self._engines.wake("weights")
 
     @property
-    def judges_take_turns(self) -> bool:
+    def judges_share_devices(self) -> bool:
         """Whether a judge shares a device with a model."""
         return any(map(self._judges_of, self._models))
 

@@ -21,12 +21,12 @@ from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.lines import start_lines
 from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
-from megatune.rl.pipeline.roles import Turns
+from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, stop_tokens, with_folders
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
-from megatune.rl.rewards.asking import asks_of
-from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rewards.judge_client import judge_clients
+from megatune.rl.rewards.pool import RewardPool, load_rewards
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import OutputLock, write_atomically, writing
@@ -58,12 +58,13 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             stop_file.unlink(missing_ok=True)
         settings, source = with_folders(settings)
         problems, validation = _read(settings, load_tokenizer(source))
+        load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
         sizes = {"devices_per_node": run.num_gpus_per_node, "bytes_in_flight": _bytes_in_flight(settings)}
         with (
-            RewardPool(settings.rewards, log_dir=run_dir / "logs") as pool,
             Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
+            RewardPool(settings.rewards, log_dir=run_dir / "logs", hosts=cluster.reward_hosts()) as pool,
         ):
             roles = start_roles(cluster, settings)
             return drive(settings, source, problems, validation, roles, pool, stop, cluster.note)
@@ -86,9 +87,9 @@ def drive(
         stop_requested, note: see `Driver`.
     """
     output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
-    pool.asks |= asks_of(settings, roles.judges)
-    turns = Turns(roles.engines, roles.models, list(roles.judges.values()))
-    checkpoint, notes = load_roles(roles, turns, settings)
+    pool.clients |= judge_clients(settings, roles.judges)
+    scheduler = DeviceScheduler(roles.engines, roles.models, list(roles.judges.values()))
+    checkpoint, notes = load_roles(roles, scheduler, settings)
     fixed = fixed_of(settings, problems.by_domain)
     progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
     print("\n".join(notes), end="\n" if notes else "", flush=True)
@@ -96,8 +97,8 @@ def drive(
     driver = Driver(
         settings=settings,
         roles=roles,
-        weights=Weights(settings, turns, roles.policy, roles.engines),
-        learner=Learner(settings, turns, roles.policy, roles.reference, roles.critic, roles.teachers),
+        weights=Weights(settings, scheduler, roles.policy, roles.engines),
+        learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
         pool=pool,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
@@ -109,6 +110,8 @@ def drive(
         note=note,
     )
     outcome = _reported(driver, reports, settings)
+    for engines in (roles.engines, *roles.judges.values()):
+        engines.close()
     if outcome == "stopped":
         print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
@@ -147,7 +150,8 @@ def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | No
         "template": rollout.global_template,
         "tag_to_template": rollout.tag_to_template,
     }
-    filtered = {**templates, "dataset_filter": rollout.dataset_filter}
+    needs_difficulty = settings.algorithm.difficulty_loss_weight
+    filtered = {**templates, "dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
     trained = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
     if validation is None:
         return trained, None

@@ -43,7 +43,7 @@ class Sampler:
         self._submit()
         return self._settled(self._engines.step(wait=wait)) if self._engine_of else []
 
-    def hold(self) -> list[Group]:
+    def pause(self) -> list[Group]:
         """Leave nothing in flight, and return the groups that are finished by then. What was sampled of the others
         stays with them, and goes on with the next `pump`."""
         finished = self._settled(self._engines.settle())

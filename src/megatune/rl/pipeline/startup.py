@@ -12,8 +12,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.role import RoleSpec
-from megatune.rl.pipeline.roles import EngineGroup, ModelGroup, Turns
-from megatune.rl.rewards.asking import judge_context
+from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
+from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
@@ -91,9 +91,9 @@ def _sampled(role: InferRole) -> InferRole:
 
 
 def _judge(role: InferRole) -> InferRole:
-    """Return a judge with a folder for its model, whose weights no transfer brings: asleep it keeps them."""
+    """Return a judge with a folder for its model, whose weights no transfer brings."""
     config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
-    return _sampled(role).model_copy(update={"config": config, "sleep_level": 1})
+    return _sampled(role).model_copy(update={"config": config})
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
@@ -122,7 +122,8 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
     ]
     found = cluster.start(specs)
     groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
-    engines = {role.name: EngineGroup(role, found[role.name]) for role in samplers}
+    levels = {settings.actor_infer.name: settings.sleep_level}
+    engines = {role.name: EngineGroup(role, found[role.name], levels.get(role.name, 1)) for role in samplers}
     return Roles(
         engines.pop(settings.actor_infer.name),
         groups["actor_train"],
@@ -163,7 +164,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     )
 
 
-def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path | None, list[str]]:
+def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -> tuple[Path | None, list[str]]:
     """Let ranks meet, choose the checkpoint to resume from, and load all models.
 
     Returns:
@@ -179,15 +180,15 @@ def load_roles(roles: Roles, turns: Turns, settings: RLSettings) -> tuple[Path |
     chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
     checkpoint = None if chosen is None else Path(chosen)
     _refuse_later(settings, checkpoint)
-    turns.load(roles.policy, chosen)
+    scheduler.load(roles.policy, chosen)
     if roles.critic is not None:
         beside = False if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
         own, more = roles.critic.group.call("find_checkpoint", beside)[0]
         notes = [*notes, *more]
-        turns.load(roles.critic, own)
+        scheduler.load(roles.critic, own)
     for model in roles.models:
         if model.ready is None:
-            turns.load(model)
+            scheduler.load(model)
     said = [line for model in roles.models if model.ready is not None for line in model.ready.notes]
     return checkpoint, [*notes, *said]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,10 +19,19 @@ _WAIT_SECONDS = 0.5
 
 
 def sample_all(
-    problems: Sequence[Problem], engines: Engines, scorer: Scorer, sampling: Sampling, max_running: int
+    problems: Sequence[Problem],
+    engines: Engines,
+    scorer: Scorer,
+    sampling: Sampling,
+    max_running: int,
+    others: Callable[[Group], None],
 ) -> list[Group]:
     """Sample and score num_return_sequences responses to every problem, in their order. A problem's random numbers are
-    the same in every validation."""
+    the same in every validation.
+
+    Args:
+        others: gets groups of training that are scored meanwhile.
+    """
     size = max(1, sampling.generating.num_return_sequences)
     sampler = Sampler(engines, sampling, max_running)
     mine = {place: Group(problem, place, place, size) for place, problem in enumerate(problems)}
@@ -32,8 +41,10 @@ def sample_all(
         for group in sampler.pump():
             scorer.submit(group)
         for group in scorer.poll(0.0 if sampler.groups else _WAIT_SECONDS):
-            if mine.get(group.number) is group:  # others are left of a step
+            if mine.get(group.number) is group:
                 found[group.number] = group
+            else:
+                others(group)
     return [found[place] for place in range(len(problems))]
 
 

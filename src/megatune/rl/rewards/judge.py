@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
@@ -19,22 +19,6 @@ from megatune.rl.rewards.text import END_OF_THINK
 
 # Asks the judging model: messages as of OpenAI's API -> what it says.
 Ask = Callable[[list[dict[str, str]]], str]
-
-
-class ModelAsk(Protocol):
-    """Asks a model of this run: called by threads, worked on by the driver's."""
-
-    def __call__(self, messages: list[dict[str, str]]) -> str:
-        """Wait for what the model says."""
-        ...
-
-    def pump(self, *, wait: bool) -> None:
-        """Let the model's engines work on."""
-        ...
-
-    def close(self) -> None:
-        """Let nobody wait any longer."""
-        ...
 
 
 PLACES = ("{question}", "{response}", "{reference}")

@@ -1,31 +1,44 @@
-"""Scores samples in processes of their own, while others are still sampled."""
+"""Scores samples in processes of their own, on all machines of the run, while others are still sampled."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer
+from megatune.rl.rewards.answer import Answer, Reward
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.member import LocalMember, Member, MemberDiedError, NotLoadedError, ProcessMember
+from megatune.rl.rewards.process import NotLoadedError, RewardWorker, Setup, WorkerDiedError, judged
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
-    from megatune.rl.rewards.judge import ModelAsk
+    from megatune.rl.rewards.judge_client import JudgeClient
 
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
 
 JUDGING_SECONDS = 0.01  # between looks at what judges say
+
+
+class Worker(Protocol):
+    """Scores one answer at a time; see `RewardWorker`."""
+
+    def score(self, answer: Answer, limit: float) -> dict[str, Any]: ...
+
+    def end(self) -> None: ...
+
+
+# Starts a worker on some machine: (setup, its log) -> the worker.
+Host = Callable[[Setup, Path | None], Worker]
 
 
 @dataclass(slots=True)
@@ -37,39 +50,44 @@ class DomainCounts:
         errors: without a score because the reward raised, its process died, or it could not be had.
         timeouts: without a score because the reward took too long.
         last_failure: what the latest of either said; "" where there was none.
-        seconds: that rewards took, summed over processes.
     """
 
     scored: int = 0
     errors: int = 0
     timeouts: int = 0
     last_failure: str = ""
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class _Domain:
-    """A domain's processes: each has a thread here that hands it samples and ends it when it takes too long."""
+    """A domain's threads: each takes a worker, hands it a sample, and ends it when it takes too long."""
 
-    make: Callable[[], Member]
+    start: Callable[[], Worker]
     workers: int
     limit: float
     waiting: queue.SimpleQueue[Sample | None] = field(default_factory=queue.SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
-    members: set[Member] = field(default_factory=set)
+    idle: queue.SimpleQueue[Worker] = field(default_factory=queue.SimpleQueue)
+    busy: set[Worker] = field(default_factory=set)
     pending: int = 0
     failures_in_a_row: int = 0
     counts: DomainCounts = field(default_factory=DomainCounts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    sample: Sample
-    reply: dict[str, Any]
-    seconds: float
+class _ServiceWorker:
+    """A reward that waits for a service: it needs no process, and keeps its limits itself."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+
+    def score(self, answer: Answer, limit: float) -> dict[str, Any]:
+        return judged(self._reward, answer)
+
+    def end(self) -> None:
+        pass
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Scores samples of every domain by the domain's reward.
 
     A sample that is handed in comes back from `collect` with `score` and `details` set: `details["correct"]` is 1 or 0
@@ -80,49 +98,43 @@ class RewardPool:
     Args:
         rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
             started as they are needed.
-        asks: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It may
-            come later: `pool.asks[domain] = ask`. Its engines work within `submit` and `collect`, in the caller's
-            thread.
+        clients: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It
+            may come later. Its engines work within `submit` and `collect`, in the caller's thread.
         log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to this process's stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
+        hosts: start processes, by turns; None: on this machine alone.
 
     Raises:
-        MegatuneError: (SETTINGS) an unknown kind, or arguments that a kind does not take; (UNAVAILABLE) a library that
-            a kind needs is not installed.
+        MegatuneError: see `load_rewards`.
     """
 
     def __init__(
         self,
         rewards: Mapping[str, RewardRole],
         *,
-        asks: Mapping[str, ModelAsk] | None = None,
+        clients: Mapping[str, JudgeClient] | None = None,
         log_dir: Path | None = None,
         limit: float | None = None,
+        hosts: Sequence[Host] | None = None,
     ) -> None:
-        self.asks = dict(asks or {})
+        self.clients = dict(clients or {})
         self._domains: dict[str, _Domain] = {}
-        self._done: queue.SimpleQueue[_Scored] = queue.SimpleQueue()
-        self._log_dir, self._closed = log_dir, threading.Event()
-        findings: list[Finding] = []
-        code = ExitCode.SETTINGS
-        for name, role in rewards.items():
-            arguments = dict(role.arguments)
-            if role.kind == "llm_judge":
-                arguments["ask"] = partial(self._asked, name)
-            try:
-                reward = load_reward(role.kind, role.function, arguments)  # a process loads its own: this is to see
-            except MegatuneError as error:
-                findings += [replace(each, where=each.where or f"rewards.{name}") for each in error.findings]
-                code = error.exit_code
-                continue
-            kind = KINDS[role.kind]
-            make = partial(self._process, name, role) if kind.in_process else partial(LocalMember, reward)
+        self._done: queue.SimpleQueue[tuple[Sample, dict[str, Any]]] = queue.SimpleQueue()
+        self._closed = False
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        hosts = hosts or [RewardWorker]
+        cores = len(os.sched_getaffinity(0)) * len(hosts)  # machines of a cluster are alike
+        for name, (role, reward) in load_rewards(rewards, self._asked).items():
+            kind, log = KINDS[role.kind], log_dir and log_dir / f"reward-{name}.log"
+            start: Callable[[], Worker] = partial(_ServiceWorker, reward)
+            if kind.in_process:
+                setup = role.kind, role.function, role.arguments
+                start = partial(_started, itertools.cycle(hosts), setup, log)
             computes = kind.in_process and role.arguments.get("use_local") is not False
-            workers = min(role.workers, len(os.sched_getaffinity(0))) if computes else role.workers
+            workers = max(1, min(role.workers, cores) if computes else role.workers)
             seconds = limit or float(role.arguments.get("timeout") or kind.limit)
-            self._domains[name] = _Domain(make, max(workers, 1), seconds)
-        if findings:
-            raise MegatuneError(findings, code)
+            self._domains[name] = _Domain(start, workers, seconds)
 
     @property
     def pending(self) -> int:
@@ -141,6 +153,7 @@ class RewardPool:
             domain.pending += 1
             domain.waiting.put(sample)
             if len(domain.threads) < min(domain.workers, domain.pending):
+                # One that waits for a service keeps nobody from ending.
                 thread = threading.Thread(target=self._serve, args=(domain,), daemon=True)
                 domain.threads.append(thread)
                 thread.start()
@@ -161,7 +174,7 @@ class RewardPool:
         samples = self._take(0.0)
         while not samples and self.pending and (left := until - time.monotonic()) > 0:
             self._judge(wait=True)
-            is_judging = any(self._domains[name].pending for name in self.asks)
+            is_judging = any(self._domains[name].pending for name in self.clients)
             samples = self._take(min(left, JUDGING_SECONDS) if is_judging else left)
         return samples
 
@@ -174,27 +187,21 @@ class RewardPool:
             self.collect(timeout=60.0)
         return samples
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """End all processes, with whatever they still do. Samples that are pending are forgotten."""
-        self._closed.set()
-        for ask in self.asks.values():
-            ask.close()
+        self._closed = True
+        for client in self.clients.values():
+            client.close()
         for domain in self._domains.values():
             for _ in domain.threads:
                 domain.waiting.put(None)
-            for member in tuple(domain.members):
-                member.end()
+            for worker in tuple(domain.busy):  # its thread ends with it
+                worker.end()
         for domain in self._domains.values():
             for thread in domain.threads:
                 thread.join(timeout=5.0)
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            while not domain.idle.empty():
+                domain.idle.get().end()
 
     def _take(self, wait: float) -> list[Sample]:
         """Return what is done, waiting for the first for so many seconds."""
@@ -204,63 +211,67 @@ class RewardPool:
                 scored = self._done.get(timeout=wait) if wait > 0 and not samples else self._done.get_nowait()
             except queue.Empty:
                 break
-            samples.append(self._settled(scored))
+            samples.append(self._settled(*scored))
         return samples
 
     def _judge(self, *, wait: bool) -> None:
         """Let the judges of this run work on."""
-        for ask in set(self.asks.values()):
-            ask.pump(wait=wait)
+        for client in set(self.clients.values()):
+            client.pump(wait=wait)
 
     def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
-        return self.asks[domain](messages)
-
-    def _process(self, domain: str, role: RewardRole) -> Member:
-        setup = role.kind, role.function, role.arguments
-        if self._log_dir is None:
-            return ProcessMember(setup, None)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        with open(self._log_dir / f"reward-{domain}.log", "ab") as log:
-            return ProcessMember(setup, log)
+        return self.clients[domain](messages, self._domains[domain].limit)
 
     def _serve(self, domain: _Domain) -> None:
-        member: Member | None = None
-        while (sample := domain.waiting.get()) is not None and not self._closed.is_set():
-            start = time.monotonic()
-            # A process may be killed by others, for want of memory: that is not the sample's, unless it happens again.
-            for is_last in (False, True):
-                reply, is_over = {}, True
-                try:
-                    if member is None:
-                        member = domain.make()
-                        domain.members.add(member)
-                    reply = member.score(answer_of(sample), domain.limit)
-                except TimeoutError:
-                    reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
-                except MemberDiedError as error:
-                    reply, is_over = {"error": str(error)}, is_last or isinstance(error, NotLoadedError)
-                except Exception as error:  # whatever it is, this sample must come back
-                    reply = {"error": f"{type(error).__name__}: {error}"}
-                else:
-                    break
-                if member is not None:
-                    member.end()
-                    domain.members.discard(member)
-                    member = None
-                if is_over or self._closed.is_set():
-                    break
-            self._done.put(_Scored(sample, reply, time.monotonic() - start))
-        if member is not None:
-            member.end()
+        """Score samples, in a thread of their domain."""
+        while (sample := domain.waiting.get()) is not None and not self._closed:
+            self._score(domain, sample)
 
-    def _settled(self, scored: _Scored) -> Sample:
+    def _score(self, domain: _Domain, sample: Sample) -> None:
+        reply: dict[str, Any] = {"error": "the run ends"}
+        # A process may be killed by others, for want of memory: that is not the sample's, unless it happens again.
+        for is_last in (False, True):
+            if self._closed:
+                break
+            try:
+                reply = self._answered(domain, answer_of(sample))
+            except WorkerDiedError as error:
+                reply = {"error": str(error)}
+                if not is_last and not isinstance(error, NotLoadedError):
+                    continue
+            except TimeoutError:
+                reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
+            except Exception as error:  # whatever it is, this sample must come back
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            break
+        self._done.put((sample, reply))
+
+    def _answered(self, domain: _Domain, answer: Answer) -> dict[str, Any]:
+        """Let a worker score an answer; one that does not is ended."""
+        try:
+            worker = domain.idle.get_nowait()
+        except queue.Empty:
+            worker = domain.start()
+        domain.busy.add(worker)
+        try:
+            if self._closed:
+                raise TimeoutError
+            reply = worker.score(answer, domain.limit)
+        except BaseException:
+            worker.end()
+            raise
+        else:
+            domain.idle.put(worker)
+        finally:
+            domain.busy.discard(worker)
+        return reply
+
+    def _settled(self, sample: Sample, reply: Mapping[str, Any]) -> Sample:
         """Write what a reward said into its sample, and count it."""
-        sample, reply = scored.sample, scored.reply
         domain = self._domains[sample.problem.domain]
         domain.pending -= 1
         counts = domain.counts
         counts.scored += 1
-        counts.seconds += scored.seconds
         failure = reply.get("error")
         if failure is None:
             domain.failures_in_a_row = 0
@@ -276,6 +287,41 @@ class RewardPool:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)
         return sample
+
+
+def load_rewards(
+    rewards: Mapping[str, RewardRole], ask: Callable[[str, list[dict[str, str]]], str] | None = None
+) -> dict[str, tuple[RewardRole, Reward]]:
+    """Load the reward of every domain.
+
+    Args:
+        ask: asks the judge of a domain.
+
+    Raises:
+        MegatuneError: (SETTINGS) an unknown kind, or arguments that a kind does not take; (UNAVAILABLE) a library that
+            a kind needs is not installed. With all of them.
+    """
+    found: dict[str, tuple[RewardRole, Reward]] = {}
+    findings: list[Finding] = []
+    code = ExitCode.SETTINGS
+    for name, role in rewards.items():
+        own = {"ask": partial(ask or _nobody, name)} if role.kind == "llm_judge" else {}
+        try:
+            found[name] = role, load_reward(role.kind, role.function, {**role.arguments, **own})
+        except MegatuneError as error:
+            findings += [replace(each, where=each.where or f"rewards.{name}") for each in error.findings]
+            code = error.exit_code
+    if findings:
+        raise MegatuneError(findings, code)
+    return found
+
+
+def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
+    raise AssertionError(f"the judge of {domain} is asked before the run starts")
+
+
+def _started(hosts: Iterator[Host], setup: Setup, log: Path | None) -> Worker:
+    return next(hosts)(setup, log)
 
 
 def answer_of(sample: Sample) -> Answer:

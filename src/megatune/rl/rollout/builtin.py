@@ -18,11 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rollout.engine import Memory
+from megatune.rl.rollout.kv_cache import KVCache, Next, Prompts, next_plan
 from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
 from megatune.rl.rollout.routing import Recorder
-from megatune.rl.rollout.running import Running
 from megatune.rl.rollout.sampling import Draw, sample
-from megatune.rl.rollout.slots import Next, Prompts, SlotCache, next_plan
+from megatune.rl.rollout.sequence import SampledSequence
 from megatune.rl.rollout.updates import Update
 from megatune.rl.rollout.weights import copy_into, drop_weights, places_of, take_weights
 from megatune.rl.samples import Request, Response
@@ -35,7 +35,7 @@ class BuiltinEngine:
     """See `RolloutEngine`.
 
     Args:
-        model: a causal language model whose attention is `slots.ATTENTION`.
+        model: a causal language model whose attention is `kv_cache.ATTENTION`.
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
@@ -64,10 +64,10 @@ class BuiltinEngine:
         self._places: dict[str, Tensor] = {}
         self._sleeping = False
         self._dropped: dict[str, torch.Size] = {}  # parameters without memory
-        self._cache = SlotCache()
+        self._cache = KVCache()
         self._recorder = Recorder(model) if return_routing else None
-        self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []  # by row
+        self._waiting: deque[SampledSequence] = deque()
+        self._running: list[SampledSequence] = []  # by row
         self._finished: list[Response] = []
 
     @classmethod
@@ -92,7 +92,9 @@ class BuiltinEngine:
         """Take requests; see `RolloutEngine.submit`."""
         self._check_awake()
         for request in requests:
-            running = Running(request, frozenset(request.stop_token_ids) or self._stops, self._tokenizer, self.version)
+            running = SampledSequence(
+                request, frozenset(request.stop_token_ids) or self._stops, self._tokenizer, self.version
+            )
             if running.room < 1:
                 self._finished.append(running.response("length"))
             else:
@@ -122,7 +124,7 @@ class BuiltinEngine:
 
     def _admit(self) -> None:
         """Give waiting responses rows, and compute their prompts without the last token, which comes with the next."""
-        new: list[Running] = []
+        new: list[SampledSequence] = []
         while self._waiting and len(self._running) + len(new) < self._max_running:
             longest = max(each.most_tokens for each in [*self._running, *new, self._waiting[0]])
             rows = len(self._running) + len(new) + 1
@@ -243,13 +245,16 @@ class BuiltinEngine:
         self._dropped = {}
         self._sleeping = self._sleeping and bool(parts) and "cache" not in parts
 
+    def close(self) -> None:
+        """Nothing is left; see `RolloutEngine.close`."""
+
     def _check_awake(self) -> None:
         if self._sleeping or self._version is None:
             why = "it sleeps" if self._sleeping else "its weights have no version: no complete update has arrived"
             raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
 
 
-def _draw(running: Running) -> Draw:
+def _draw(running: SampledSequence) -> Draw:
     request = running.request
     return Draw(
         running.uniforms[running.num_new],

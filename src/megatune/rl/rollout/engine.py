@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatune.rl.samples import Request, Response
 
+INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
+
 Memory: TypeAlias = Literal["weights", "cache"]
 
 
@@ -51,6 +53,10 @@ class RolloutEngine(Protocol):
 
     def sleep(self, level: int) -> None:
         """Free the device's memory: the cache (1), or weights, too (2), which come with the next update."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started, and remove what it has left; nothing is called after it."""
         ...
 
     def wake(self, *parts: Memory) -> None:

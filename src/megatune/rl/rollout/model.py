@@ -15,7 +15,8 @@ from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
-from megatune.rl.rollout.slots import ATTENTION
+from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
+from megatune.rl.rollout.kv_cache import ATTENTION, KVCache, Prompts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +37,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
         fix = f"take a language model, or `strategy_name: vllm` for {role.name}"
         finding = Finding("the built-in engine cannot sample from it", str(folder), why, fix)
         raise MegatuneError(finding, ExitCode.INPUT)
-    _check_context(config, context, folder)
+    _check_context(config, context, folder, role)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
@@ -65,15 +66,15 @@ def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def bytes_of_a_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    config = model.config
-    heads = config.num_key_value_heads or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: Transformers keeps the heads' own
-        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        heads = config.num_attention_heads
-    else:
-        sizes = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return config.num_hidden_layers * heads * sizes * model.dtype.itemsize
+    """Return the bytes of a token in the cache, in all layers, after a pass over one token: keys and values, or what a
+    model with latent attention hands over in their place."""
+    cache = KVCache()
+    cache.plan = plan = Prompts(torch.tensor([0]))
+    cache.reserve(1, 1, 1)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model.base_model(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, slots=plan)
+    return cache.bytes_of_a_token
 
 
 def room_of_cache(device: torch.device) -> int:
@@ -85,9 +86,16 @@ def room_of_cache(device: torch.device) -> int:
     return psutil.virtual_memory().available // 4
 
 
-def _check_context(config: Any, context: int, folder: Path) -> None:
+def _check_context(config: Any, context: int, folder: Path, role: InferRole) -> None:
     most = context_length(config.to_dict())
-    if most is not None and context > most:
-        what = f"prompts and responses of {context} tokens do not fit the model"
-        fix = f"prompt_length and response_length of {most} together at most"
-        raise MegatuneError(Finding(what, str(folder), f"its context is {most} tokens", fix), ExitCode.INPUT)
+    if most is None or context <= most:
+        return
+    what, more = f"prompts and responses of {context} tokens do not fit the model", ""
+    if role.name != "actor_infer":  # a judge also reads what it is asked, and writes an answer
+        reserved = INSTRUCTION_TOKENS + role.generating_args.max_tokens
+        what += f" of {role.name}"
+        more = f", a smaller max_new_tokens of {role.name}, or a model with a longer context"
+        most -= reserved
+    fix = f"prompt_length and response_length of {most} together at most{more}" if most > 0 else more[2:]
+    why = f"its context is {context_length(config.to_dict())} tokens"
+    raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)

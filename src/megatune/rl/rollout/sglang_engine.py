@@ -21,7 +21,7 @@ from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.rl.rollout.engine import Memory
-from megatune.rl.rollout.outside import MEMORY_TAGS, OutsideEngine, check_arguments, check_version, starting
+from megatune.rl.rollout.external import MEMORY_TAGS, ExternalEngine, check_arguments, check_version, starting
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
 
@@ -34,7 +34,7 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
-class SglangEngine(OutsideEngine):
+class SglangEngine(ExternalEngine):
     """See `RolloutEngine`.
 
     Args:
@@ -190,3 +190,7 @@ class SglangEngine(OutsideEngine):
         if tags:
             self._engine.resume_memory_occupation(tags=tags)
             self._asleep = [tag for tag in self._asleep if tag not in tags]
+
+    def close(self) -> None:
+        """End its processes; see `RolloutEngine.close`."""
+        self._engine.shutdown()

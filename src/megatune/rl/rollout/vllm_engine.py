@@ -20,7 +20,7 @@ from torch import Tensor
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rollout.engine import Memory
-from megatune.rl.rollout.outside import MEMORY_TAGS, OutsideEngine, Sampled, check_arguments, check_version, starting
+from megatune.rl.rollout.external import MEMORY_TAGS, ExternalEngine, Sampled, check_arguments, check_version, starting
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
 
@@ -33,7 +33,7 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _NEVER = -100.0  # a logit bias
 
 
-class VllmEngine(OutsideEngine):
+class VllmEngine(ExternalEngine):
     """See `RolloutEngine`.
 
     Args:
@@ -128,7 +128,6 @@ class VllmEngine(OutsideEngine):
             top_p=request.top_p,
             top_k=request.top_k,
             repetition_penalty=request.repetition_penalty,
-            seed=(request.seed + begun * 0x9E3779B9) % 2**63,  # a response that goes on must not repeat its numbers
             max_tokens=request.max_new_tokens - begun,
             logprobs=0,  # of the sampled token alone
             stop=list(request.stop_strings) or None,
@@ -210,6 +209,10 @@ class VllmEngine(OutsideEngine):
         """Take memory again; see `RolloutEngine.wake`. vLLM samples once it has all of it."""
         if self._can_sleep:
             self._engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
+
+    def close(self) -> None:
+        """End the workers, which remove their shared memory; see `RolloutEngine.close`."""
+        self._engine.engine_core.shutdown()
 
 
 def _set_environment(role: InferRole) -> None:

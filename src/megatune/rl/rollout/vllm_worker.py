@@ -6,14 +6,22 @@ not meet its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 
+class _KnownWarning(logging.Filter):
+    """Drops the warning that an output layer tied to the embedding got no weights of its own, at every update."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("ParallelLMHead: Failed to load weights")
+
+
 class WeightUpdates:
-    """Loads a model's weights anew, bucket by bucket."""
+    """Loads a model's weights again, bucket by bucket."""
 
     model_runner: Any
     vllm_config: Any
@@ -33,6 +41,10 @@ class WeightUpdates:
         from vllm.platforms import current_platform
 
         model = self.model_runner.model
+        if self.model_runner.model_config.hf_text_config.tie_word_embeddings:
+            for handler in logging.getLogger("vllm").handlers:
+                if not any(isinstance(each, _KnownWarning) for each in handler.filters):
+                    handler.addFilter(_KnownWarning())
         if current_platform.is_cpu():
             for module in model.modules():
                 method: Any = getattr(module, "quant_method", None)

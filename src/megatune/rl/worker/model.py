@@ -12,22 +12,22 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, LoadedModel
+from megatune.config.adapters import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
+from megatune.engine.step import evaluating
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
-from megatune.plan.adapters import as_adapter
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker import rows
 from megatune.rl.worker.batching import Sharing
 from megatune.rl.worker.rows import Answer
 from megatune.training.machines import model_on_node
-from megatune.training.train_step import evaluating
 
 # Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
 _GROUP = 8

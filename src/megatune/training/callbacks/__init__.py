@@ -1,4 +1,4 @@
-"""Everything beside the training step, called by the loop on rank 0: who is called, and when a step is logged."""
+"""Everything around the training step, called by the loop on rank 0: who is called, and when a step is logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatune.training.callbacks.console import DETAILS_NAME, Console
 from megatune.training.callbacks.hub_push import HubPush
 from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.records import Shown, evaluation_record, log_record, notice_record
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.trackers import WORKERS, asked_trackers, run_name
@@ -106,9 +106,11 @@ class CallbackList(Callback):
         self._call("on_unreadable", pictures)
 
     def on_notice(self, notice: Notice) -> None:
+        self._call("on_record", notice_record(notice))
         self._call("on_notice", notice)
 
     def on_evaluate(self, report: EvalReport) -> None:
+        self._call("on_record", evaluation_record(report))
         self._call("on_evaluate", report)
 
     def on_save(self, path: Path) -> None:
@@ -128,6 +130,7 @@ class CallbackList(Callback):
         elapsed, eta = time.monotonic() - self._began, pace * (last.total_steps - last.step)
         report = _merged(self._unlogged, elapsed_seconds=elapsed, eta_seconds=eta)
         self._unlogged = []
+        self._call("on_record", log_record(report))
         self._call("on_log", report)
 
     def _call(self, moment: str, argument: Any) -> None:

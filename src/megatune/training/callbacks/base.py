@@ -97,7 +97,7 @@ class LogReport(_Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a user should know of while the run goes on.
+    """Something that a user should know of while the run continues.
 
     Attributes:
         text: for the terminal.
@@ -156,7 +156,7 @@ class TrainSummary:
 
 
 class Callback:
-    """Acts beside the training step; every method does nothing unless a subclass says otherwise."""
+    """Acts around the training step; every method does nothing unless a subclass says otherwise."""
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         """Before the first step of this process."""
@@ -169,6 +169,10 @@ class Callback:
 
     def on_log(self, report: LogReport) -> None:
         """After the first step of this process, every logging_steps and the last step."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Before `on_log`, `on_evaluate` or `on_notice`: the same as JSON values (callbacks/records.py), which files
+        and trackers keep."""
 
     def on_notice(self, notice: Notice) -> None:
         """After a step that is out of the ordinary, and before `on_step_end` of it."""

@@ -13,10 +13,10 @@ from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.report import counted
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
-from megatune.training.callbacks.shown import SHOW_ALL, Shown
+from megatune.training.callbacks.records import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
-DETAILS_NAME = "start.log"  # in output_dir: all that a run is told before its first step
+DETAILS_NAME = "start.log"  # in output_dir: all that is known of a run before its first step
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
 # Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
 # fifth step of a process on and without its first two, in which workers start and files are read for the first time.
@@ -35,7 +35,7 @@ class Console(Callback):
         resume_step: steps done before this process.
         console: where to print; standard output unless given.
         shown: what the switches of logging leave in.
-        details: the file with what the run is told before its first step; None where there is none.
+        details: the file with what is known of the run before its first step; None where there is none.
     """
 
     def __init__(

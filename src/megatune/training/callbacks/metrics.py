@@ -10,8 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,23 @@ from megatune.engine import device
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
-from megatune.training.callbacks.shown import SHOW_ALL, Shown
+from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
+from megatune.training.callbacks.records import (
+    SHOW_ALL,
+    Record,
+    Shown,
+    evaluation_results,
+    history_entry,
+    is_evaluation,
+    is_log,
+    trainer_line,
+)
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
 from megatune.training.storage.json_lines import json_line, read_json_lines
 
 METRICS_NAME = "metrics.jsonl"
 _WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
-# Keys that every line of steps has, null where they are no part of the loss.
-_ALWAYS = {"load_balancing_loss": None, "z_loss": None}
-# The part of a line of metrics.jsonl that Transformers' log_history has, and its names there.
-_HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
-_HISTORY["eval_seconds"] = "eval_runtime"
-_ACCURACIES = ("rewards/accuracies", "accuracy")  # what LLaMA-Factory logs as accuracy
 
 
 class _JsonLines(Callback):
@@ -61,23 +63,13 @@ class _JsonLines(Callback):
 
 
 class Metrics(_JsonLines):
-    """metrics.jsonl: the fields of LogReport; those of EvalReport with the prefix eval_ (step and epoch without); the
-    text and the values of notices."""
+    """metrics.jsonl: records as they are."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / METRICS_NAME, "step", resume_step)
 
-    def on_log(self, report: LogReport) -> None:
-        fields = asdict(report)
-        self.append({**_ALWAYS, **fields.pop("metrics"), **fields})
-
-    def on_evaluate(self, report: EvalReport) -> None:
-        fields = asdict(report)
-        fields = {**fields.pop("metrics"), **fields}
-        self.append({key if key in ("step", "epoch") else f"eval_{key}": value for key, value in fields.items()})
-
-    def on_notice(self, notice: Notice) -> None:
-        self.append({"step": notice.step, "notice": notice.text, **notice.values})
+    def on_record(self, record: Record) -> None:
+        self.append(record)
 
 
 class TrainerLog(_JsonLines):
@@ -86,29 +78,16 @@ class TrainerLog(_JsonLines):
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / "trainer_log.jsonl", "current_steps", resume_step)
         self._total_steps = 0
-        self._times: dict[str, str] = {}
+        self._last: Record = {}
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         self._total_steps = schedule.total_steps
         super().on_train_begin(schedule)
 
-    def on_log(self, report: LogReport) -> None:
-        self._times = {
-            "elapsed_time": str(timedelta(seconds=int(report.elapsed_seconds))),
-            "remaining_time": str(timedelta(seconds=int(report.eta_seconds))),
-        }
-        values = {"loss": report.loss, "lr": report.learning_rate, "epoch": report.epoch}
-        if found := [report.metrics[name] for name in _ACCURACIES if name in report.metrics]:
-            values["accuracy"] = found[0]
-        self._append(report.step, values)
-
-    def on_evaluate(self, report: EvalReport) -> None:
-        self._append(report.step, {"eval_loss": report.loss, "epoch": report.epoch})
-
-    def _append(self, step: int, values: dict[str, Any]) -> None:
-        percentage = round(100 * step / self._total_steps, 2)
-        counts = {"current_steps": step, "total_steps": self._total_steps}
-        self.append({**counts, **values, "percentage": percentage, **self._times})
+    def on_record(self, record: Record) -> None:
+        self._last = record if is_log(record) else self._last
+        if is_log(record) or is_evaluation(record):
+            self.append(trainer_line(record, self._total_steps, self._last))
 
 
 class Results(Callback):
@@ -130,16 +109,9 @@ class Results(Callback):
         self._loss_sum += report.loss
         self._epoch = report.epoch
 
-    def on_evaluate(self, report: EvalReport) -> None:
-        perplexity = {} if report.perplexity is None else {"eval_perplexity": report.perplexity}
-        loss = {} if report.loss is None else {"eval_loss": report.loss}
-        self._evaluation = {
-            "epoch": report.epoch,
-            **loss,
-            **perplexity,
-            **{f"eval_{name}": value for name, value in report.metrics.items()},
-            "eval_runtime": report.seconds,
-        }
+    def on_record(self, record: Record) -> None:
+        if is_evaluation(record):
+            self._evaluation = evaluation_results(record)
 
     def on_train_end(self, summary: TrainSummary) -> None:
         records = read_json_lines(self._output_dir / METRICS_NAME)
@@ -152,7 +124,7 @@ class Results(Callback):
             "max_steps": schedule.total_steps,
             "num_train_epochs": None if schedule.num_epochs is None else math.ceil(schedule.num_epochs),
             "is_world_process_zero": True,
-            "log_history": [_history(record) for record in records if "notice" not in record],
+            "log_history": [history_entry(record) for record in records if "notice" not in record],
         }
         self._write("trainer_state.json", state)
         if summary.outcome != "finished" or not num_steps:
@@ -188,11 +160,9 @@ class TensorBoard(Callback):
 
         self._writer = SummaryWriter(str(self._log_dir), purge_step=self._resume_step + 1, flush_secs=30)
 
-    def on_log(self, report: LogReport) -> None:
-        self._add(self._shown.train_values(report), report.step)
-
-    def on_evaluate(self, report: EvalReport) -> None:
-        self._add(self._shown.eval_values(report), report.step)
+    def on_record(self, record: Record) -> None:
+        for tag, value in self._shown.scalars(record).items():
+            self._writer.add_scalar(tag, value, record["step"])
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Show a text, as Markdown."""
@@ -203,10 +173,6 @@ class TensorBoard(Callback):
 
     def on_train_end(self, summary: TrainSummary) -> None:
         self._writer.close()
-
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
 
 
 def begin_record(output_dir: Path, case: Case, first_step: int) -> None:
@@ -260,9 +226,3 @@ class Prediction(Callback):
             picture_tokens=statistics.fmean(step.picture_tokens for step in timed),
             tokens_per_step=statistics.fmean(step.num_input_tokens for step in timed),
         )
-
-
-def _history(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Transformers' log_history has of a record; names with a slash are TRL's."""
-    named = {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
-    return {**named, **{key: value for key, value in record.items() if "/" in key}}

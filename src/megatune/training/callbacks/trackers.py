@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, TrainSummary
+from megatune.training.callbacks.base import Callback, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME
-from megatune.training.callbacks.shown import Shown
+from megatune.training.callbacks.records import Record, Shown, is_evaluation, is_log
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
 from megatune.training.storage.json_lines import read_json_lines
@@ -32,7 +32,7 @@ FINISH_SECONDS = 30.0
 
 
 class Trackers(Callback):
-    """Reports to trackers. A resumed run goes on in the tracker's run, and leaves out the steps that are there.
+    """Reports to trackers. A resumed run continues in the tracker's run, and leaves out the steps that are there.
 
     Args:
         workers: name -> "module:Class" of a `Tracker`.
@@ -62,11 +62,13 @@ class Trackers(Callback):
         for name, (target, info) in self._workers.items():
             self._running.append(TrackerProcess(name, target, info, self._log_dir / f"tracker-{name}.log"))
 
-    def on_log(self, report: LogReport) -> None:
-        self._send(self._shown.train_values(report), report.step, self._logged["loss"])
-
-    def on_evaluate(self, report: EvalReport) -> None:
-        self._send(self._shown.eval_values(report), report.step, self._logged["eval_loss"])
+    def on_record(self, record: Record) -> None:
+        if not (is_log(record) or is_evaluation(record)):
+            return
+        step, logged = record["step"], self._logged["loss" if is_log(record) else "eval_loss"]
+        for process in self._running:
+            if process.name in self._new or step > logged:
+                process.send({"values": self._shown.scalars(record), "step": step})
 
     def on_train_end(self, summary: TrainSummary) -> None:
         values = {"step": summary.step, "train_runtime": summary.seconds}
@@ -78,11 +80,6 @@ class Trackers(Callback):
         for process in self._running if summary.outcome != "failed" else ():
             process.finish(deadline, FINISH_SECONDS)
         # Of a run that failed, which others wait for, they outlive this process for a while: see the worker.
-
-    def _send(self, values: Mapping[str, float], step: int, logged: int) -> None:
-        for process in self._running:
-            if process.name in self._new or step > logged:
-                process.send({"values": values, "step": step})
 
 
 class TrackerProcess:

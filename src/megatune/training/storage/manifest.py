@@ -112,17 +112,24 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
 
     `on_read` is called with the bytes of every piece that was read.
     """
-    path = checkpoint / file.name
+
+    def digest() -> bool:
+        return digest_file(checkpoint / file.name, on_read=on_read)[1] == file.xxh3_128
+
+    return problem_with(checkpoint, file, digest)
+
+
+def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]) -> str:
+    """Say what is wrong with a file: with its size, or with its content, which `matches` reads."""
     try:
-        size = path.stat().st_size
+        size = (checkpoint / file.name).stat().st_size
         if size != file.size:
             return f"{file.name} has {size} of {file.size} bytes"
-        _, digest = digest_file(path, on_read=on_read)
+        return "" if matches() else f"{file.name} is damaged: its digest does not match"
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    return "" if digest == file.xxh3_128 else f"{file.name} is damaged: its digest does not match"
 
 
 def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:

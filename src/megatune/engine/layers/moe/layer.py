@@ -15,13 +15,12 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
-from megatune.engine.layers.feed_forward import SharedExperts, linear_layers
+from megatune.engine.layers.feed_forward import SharedExperts
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -159,7 +158,7 @@ class MoELayer(moe_layer.MoELayer):
         submodules = moe_layer.MoESubmodules(
             router=Router,
             experts=GroupedExperts,
-            shared_experts=ModuleSpec(SharedExperts, submodules=linear_layers(config)),
+            shared_experts=SharedExperts,
         )
         super().__init__(config, submodules, pg_collection=groups)
         # Megatron-Core makes the router's weight and the gate of shared experts on the CPU.

@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatune.engine import patches
 from megatune.engine.device import send
 from megatune.engine.layers.moe import routing
+from megatune.engine.patches.model import define_missing_names
 from megatune.engine.sequences import Sequences
 
-patches.define(moe_utils.__name__, te_general_gemm=None)
+define_missing_names()
 
 _BALANCE_LOSSES = ("aux_loss", "seq_aux_loss")
 
@@ -40,7 +39,9 @@ class Router(TopKRouter):
     Choices are made as Transformers makes them, and auxiliary losses are those of the whole micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **unused: Any
+    ) -> None:
         super().__init__(config, pg_collection)
         # Balance loss, z-loss and weight of the micro-batches since they were last reported.
         sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())

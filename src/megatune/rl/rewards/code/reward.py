@@ -8,6 +8,7 @@ and runs no more than one line of a check's asserts at a time: computed rightly 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from megatune.rl.rewards.answer import Answer, RewardError, Verdict
 from megatune.rl.rewards.code.compare import OTHER_OUTPUT, same_output, same_value
 from megatune.rl.rewards.code.extract import Program, find_program, of_text, read_text
 from megatune.rl.rewards.code.remote import HttpSandbox
-from megatune.rl.rewards.code.sandbox import PRELUDE, Job, best_walls, run_program
+from megatune.rl.rewards.code.sandbox import PRELUDE, Job, Sandbox
 
 CASE_SECONDS = 20.0
 SECONDS = 360.0  # for all cases of a row
@@ -82,33 +83,38 @@ def read_cases(row: Mapping[str, Any], kind: str) -> list[Case]:
 
 
 def run_cases(program: str, kind: str, function: str, cases: Sequence[Case]) -> tuple[str, int]:
-    """Run a program on its tests until one fails; return why, "" where none did, and how many passed."""
-    until = time.monotonic() + SECONDS
-    for number, case in enumerate(cases):
-        seconds = min(CASE_SECONDS, until - time.monotonic())
-        if seconds <= 0:
-            return f"the tests took longer than {SECONDS:g} seconds", number
-        failure = _run_case(program, kind, function, case, seconds)
-        if failure:
-            return failure, number
-    return "", len(cases)
+    """Run a program on its tests until one fails; return why, "" where none did, and how many passed.
+
+    Cases of a check have imports of their own, which go before the program: it is started anew where they differ.
+    """
+    until, number = time.monotonic() + SECONDS, 0
+    for imports, own in itertools.groupby(cases, key=lambda case: str(case.get("import_prefix") or "")):
+        is_test = kind in (*FUNCTION_TESTS, "text")
+        prelude = PRELUDE + imports if is_test else PRELUDE
+        text = f"response = {program}" if kind == "text" else program
+        with Sandbox(Job(text, prelude, "" if is_test else function), seconds=CASE_SECONDS) as sandbox:
+            for case in own:
+                seconds = min(CASE_SECONDS, until - time.monotonic())
+                if seconds <= 0:
+                    return f"the tests took longer than {SECONDS:g} seconds", number
+                if failure := _run_case(sandbox, kind, function, case, seconds):
+                    return failure, number
+                number += 1
+    return "", number
 
 
-def _run_case(program: str, kind: str, function: str, case: Case, seconds: float) -> str:
-    walls = best_walls()
+def _run_case(sandbox: Sandbox, kind: str, function: str, case: Case, seconds: float) -> str:
     if kind == "text":
-        job = Job(f"response = {program}", test=of_text(str(case["assert_code"])))
-        return run_program(job, "", seconds, walls).failure
+        return sandbox.test(of_text(str(case["assert_code"])), seconds).failure
     if kind in FUNCTION_TESTS:
         test = str(case["assert_code"])
         if "pytest" in test and importlib.util.find_spec("pytest") is None:
             raise RewardError("the tests of this row need pytest, which is not installed")
         if kind == "check_based":
             test += f"\ncheck({case.get('entry_point') or 'candidate'})\n"
-        job = Job(program, PRELUDE + str(case.get("import_prefix") or ""), test)
-        return run_program(job, "", seconds, walls).failure
+        return sandbox.test(test, seconds).failure
     if not function:
-        outcome = run_program(Job(program), _text(case["stdin"]), seconds, walls)
+        outcome = sandbox.read(_text(case["stdin"]), seconds)
         right = outcome.passed and same_output(outcome.stdout, _text(case["expected_stdout"]))
     else:
         try:
@@ -116,7 +122,7 @@ def _run_case(program: str, kind: str, function: str, case: Case, seconds: float
             expected = json.loads(_text(case["expected_stdout"]))
         except ValueError as error:
             raise RewardError(f"stdin and expected_stdout of a function's test are not valid JSON: {error}") from error
-        outcome = run_program(Job(program, function=function, calls=[arguments]), "", seconds, walls)
+        outcome = sandbox.call([arguments], seconds)
         right = outcome.passed and same_value(outcome.returned[0], expected)
     return "" if right else outcome.failure or OTHER_OUTPUT
 

@@ -1,23 +1,39 @@
-"""Runs one program within limits; started by `sandbox` as a file of its own, with nothing else of this project.
+"""Runs a program on its cases within limits: one interpreter, and a process forked from it for every case.
 
-Arguments: a folder that the program may write in, with job.json (`sandbox.Job` and what the machine adds), and the file
-descriptor for the result, once the program and its test or its calls went through: {"nonce", "returned": [...]}.
+Arguments: a folder that the program may write in, and one for what it must not touch. On stdin come lines of JSON: the
+program (`sandbox.Job`, and what the machine adds), then a case at a time. On stdout goes a line for each, {"code": exit
+code, below 0 a signal, null where it took too long}; what is printed is in files of the second folder.
+
+A program never runs in this process, and a test runs in a process without the program (`peer`): its exit code is the
+verdict.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import ctypes
+import io
 import json
 import os
 import resource
+import signal
+import socket
 import struct
 import sys
+import threading
+import time
+import traceback
 import types
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from megatune.rl.rewards.code.peer import Peer
 
 # Landlock, of Linux: what a process may still open, for good and without rights of any kind. linux/landlock.h
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
-_VERSION, _PATH_BENEATH, _NO_NEW_PRIVS = 1, 1, 38
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVS, _DUMPABLE = 1, 1, 38, 4
 _READ = 1 << 2 | 1 << 3  # files, folders
 _WRITE_FILE = 1 << 1
 # Writing, and making and removing entries; then, by the version of Landlock: linking across folders, truncating.
@@ -67,64 +83,183 @@ def limit(limits: dict[str, int], user: int | None) -> None:
         os.setuid(user)
 
 
-def run(job: dict[str, Any]) -> list[object]:
-    """Run a program as the module `solution`, or as __main__ where it reads stdin; then its test, or calls of it."""
-    name = "solution" if job["test"] or job["function"] else "__main__"
-    module = types.ModuleType(name)
-    sys.modules["solution"] = sys.modules[name] = module
-    exec(compile(job["prelude"], "prelude.py", "exec"), module.__dict__)
-    exec(compile(job["program"], "program.py", "exec"), module.__dict__)
-    if "pytest" in job["test"]:
-        _run_pytest(job["test"])
-    elif job["test"]:
-        before = set(vars(module))
-        exec(compile(job["test"], "test.py", "exec"), module.__dict__)
-        for each in [each for each in vars(module) if each.startswith("test") and each not in before]:
-            if callable(vars(module)[each]):
-                vars(module)[each]()
-    if not job["function"]:
-        return []
-    owner = vars(module).get("Solution")
-    function = getattr(owner(), job["function"]) if owner is not None else vars(module)[job["function"]]
-    return [function(*arguments) for arguments in job["calls"]]
+class Runner:
+    """Runs one program.
+
+    Args:
+        job: "program", "prelude", "function".
+        folder: the program's.
+        aside: holds stdin, test.json, and gets stdout, stderr and returned.json.
+    """
+
+    def __init__(self, job: dict[str, Any], folder: str, aside: str) -> None:
+        self._job, self._folder, self._aside = job, folder, aside
+        self._names: dict[str, Any] = {}
+        exec(compile(job["prelude"], "prelude.py", "exec"), self._names)
+
+    def case(self, kind: str, seconds: float, calls: list[list[object]]) -> int | None:
+        """Run a case in processes of its own; return the exit code of the one that decides."""
+        for name in ("stdout", "stderr", "returned.json"):
+            open(os.path.join(self._aside, name), "wb").close()
+        if kind == "test":
+            ours, theirs = socket.socketpair()
+            program = _fork(lambda: self._serve(theirs, ours), self._streams)
+            theirs.close()
+            decides = _fork(lambda: self._test(ours), self._streams)
+            ours.close()
+            children = [decides, program]
+        else:
+            decides = _fork(lambda: self._read(calls) if kind == "calls" else self._run("__main__"), self._streams)
+            children = [decides]
+        return _ended(children, seconds)
+
+    def _streams(self) -> None:
+        """Give a child its own stdin, stdout and stderr, in place of the pipes to whoever asks for cases."""
+        append = os.O_WRONLY | os.O_APPEND
+        for number, (name, flags) in enumerate((("stdin", os.O_RDONLY), ("stdout", append), ("stderr", append))):
+            opened = os.open(os.path.join(self._aside, name), flags)
+            os.dup2(opened, number)
+            os.close(opened)
+        # Python's own streams are those of the pipes, and may hold what was read ahead.
+        sys.stdin, sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.FileIO(number, mode, closefd=False), encoding="utf-8", line_buffering=number == 2)
+            for number, mode in enumerate("rww")
+        )
+
+    def _run(self, name: str) -> types.ModuleType:
+        """Run the program as a module."""
+        confine(self._folder)
+        os.chdir(self._folder)
+        sys.argv[:] = ["program.py"]
+        sys.path.insert(0, self._folder)
+        module = types.ModuleType(name)
+        sys.modules["solution"] = sys.modules[name] = module
+        module.__dict__.update({key: each for key, each in self._names.items() if not key.startswith("__")})
+        exec(compile(self._job["program"], "program.py", "exec"), module.__dict__)
+        return module
+
+    def _read(self, calls: list[list[object]]) -> None:
+        """Call the function, and write what it returns."""
+        with open(os.path.join(self._aside, "returned.json"), "w", encoding="utf-8") as result:
+            try:
+                names = vars(self._run("solution"))
+                owner, name = names.get("Solution"), self._job["function"]
+                function = getattr(owner(), name) if owner is not None else names[name]
+                json.dump([function(*arguments) for arguments in calls], result, default=_plain)
+            except SystemExit as error:
+                raise RuntimeError("the program ended before its tests did") from error
+
+    def _serve(self, connection: socket.socket, other: socket.socket) -> None:
+        """Load the program, and do what its test asks."""
+        other.close()
+        peer = Peer(connection, is_test=False)
+        sys.stdout = io.StringIO()
+        builtins.input = self._names["input"] = lambda prompt="": str(peer.ask("input", 0, prompt))
+        try:
+            module = self._run("solution")
+        except BaseException as error:
+            return peer.fail(error)
+        own = {name: each for name, each in vars(module).items() if self._names.get(name) is not each}
+        # With its own `all` or `len` a program would decide what a test finds.
+        peer.export({name: each for name, each in own.items() if not hasattr(builtins, name)})
+        peer.serve()
+        return None
+
+    def _test(self, connection: socket.socket) -> None:
+        """Run the test; whatever it raises is its failure."""
+        with open(os.path.join(self._aside, "test.json"), encoding="utf-8") as file:
+            test = json.load(file)
+        os.chdir(self._aside)
+        module = types.ModuleType("solution")
+        sys.modules["solution"] = module
+        names = vars(module)
+        names.update({key: each for key, each in self._names.items() if not key.startswith("__")})
+        names.update(Peer(connection, is_test=True).imported())
+        try:
+            _run_pytest(test) if "pytest" in test else _run_functions(test, names)
+        except SystemExit as error:
+            raise RuntimeError("a test ended itself") from error
+
+
+def _fork(work: Callable[[], object], streams: Callable[[], None]) -> int:
+    """Do something in a child, in a session of its own; it ends with 0 where that went through."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        streams()
+        work()
+        code = 0
+    except SystemExit as error:  # a program that reads stdin may end so
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _ended(children: list[int], seconds: float) -> int | None:
+    """Wait for the first child, and end all with their sessions; return its exit code, None where it took too long."""
+    until, code, wait = time.monotonic() + seconds, None, 0.001
+    left = set(children)
+    while children[0] in left and time.monotonic() < until:
+        ended, status = os.waitpid(children[0], os.WNOHANG)
+        if ended:
+            left.discard(ended)
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(wait)
+            wait = min(wait * 1.5, 0.02)
+    for child in children:
+        with suppress(ProcessLookupError):  # nobody is left
+            os.killpg(child, signal.SIGKILL)
+    for child in left:
+        os.waitpid(child, 0)
+    return code
+
+
+def _run_functions(test: str, names: dict[str, Any]) -> None:
+    """Run a test, and the functions that it defines whose names start with "test"."""
+    before = set(names)
+    exec(compile(test, "test.py", "exec"), names)
+    for each in [each for each in names if each.startswith("test") and each not in before]:
+        if callable(names[each]):
+            names[each]()
 
 
 def _run_pytest(test: str) -> None:
     import pytest
 
     with open("test_program.py", "w", encoding="utf-8") as file:
-        file.write(f"import solution as _solution\nglobals().update(vars(_solution))\n{test}\n")
+        names = "{name: each for name, each in vars(_solution).items() if not name.lower().startswith('test')}"
+        file.write(f"import solution as _solution\nglobals().update({names})\n{test}\n")
     if code := pytest.main(["-x", "-q", "-p", "no:cacheprovider", "test_program.py"]):
         raise AssertionError(f"pytest ends with {code}")
 
 
-def main() -> None:
-    folder, channel = sys.argv[1], int(sys.argv[2])
-    place = os.path.join(folder, "job.json")
-    with open(place, encoding="utf-8") as file:
-        job = json.load(file)
-    os.unlink(place)
-    os.chdir(folder)
+def main(folder: str, aside: str) -> None:
+    """Run the cases of one program."""
+    job = json.loads(sys.stdin.readline())
     limit(job["limits"], job["user"])
-    confine(folder)
+    ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)  # no program reads the memory of this process, or its files
     sys.setrecursionlimit(100_000)
-    sys.argv[:] = ["program.py"]
-    sys.path.insert(0, folder)
-    nonce = job.pop("nonce")
-    try:
-        returned = run(job)
-    except SystemExit as error:
-        if job["test"] or job["function"] or error.code:  # only a program that reads stdin may end so
-            raise
-        returned = []
-    sys.stdout.flush()
-    with os.fdopen(channel, "w", encoding="utf-8") as result:
-        json.dump({"nonce": nonce, "returned": returned}, result, default=_plain)
+    runner = Runner(job, folder, aside)
+    for line in sys.stdin:
+        case = json.loads(line)
+        print(json.dumps({"code": runner.case(case["kind"], case["seconds"], case["calls"])}), flush=True)
 
 
 def _plain(value: Any) -> object:
     return list(value) if isinstance(value, set | frozenset) or hasattr(value, "popleft") else str(value)
-
-
-if __name__ == "__main__":
-    main()

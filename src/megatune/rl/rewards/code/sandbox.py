@@ -1,4 +1,4 @@
-"""Runs a program in a process of its own: limits, a session, no network, no other processes to see.
+"""Runs a program in processes of its own: limits, a session, no network, no other processes to see.
 
 This is no boundary against a program that means harm; docs/rl-rewards.md says what it does not protect from.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,12 @@ import psutil
 from megatune.rl.rewards.answer import RewardError
 from megatune.rl.rewards.code.runner import landlock_version
 
-RUNNER = Path(__file__).with_name("runner.py")
+PACKAGES = Path(__file__).parents[4]  # the folder that this project's package is in
+_MAIN = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from megatune.rl.rewards.code.runner import main; "
+    "del sys.path[0]; main(*sys.argv[2:])"
+)
+START_SECONDS = 20.0  # that an interpreter may take
 NOBODY = 65534
 OUTPUT_BYTES = 1 << 24  # of stdout, of stderr, and of any file
 MEMORY_BYTES = 2 << 30
@@ -41,27 +46,23 @@ PRELUDE = f"{_STARS}\nimport {', '.join(_MODULES)}, os, time\n"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, and what is done with it.
+    """A program.
 
     Attributes:
-        test: run after the program, in its module, with all functions whose names start with "test"; by pytest where it
-            mentions pytest.
-        function: instead: called with each of `calls`; a method where the program defines a class Solution.
+        function: that cases call; a method where the program defines a class Solution.
     """
 
     program: str
     prelude: str = PRELUDE
-    test: str = ""
     function: str = ""
-    calls: Sequence[Sequence[object]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended.
+    """How a case ended.
 
     Attributes:
-        passed: it went through, with its test or calls.
+        passed: the program went through, or its test did.
         failure: "" where it did; else the last line of its error, or what ended it.
         returned: by each call.
     """
@@ -73,7 +74,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Walls:
+class Isolation:
     """What keeps a program from the rest of the machine.
 
     Attributes:
@@ -87,70 +88,113 @@ class Walls:
     text: str = ""
 
 
-def run_program(job: Job, stdin: str = "", seconds: float = 20.0, walls: Walls | None = None) -> Outcome:
-    """Run a program for at most `seconds` (of wall time, and of CPU time).
+class Sandbox(AbstractContextManager["Sandbox"]):
+    """One program, run on cases one after the other: an interpreter is started once, and forked for each.
+
+    Args:
+        seconds: of CPU time that a process may take.
 
     Raises:
-        RewardError: it cannot be started here.
+        RewardError: programs cannot be started here.
     """
-    walls = walls or best_walls()
-    limits = {"CPU": int(seconds) + 1, "AS": MEMORY_BYTES, "FSIZE": OUTPUT_BYTES, **LIMITS}
-    nonce = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="megatune-code-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        written = {**asdict(job), "limits": limits, "user": walls.user, "nonce": nonce}
-        (folder / "job.json").write_text(json.dumps(written), encoding="utf-8")
-        if walls.user is not None:
-            for path in (folder, folder / "job.json"):
-                os.chown(path, walls.user, walls.user)
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            given.write(stdin.encode(errors="replace"))
-            given.seek(0)
-            result, code = _wait(walls, folder, (given, out, errors), seconds)
-            stdout, stderr = _tail(out, OUTPUT_BYTES), _tail(errors, ERROR_BYTES)
-    if result.get("nonce") == nonce:
-        return Outcome(True, "", stdout, tuple(result["returned"]))
-    return Outcome(False, _failure(code, stderr, seconds), stdout)
 
+    def __init__(self, job: Job, isolation: Isolation | None = None, seconds: float = 20.0) -> None:
+        self._isolation = isolation or best_isolation()
+        with ExitStack() as stack:
+            new = partial(tempfile.TemporaryDirectory, prefix="megatune-code-", ignore_cleanup_errors=True)
+            self._folder, self._aside = (Path(stack.enter_context(new())) for _ in range(2))
+            for name in ("stdin", "stdout", "stderr", "returned.json"):
+                (self._aside / name).touch()
+            limits = {"CPU": int(seconds) + 1, "AS": MEMORY_BYTES, "FSIZE": OUTPUT_BYTES, **LIMITS}
+            user = self._isolation.user
+            if user is not None:
+                for path in (self._folder, self._aside, *self._aside.iterdir()):
+                    os.chown(path, user, user)
+            self._process = self._start()
+            stack.callback(self._end)
+            self._send({**asdict(job), "limits": limits, "user": user})
+            self._stack = stack.pop_all()
 
-def _wait(walls: Walls, folder: Path, files: tuple[Any, Any, Any], seconds: float) -> tuple[dict[str, Any], int | None]:
-    """Run the runner to its end; return what it says, and its exit code, None where it took too long."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-    }
-    given, out, errors = files
-    with tempfile.TemporaryFile() as channel:
-        python = [sys.executable, "-I", "-B", str(RUNNER), str(folder), str(channel.fileno())]
-        try:
-            process = subprocess.Popen(
-                [*walls.prefix, *python],
-                stdin=given,
-                stdout=out,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-                pass_fds=[channel.fileno()],
-            )
-        except OSError as error:
-            raise RewardError(f"a program cannot be started: {error}") from error
-        code: int | None = None
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(seconds)
-        with suppress(ProcessLookupError):  # also what it left running in its session
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if "--pid" not in walls.prefix:
-            _end_left(str(folder))
-        channel.seek(0)
-        try:
-            said = json.loads(channel.read(OUTPUT_BYTES) or b"{}")
-        except (ValueError, RecursionError):
-            said = {}
-    return (said if isinstance(said, dict) and code == 0 else {}), code
+    def test(self, test: str, seconds: float) -> Outcome:
+        """Run a test of the program: code that raises where the program is wrong, with all of its functions whose names
+        start with "test"; by pytest where it mentions pytest."""
+        (self._aside / "test.json").write_text(json.dumps(test), encoding="utf-8")
+        return self._case("test", "", seconds)
+
+    def read(self, stdin: str, seconds: float) -> Outcome:
+        """Run the program as it is, with an input."""
+        return self._case("stdin", stdin, seconds)
+
+    def call(self, calls: Sequence[Sequence[object]], seconds: float) -> Outcome:
+        """Call the program's function with each of these arguments."""
+        return self._case("calls", "", seconds, calls)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _case(self, kind: str, stdin: str, seconds: float, calls: Sequence[Sequence[object]] = ()) -> Outcome:
+        (self._aside / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        self._send({"kind": kind, "seconds": seconds, "calls": calls})
+        code = self._answer(seconds + START_SECONDS)
+        stdout = _tail(self._aside / "stdout", OUTPUT_BYTES)
+        returned = None
+        if kind == "calls" and code == 0:
+            with suppress(ValueError, RecursionError):
+                returned = json.loads(_tail(self._aside / "returned.json", OUTPUT_BYTES))
+        if code == 0 and (kind != "calls" or isinstance(returned, list)):
+            return Outcome(True, "", stdout, tuple(returned or ()))
+        return Outcome(False, _failure(code, _tail(self._aside / "stderr", ERROR_BYTES), seconds), stdout)
+
+    def _answer(self, seconds: float) -> int | None:
+        """Return the exit code that the runner tells; it may have been ended by a program."""
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            return None
+        line = self._process.stdout.readline()
+        code: int | None = json.loads(line)["code"] if line else 1
+        return code
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self._folder),
+            "TMPDIR": str(self._folder),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+        }
+        python = [sys.executable, "-I", "-B", "-c", _MAIN, str(PACKAGES), str(self._folder), str(self._aside)]
+        pipe = subprocess.PIPE
+        with (self._aside / "stderr").open("ab") as errors:
+            try:
+                return subprocess.Popen(
+                    [*self._isolation.prefix, *python],
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=errors,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RewardError(f"a program cannot be started: {error}") from error
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `_answer` finds that it has ended
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        if "--pid" not in self._isolation.prefix:
+            _end_left(str(self._folder))
 
 
 def _end_left(folder: str) -> None:
@@ -161,11 +205,11 @@ def _end_left(folder: str) -> None:
                 process.kill()
 
 
-def _tail(file: Any, size: int) -> str:
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - size))
-    text: str = file.read().decode(errors="replace")
-    return text
+def _tail(path: Path, size: int) -> str:
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - size))
+        return file.read().decode(errors="replace")
 
 
 def _failure(code: int | None, stderr: str, seconds: float) -> str:
@@ -178,8 +222,8 @@ def _failure(code: int | None, stderr: str, seconds: float) -> str:
 
 
 @lru_cache(maxsize=1)
-def best_walls() -> Walls:
-    """Return the strongest walls that work on this machine: it is tried once.
+def best_isolation() -> Isolation:
+    """Return the strongest isolation that work on this machine: it is tried once.
 
     `unshare` gives a network without any device and its own process numbers, whose end ends every process in it. Root
     runs a program as nobody; others in a user namespace, in which the program keeps their own rights to files. Landlock
@@ -190,13 +234,14 @@ def best_walls() -> Walls:
     if shutil.which("unshare"):
         own = ("--pid", "--fork", "--kill-child", "--mount-proc")
         tries = [
-            Walls(("unshare", "--map-root-user", "--net", *own), None, f"no network, its own processes, {files}"),
-            Walls(("unshare", "--map-root-user", "--net"), None, f"no network, {files}"),
+            Isolation(("unshare", "--map-root-user", "--net", *own), None, f"no network, its own processes, {files}"),
+            Isolation(("unshare", "--map-root-user", "--net"), None, f"no network, {files}"),
         ]
         if os.geteuid() == 0:
             text = f"no network, its own processes, {files}, as nobody"
-            tries.insert(0, Walls(("unshare", "--net", *own), NOBODY, text))
-    for walls in tries:
-        if run_program(Job("print(6 * 7)"), seconds=20.0, walls=walls).stdout == "42\n":
-            return walls
-    return Walls(text=f"limits of its own process, {files}; it may have the network")
+            tries.insert(0, Isolation(("unshare", "--net", *own), NOBODY, text))
+    for isolation in tries:
+        with Sandbox(Job("print(6 * 7)"), isolation) as sandbox:
+            if sandbox.read("", START_SECONDS).stdout == "42\n":
+                return isolation
+    return Isolation(text=f"limits of its own process, {files}; it may have the network")

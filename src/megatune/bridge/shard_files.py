@@ -1,0 +1,155 @@
+"""What ranks hold of optimizer state, or of gradients, as safetensors files: every rank writes its own boxes.
+
+Nothing is gathered. Boxes are named after the Hugging Face tensors that they are part of (see `part_name`), so that any
+layout reads exactly what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.bridge.file_set import united
+from megatune.bridge.file_stream import SmallFile, TensorFile, WrittenFile, flat_pieces
+from megatune.bridge.parameters import LocalParameter, holders_of
+from megatune.bridge.safetensors_files import TensorEntry, index_of, part_name
+from megatune.engine import groups
+from megatune.engine.groups import RankCoordinates
+from megatune.engine.optimizer import MainShard
+from megatune.families.table import Box, Row, rows_of
+from megatune.families.weights import TensorLayout
+
+# Below this many elements a parameter's copies are not cut: one of the ranks that hold them writes all of it.
+_SMALL = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A box that this rank writes.
+
+    Attributes:
+        row: of the table.
+        parts: elements start..stop of `values`, which follow each other in the box.
+        values: what the rank holds of the parameter, flattened.
+    """
+
+    kind: str
+    row: Row
+    parts: Sequence[tuple[int, int]]
+    values: Tensor
+
+    @property
+    def tensor(self) -> TensorEntry:
+        name, shape, box = self.row.name, self.row.shape, self.row.box
+        in_file = f"{self.kind}/{part_name(name, shape, box)}"
+        whole = box.numel == torch.Size(shape).numel()
+        return TensorEntry(in_file, shape if whole else box.shape, torch.float32)
+
+
+class ShardFiles:
+    """Files of tensors of which this rank holds the elements of its shards, as fp32; made by all ranks together.
+
+    Args:
+        stem: of the files' names, with their folder.
+        kinds: of the tensors, by which their names begin.
+        tensors: of each parameter, each kind's elements of its shard.
+    """
+
+    def __init__(
+        self,
+        stem: str,
+        kinds: Sequence[str],
+        parameters: Sequence[LocalParameter],
+        shards: Mapping[Tensor, MainShard],
+        tensors: Mapping[Tensor, Mapping[str, Tensor]],
+        architecture: Architecture,
+        place: RankCoordinates,
+    ) -> None:
+        self._stem, self._place = stem, place
+        trained = [local for local in parameters if local.parameter.requires_grad]
+
+        def is_whole(local: LocalParameter) -> bool:
+            shard = shards.get(local.parameter)
+            return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
+
+        # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
+        is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
+        mine = [
+            (local, shards[local.parameter], own_share(local, shards[local.parameter], place, is_split))
+            for local in trained
+            if local.parameter in shards and not local.is_copy
+        ]
+        self._entries = [
+            _Entry(kind, row, parts, tensors[local.parameter][kind])
+            for kind in kinds
+            for local, shard, (start, stop) in mine
+            for row, parts in _joined(local, architecture, start, stop, shard.start)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that this rank writes."""
+        return sum(entry.tensor.num_bytes for entry in self._entries)
+
+    def files(self) -> Iterator[WrittenFile]:
+        """Yield this rank's file and, on rank 0, the index; collective over all ranks."""
+        writers = [rank for rank, count in enumerate(groups.gather(len(self._entries))) if count] or [0]
+        places: dict[str, tuple[str, int]] = {}
+        if self._place.rank in writers:
+            number, total = writers.index(self._place.rank) + 1, len(writers)
+            name = f"{self._stem}-{number:05d}-of-{total:05d}" if total > 1 else self._stem
+            entries = [entry.tensor for entry in self._entries]
+            places = {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
+            yield TensorFile(f"{name}.safetensors", entries, self._tensors())
+        found = index_of(self._stem, united(places))
+        if self._place.rank == 0 and found is not None:
+            yield SmallFile(*found)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for entry in self._entries:
+            for start, stop in entry.parts:
+                yield from flat_pieces(entry.values[start:stop], torch.float32)
+
+
+def own_share(local: LocalParameter, shard: MainShard, place: RankCoordinates, is_split: bool) -> tuple[int, int]:
+    """Return which elements of its shard a rank writes: ranks that hold the same ones have a share each."""
+    holders = holders_of(place, experts=local.weight.per_expert)
+    copies, copy = (1, 0) if is_split else (holders.replicas.size(), holders.replicas.rank())
+    if local.weight.layout is TensorLayout.REPLICATED:
+        copies, copy = copies * holders.slices.size(), copy * holders.slices.size() + holders.slices.rank()
+    return share_of(shard.start, shard.stop, copies, copy, local.layer)
+
+
+def share_of(start: int, stop: int, copies: int, copy: int, turn: int) -> tuple[int, int]:
+    """Return the part of elements start..stop for one of several copies; a few elements are one copy's, in turn."""
+    length = stop - start
+    if length <= _SMALL:
+        return (start, stop) if turn % copies == copy else (start, start)
+    return start + length * copy // copies, start + length * (copy + 1) // copies
+
+
+def _joined(
+    local: LocalParameter, architecture: Architecture, start: int, stop: int, first: int
+) -> Iterator[tuple[Row, list[tuple[int, int]]]]:
+    """Yield the rows of the table of elements start..stop, those that are next to each other in a Hugging Face tensor
+    joined, each with its elements counted from `first`: queries, keys and values lie between each other."""
+    open_rows: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
+    for row in rows_of(local.weight, architecture, local.slice, local.layer, start, stop):
+        part = (row.start - first, row.start - first + row.box.numel)
+        if (before := open_rows.get(row.name)) is not None and (box := _below(before[0].box, row.box)) is not None:
+            open_rows[row.name] = before[0]._replace(box=box), [*before[1], part]
+            continue
+        if before is not None:
+            yield before
+        open_rows[row.name] = row, [part]
+    yield from open_rows.values()
+
+
+def _below(box: Box, other: Box) -> Box | None:
+    """Return the box of two, the other one directly below the first; None where it is not."""
+    is_below = (box.last, box.left, box.right) == (other.first, other.left, other.right)
+    return box._replace(last=other.last) if is_below else None

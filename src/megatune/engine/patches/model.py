@@ -1,0 +1,150 @@
+"""Patches that a model needs: recomputation, linear layers, SwiGLU of shared experts, and names that are missing."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.tensor_parallel import layers, random
+from torch import Tensor
+
+from megatune.engine.layers.feed_forward import fused_swiglu
+from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+from megatune.engine.patches import Patch
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_MOE = "megatron.core.transformer.moe"
+
+RECOMPUTATION = Patch(
+    "megatron.core.tensor_parallel",
+    ("checkpoint",),
+    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none; see engine/frozen.py.",
+    {
+        f"{_RANDOM}:checkpoint": {"0.16": "7d8516d00a8f", "0.17": "67b338de8dcb", "0.18": "1d01f0636666"},
+        f"{_RANDOM}:CheckpointFunction": {"0.16": "933a088081ce", "0.17": "1ff4e363bb98"},
+    },
+)
+FP8 = Patch(
+    _RANDOM,
+    ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast"),
+    "The recomputation of single modules uses them in fp8 or not; without Transformer Engine they are missing.",
+    {
+        f"{_RANDOM}:CheckpointWithoutOutput": {"0.16": "59c4aa8a5a42", "0.17": "5209ac7cdee4"},
+        f"{_RANDOM}:CheckpointWithoutOutputFunction": {"0.16": "4702b39ed537", "0.17": "65badb36f491"},
+    },
+)
+ROUTER = Patch(
+    f"{_MOE}.moe_utils",
+    ("te_general_gemm",),
+    "The router's product asks whether it is None; without Transformer Engine the name is missing.",
+    {f"{_MOE}.moe_utils:RouterGatingLinearFunction": {"0.16": "32a20173b5a1"}},
+)
+LINEAR = Patch(
+    _LAYERS,
+    (
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        "fused_weight_gradient_mlp_cuda",
+        "_grad_accum_fusion_available",
+    ),
+    "The fusion of gradient accumulation asks for Apex, and announces gradients by tensors as large as weights.",
+    {
+        f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": {
+            "0.16": "b670145d8e1e",
+            "0.18": "e9f087cebfb6",
+            "0.19": "6143fe8d2e29",
+        },
+        f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce": {
+            "0.16": "212ab88edb75",
+            "0.17": "19ae30281128",
+            "0.19": "89f27eb775d1",
+        },
+        f"{_LAYERS}:ColumnParallelLinear.__init__": {
+            "0.16": "7c3a8e3b79e9",
+            "0.18": "3eac12b2da87",
+            "0.19": "978921ec421d",
+        },
+    },
+)
+SWIGLU = Patch(
+    f"{_MOE}.shared_experts",
+    ("bias_swiglu_impl",),
+    "The fusion, called where shared experts overlap with the dispatch of tokens, rounds seven times where it is not"
+    " compiled; ours twice. See engine/layers/feed_forward.py.",
+    {
+        "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl": {"0.16": "a1876cdd0071"},
+        f"{_MOE}.shared_experts:SharedExpertMLP.linear_fc1_forward_and_act": {
+            "0.16": "28477cef9761",
+            "0.17": "b82b598943c7",
+            "0.18": "6f2f50c9515f",
+        },
+    },
+)
+PATCHES = (RECOMPUTATION, FP8, ROUTER, LINEAR, SWIGLU)
+
+
+def define_missing_names() -> None:
+    """Define names that come with Transformer Engine."""
+    FP8.define(
+        FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+        activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
+        fp8_autocast=lambda **unused: contextlib.nullcontext(),
+    )
+    ROUTER.define(te_general_gemm=None)
+
+
+def install(*, swiglu: bool, weight_gradients: bool) -> None:
+    """Patch what the next model is built of, and what its layers call.
+
+    Args:
+        swiglu: bias_activation_fusion of shared experts.
+        weight_gradients: gradient_accumulation_fusion.
+    """
+    RECOMPUTATION.set(checkpoint=_checkpoint)
+    define_missing_names()
+    if swiglu:
+        SWIGLU.set(bias_swiglu_impl=_bias_swiglu)
+    if weight_gradients:
+        LINEAR.set(
+            LinearWithGradAccumulationAndAsyncCommunication=_Linear,
+            fused_weight_gradient_mlp_cuda=_APEX,
+            _grad_accum_fusion_available=True,
+        )
+
+
+def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
+    if any(isinstance(each, Tensor) and each.requires_grad for each in args):
+        return random.checkpoint(function, distribute_saved_activations, *args)
+    return function(*args)
+
+
+def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:
+    """Take the arguments of Megatron-Core's bias_swiglu_impl; the rest of them is about fp8 and offloading."""
+    return fused_swiglu(gate_up if bias is None else gate_up + bias)
+
+
+_StockLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+
+class _Linear(_StockLinear):  # type: ignore[misc]
+    """Megatron-Core's linear layer, which itself announces gradients by tensors of its own as large as the weights."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.gradient_accumulation_fusion:
+            return _StockLinear.backward(ctx, grad_output)  # type: ignore[no-any-return]
+        _, weight = ctx.saved_tensors
+        # Without this attribute Megatron-Core makes no tensor of its own.
+        del weight.grad_added_to_main_grad
+        grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
+        return grad_input, announced_gradient(weight), *others
+
+
+def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Take Apex's order of arguments; see `add_weight_gradient`."""
+    add_weight_gradient(main_grad, grad_output, input)
+
+
+# Apex's extension has one function for fp32 gradients and one for 16-bit ones; here the dtypes decide.
+_APEX = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)

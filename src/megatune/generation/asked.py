@@ -1,0 +1,95 @@
+"""What a command line that writes text asks for: the model, how it writes and what computes, found good."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from megatune.config.options import Given
+from megatune.errors import Finding
+from megatune.generation.adapters import AdaptedModel
+from megatune.generation.opening import model_or_adapters, system_message
+from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
+
+_VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
+
+
+class Asked(NamedTuple):
+    """What the options say.
+
+    Attributes:
+        name: of the model, as it was given.
+        vllm: vLLM's arguments; None for Transformers.
+    """
+
+    name: str
+    options: GenerationOptions
+    adapted: AdaptedModel
+    vllm: dict[str, Any] | None
+
+
+def checked(
+    given: Given[Any],
+    more: Iterable[Finding] = (),
+    pictures: Iterable[tuple[str, str]] = (),
+    *,
+    brings_pictures: bool = False,
+) -> Asked:
+    """Check the options before the seconds that loading takes.
+
+    Args:
+        more: what else is wrong.
+        pictures: kind and file of images and videos of the first message.
+        brings_pictures: whether what is asked later may have images and videos of its own.
+
+    Raises:
+        MegatuneError: (SETTINGS) options; (INPUT) an adapter, a picture or a file of the system message that is
+            missing; (UNAVAILABLE) a backend that is not installed.
+    """
+    options = given.options
+    model, base = model_of(given)
+    given.stop([*model_findings(given, model), *_backend_findings(options), *more])
+    for line in given.lines:
+        print(line, file=sys.stderr)
+    values = {name: getattr(options, name) for name in GenerationOptions.model_fields if hasattr(options, name)}
+    values |= {"system": system_message(options.system), "pictures": tuple(PictureFile(*each) for each in pictures)}  # type: ignore[arg-type]
+    generation = GenerationOptions(**values)
+    check_options(generation, brings_pictures=brings_pictures)
+    name, adapted = model_or_adapters(model, base, options.adapters)
+    if options.infer_backend != "vllm":
+        return Asked(name, generation, adapted, None)
+    from megatune.generation.vllm_backend import check_vllm
+
+    check_vllm(generation, adapted.adapters)
+    vllm = {each: value for each in _VLLM if (value := getattr(options, f"vllm_{each}")) is not None}
+    return Asked(name, generation, adapted, vllm)
+
+
+def model_of(given: Given[Any]) -> tuple[str | None, str | None]:
+    """Return the model, and the base of one that is an adapter; a file's model_name_or_path is the model."""
+    options = given.options
+    model, base = next(iter(given.words), options.model), options.model_name_or_path
+    if model is None and base is not None and (not options.adapters or given.origin("model_name_or_path") != "flag"):
+        return base, None
+    return model, base
+
+
+def model_findings(given: Given[Any], model: str | None) -> Iterator[Finding]:
+    """Yield what is wrong with how the model is named."""
+    if given.words and given.options.model is not None:
+        why = f"MODEL is {given.words[0]} already"
+        yield Finding("names the model a second time", "--model", why, "leave one of them out")
+    if model is None and not given.options.adapters and not given.findings:
+        fix = f"{given.program} MODEL; in a file, model_name_or_path: FOLDER, or the id of a model on a hub"
+        yield Finding("model_name_or_path is missing", given.program, fix=fix)
+
+
+def _backend_findings(options: BackendOptions) -> list[Finding]:
+    name = options.infer_backend
+    if name not in ("transformers", "vllm"):
+        what = f"{name} is not supported" if name in ("sglang", "lmdeploy") else f"{name!r} is unknown"
+        return [Finding(what, "--infer_backend", fix="transformers, or vllm where it is installed")]
+    given = [each for each in _VLLM if getattr(options, f"vllm_{each}") is not None and name != "vllm"]
+    why = "vLLM is not the backend"
+    return [Finding("has no effect", f"--vllm_{each}", why, "add --infer_backend vllm") for each in given]

@@ -1,0 +1,213 @@
+"""One table of changes of settings that save memory or time, and one of what a run that fits is warned of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatune.config.settings import Settings
+from megatune.plan.case import Case
+from megatune.plan.changes.variation import MICRO_BATCH, Changes, setting_of, smaller_micro_batch
+from megatune.plan.estimate import Estimate
+from megatune.plan.pages.words import percent, seconds, size
+
+# Kernels that do in one pass over memory what others do in several: results differ in the last bits at most.
+FREE: Changes = {
+    "performance.bias_activation_fusion": True,
+    "performance.apply_rope_fusion": True,
+    "performance.cross_entropy_loss_fusion": True,
+    "performance.rms_norm_fusion": True,
+    "performance.gradient_accumulation_fusion": True,
+    "experts.moe_grouped_gemm": True,
+}
+_GRADIENTS: Changes = {"precision.accumulate_allreduce_grads_in_fp32": False}
+_AVERAGES: Changes = {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
+# What is faster or smaller and rounds more, by its name.
+LOSSY: Mapping[str, Changes] = {
+    "gradients in bf16": _GRADIENTS,
+    "gradients and Adam's averages in bf16": {**_GRADIENTS, **_AVERAGES},
+}
+# Changes of what is computed, not only of how.
+CHANGES_NUMBERS = {"data.cutoff_len", *_AVERAGES, "precision.bf16", "finetuning.finetuning_type"}
+
+_TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+_CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
+_SEQUENCE, _VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_model_parallel_size"
+_METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")
+_FULL: Changes = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
+_NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
+_SHORTEST = 512  # tokens of a row that is worth training on
+
+
+def changes_of(case: Case) -> Iterator[tuple[str, Changes]]:
+    """Yield what may save "memory", "time" or "memory, time"; {} for what is no change."""
+    settings, parallel, recompute = case.settings, case.settings.parallel, case.settings.recompute
+    tp, pp, cp = (setting_of(settings, path) for path in (_TP, _PP, _CP))
+    moe, on_gpu = case.model.architecture.moe, not case.machine.device.on_cpu
+    yield "memory, time", smaller_micro_batch(case)
+    yield "memory", {MICRO_BATCH: 1}
+    yield "time", {MICRO_BATCH: 2 * case.micro_batch_size}
+    yield "memory, time", {"performance.cross_entropy_loss_fusion": True}
+    yield "memory, time", {_SEQUENCE: True} if tp > 1 else {}
+    yield "memory", {"parallel.use_distributed_optimizer": True} if case.shard_size > 1 else {}
+    yield "time", overlaps(case)
+    if recompute.recompute_granularity != "full":
+        modules = set(recompute.recompute_modules if recompute.recompute_granularity else ())
+        for each in _selective(case):
+            yield "memory", each if set(each["recompute.recompute_modules"]) - modules else {}
+        yield "memory", _FULL
+    yield from (("time", changes) for changes in less_recompute(case))
+    for larger in (2, 4):
+        yield "memory", {_TP: larger * tp, _SEQUENCE: True} if larger * tp <= case.machine.gpus_per_node else {}
+        yield "memory", {_PP: larger * pp}
+        yield "time", {_VIRTUAL: larger} if pp > 1 else {}
+    yield "memory", {_CP: 2 * cp} if case.sequence_length >= 4096 * 2 * cp else {}
+    yield "memory", {_EP: 2 * parallel.expert_model_parallel_size} if moe is not None else {}
+    for path, now in ((_TP, tp), (_PP, pp), (_CP, cp)):
+        yield "time", {path: now // 2} if now > 1 else {}
+    yield "time", {_TP: tp // 2, _SEQUENCE: tp > 2} if tp > 1 else {}
+    yield "time", {"experts.moe_grouped_gemm": True} if moe is not None else {}
+    yield "time", {"precision.bf16": True} if on_gpu and settings.precision.params_dtype == "float32" else {}
+    yield "memory" if on_gpu else "", {"optimizer.optimizer_cpu_offload": True}
+    yield "time", {"optimizer.optimizer_cpu_offload": False}
+    yield "memory", _AVERAGES
+    longest = min(settings.data.cutoff_len, case.sequence_length)
+    yield "memory", {"data.cutoff_len": longest // 2} if longest >= 1024 else {}
+
+
+def smaller_runs(settings: Settings) -> tuple[list[Changes], ...]:
+    """Return what needs less memory, to be searched for where no layout fits: of each kind the first one that does."""
+    cutoff = settings.data.cutoff_len
+    shorter = [cutoff // 2**power for power in range(1, cutoff.bit_length()) if cutoff // 2**power >= _SHORTEST]
+    return (
+        [{"optimizer.optimizer_cpu_offload": True}],
+        [{"finetuning.finetuning_type": "lora"}],
+        [{"data.cutoff_len": length} for length in shorter],
+    )
+
+
+def overlaps(case: Case) -> Changes:
+    gather = {"parallel.overlap_param_gather": True} if case.settings.parallel.use_distributed_optimizer else {}
+    return {"parallel.overlap_grad_reduce": True, **gather} if case.shard_size > 1 else {}
+
+
+def _selective(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield modules to recompute, the cheapest first."""
+    moe = case.model.architecture.moe
+    feed_forward = ["mlp"] if moe is None else ["moe"] if all(moe.layers) else ["mlp", "moe"]
+    for modules in (["core_attn"], ["layernorm"], ["layernorm", *feed_forward]):
+        yield {"recompute.recompute_granularity": "selective", "recompute.recompute_modules": modules}
+
+
+def less_recompute(case: Case) -> Iterator[Changes]:
+    """Yield no recomputation, and cheaper kinds than full."""
+    recompute = case.settings.recompute
+    if recompute.recompute_granularity or recompute.moe_layer_recompute:
+        yield _NO_RECOMPUTE
+    if recompute.recompute_granularity == "full":
+        yield from ({**_NO_RECOMPUTE, **each} for each in _selective(case))
+
+
+# --- what a run that fits is warned of --------------------------------------------------------------------------------
+
+_TIME, _MEMORY = 0.05, 0.01  # a warning is worth this share of a step's time, or of the device's memory
+_BUBBLE, _STATE = 0.15, 0.1  # of a step; of the device's memory
+
+
+class Advice(NamedTuple):
+    """What is warned of, with the fastest change that gains enough and fits with something to spare.
+
+    Attributes:
+        why: the sentence, in the user's dialect; "" where there is nothing to warn of.
+        changes: yields what would help.
+        gain: the least share of a step's time.
+        saving: or the least share of the device's memory.
+        otherwise: what is said after the sentence where nothing gains as much; None for no warning.
+        more_rows: more rows in a step are offered then.
+    """
+
+    why: Callable[[Estimate], str]
+    changes: Callable[[Case], Iterable[Changes]]
+    gain: float = _TIME
+    saving: float = math.inf
+    otherwise: Callable[[Estimate], str] | None = None
+    more_rows: bool = False
+
+
+def _in_fp32(planned: Estimate) -> str:
+    return "this run computes in fp32" if planned.case.settings.precision.params_dtype == "float32" else ""
+
+
+def _across_machines(planned: Estimate) -> str:
+    case, time = planned.case, planned.time
+    tp, inside = case.settings.parallel.tensor_model_parallel_size, case.machine.gpus_per_node
+    if tp == 1 or case.world_size <= inside or inside % tp == 0 or time.tensor_parallel < _TIME * time.total:
+        return ""
+    waits = f"its communication waits for the network, {seconds(time.tensor_parallel)} of {seconds(time.total)} a step"
+    return f"`tensor_model_parallel_size {tp}` goes across machines of {inside}: {waits}"
+
+
+def _inside_machines(case: Case) -> Iterator[Changes]:
+    tp, pp, inside = setting_of(case.settings, _TP), setting_of(case.settings, _PP), case.machine.gpus_per_node
+    for smaller in range(inside, 0, -1):
+        if inside % smaller == 0 and tp % smaller == 0:
+            yield {_TP: smaller, _PP: pp * tp // smaller, _SEQUENCE: smaller > 1}
+
+
+def _whole_activations(planned: Estimate) -> str:
+    parallel = planned.case.settings.parallel
+    kept = "tensor parallelism without sequence parallelism keeps whole what could be split"
+    return "" if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel else kept
+
+
+def _waiting_stages(planned: Estimate) -> str:
+    count, share = planned.case.num_micro_batches, planned.time.pipeline / planned.time.total
+    stages = planned.case.settings.parallel.pipeline_model_parallel_size
+    few = f"{count} micro-batches for {stages} stages" if count < stages else f"{stages} stages"
+    return f"{few} wait for each other {percent(share)} of a step" if stages > 1 and share >= _BUBBLE else ""
+
+
+def _fewer_bubbles(case: Case) -> Iterator[Changes]:
+    yield smaller_micro_batch(case)
+    if case.settings.parallel.virtual_stages is None:
+        yield from ({_VIRTUAL: stages} for stages in (2, 3, 4))
+
+
+def _whole_optimizer(planned: Estimate) -> str:
+    case, stage = planned.case, planned.fullest
+    whole = stage.master_weights + stage.optimizer_state
+    if case.shard_size > 1 or case.world_size == 1 or whole < _STATE * case.machine.device.memory:
+        return ""
+    one = "there is one replica of the model, so each rank keeps its optimizer's state whole"
+    return f"{one}, {size(whole)}; two would share it"
+
+
+def _two_replicas(case: Case) -> Iterator[Changes]:
+    sizes = {path: setting_of(case.settings, path) for path in (_TP, _PP)}
+    yield from ({path: size // 2} for path, size in sizes.items() if size % 2 == 0)
+
+
+def _recomputes(planned: Estimate) -> str:
+    return "not all recomputation is needed" if [*less_recompute(planned.case)] else ""
+
+
+def _exchanges_alone(planned: Estimate) -> str:
+    return "gradient reduction is not overlapped with compute" if overlaps(planned.case) else ""
+
+
+ACROSS_MACHINES = Advice(
+    _across_machines,
+    _inside_machines,
+    gain=1e-9,
+    otherwise=lambda planned: f"sizes that divide {planned.case.machine.gpus_per_node} stay inside",
+)
+ADVICE = (
+    Advice(_in_fp32, lambda case: [{"precision.bf16": True}]),
+    ACROSS_MACHINES,
+    Advice(_whole_activations, lambda case: [{_SEQUENCE: True}], saving=_MEMORY),
+    Advice(_waiting_stages, _fewer_bubbles, more_rows=True),
+    Advice(_whole_optimizer, _two_replicas),
+    Advice(_recomputes, less_recompute),
+    Advice(_exchanges_alone, lambda case: [overlaps(case)]),
+)

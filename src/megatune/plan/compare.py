@@ -1,0 +1,177 @@
+"""One run on several kinds of GPUs: where it fits, how long it takes there, and what that costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.catalogue import device_names, find_machine
+from megatune.plan.estimate import Estimate
+from megatune.plan.pages.page import Page, words_page
+from megatune.plan.pages.tables import wrapped
+from megatune.plan.pages.words import amount, bytes_unit, columns, count, duration, layout_words, seconds
+from megatune.plan.question import Question
+from megatune.plan.search import is_tight, search
+
+ANY = "any"
+
+
+def kinds_of(gpu: str | None, devices_file: str | None) -> list[str]:
+    """Return the kinds of --gpu where it names several; [] for one or none.
+
+    Raises:
+        MegatuneError: INPUT, with every kind that is not known; SETTINGS, see `own_catalogue`.
+    """
+    if gpu is None or (gpu != ANY and "," not in gpu):
+        return []
+    asked = device_names(devices_file) if gpu == ANY else [name.strip() for name in gpu.split(",") if name.strip()]
+    names: list[str] = []
+    findings: list[Finding] = []
+    for name in asked:
+        try:
+            names.append(find_machine(name, devices_file=devices_file).device.name)
+        except MegatuneError as error:
+            findings += error.findings
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return list(dict.fromkeys(names))
+
+
+def prices_of(texts: Sequence[str], kinds: Sequence[str], devices_file: str | None) -> dict[str, float]:
+    """Read KIND=PRICE, of one GPU for an hour, in whatever currency.
+
+    Raises:
+        MegatuneError: SETTINGS, with everything that is no price of one of the kinds.
+    """
+    prices: dict[str, float] = {}
+    findings: list[Finding] = []
+    for text in (part for each in texts for part in each.split(",") if part):
+        kind, _, price = text.partition("=")
+        try:
+            name = find_machine(kind, devices_file=devices_file).device.name
+            prices[name] = float(price)
+            valid = prices[name] >= 0 and name in kinds
+        except (MegatuneError, ValueError):
+            valid = False
+        if not valid:
+            fix = f"KIND=PRICE of a GPU for an hour, such as {kinds[0]}=2.5"
+            findings.append(Finding(f"{text!r} is not a price of one of these kinds", "--price", fix=fix))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    return prices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The best layout of a run on one kind of GPU.
+
+    Attributes:
+        found: None where no layout fits.
+        price: of one GPU for an hour; None where the user gave none.
+    """
+
+    question: Question
+    found: Estimate | None
+    price: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.question.machine.device.name
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the whole run; None where nobody knows how long it is."""
+        tokens, steps = self.question.dataset_tokens, self.question.settings.optimizer.max_steps
+        if self.found is None:
+            return None
+        if tokens is not None:
+            return tokens / self.found.time.tokens_per_second / 3600
+        return steps * self.found.time.total / 3600 if steps > 0 else None
+
+    @property
+    def cost(self) -> float | None:
+        hours = self.hours
+        return None if hours is None or self.price is None else hours * self.price * self.question.world_size
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """What fits comes first, the cheapest of it, or where no price is known the fastest."""
+        if self.found is None:
+            return True, 0.0, -self.question.machine.device.memory
+        return False, float("inf") if self.cost is None else self.cost, self.found.time.total
+
+
+def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping[str, float]) -> list[Offer]:
+    """Search the best layout on each kind, and put the kinds in order."""
+    found = []
+    for kind in kinds:
+        question = ask(kind)
+        best = search(question.request).recommended
+        found.append(Offer(question=question, found=best, price=prices.get(kind)))
+    return sorted(found, key=lambda offer: offer.order)
+
+
+def pages(found: Sequence[Offer], width: int = 80) -> Iterator[Page]:
+    """Yield the table, what it is for, and what was assumed of the model and the data."""
+    question = found[0].question
+    yield words_page("", _head(question))
+    yield words_page("", _table(found))
+    if (missing := [offer.kind for offer in found if offer.found is None]) and len(missing) < len(found):
+        yield words_page("", wrapped(f"No layout fits: {', '.join(missing)}.", width, ""))
+    notes = [note for note in question.notes if all(note in offer.question.notes for offer in found)]
+    notes.append("the price of a run is that of its GPUs for its hours alone")
+    notes.append("networks and machines are those that most machines of a kind have; plan one kind for its assumptions")
+    yield words_page("Assumed", (line for note in notes for line in wrapped(f"- {note}", width)))
+
+
+def _head(question: Question) -> Iterator[str]:
+    rows = f"{count(question.global_batch_size, 'row')} a step"
+    yield f"{question.model.name} on {question.world_size:,} GPUs of each kind, {rows}"
+    if question.dataset_tokens is not None:
+        yield f"{amount(question.dataset_tokens)} tokens"
+    elif question.settings.optimizer.max_steps > 0:
+        yield f"{question.settings.optimizer.max_steps:,} steps"
+    else:
+        yield "--dataset_tokens N, such as 40M, says how long the run takes and what it costs"
+
+
+def _table(found: Sequence[Offer]) -> Iterator[str]:
+    fitting = [(offer, offer.found) for offer in found if offer.found is not None]
+    if not fitting:
+        yield "NO LAYOUT FITS on any of these."
+        return
+    unit = bytes_unit(max(best.fullest.total for _, best in fitting))
+    rows = [["gpu", "layout", unit.name, "step", "tokens/s", "time", "price"]]
+    for offer, best in fitting:
+        hours, cost = offer.hours, offer.cost
+        held = unit.of(best.fullest.total) + "!" * is_tight(best)
+        took = "" if hours is None else duration(3600 * hours)
+        speed = [seconds(best.time.total), f"{best.time.tokens_per_second:,.0f}", took]
+        rows.append([offer.kind, layout_words(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    yield from columns(rows, left=(0, 1))
+    if any(is_tight(best) for _, best in fitting):
+        yield "! is tight: a run may hold more than planned"
+
+
+def document(found: Sequence[Offer]) -> str:
+    """Return the table as JSON: bytes, seconds and hours."""
+    rows = [
+        {
+            "gpu": offer.kind,
+            "fits": offer.found is not None,
+            "layout": None if offer.found is None else layout_words(offer.found.case),
+            "fullest_bytes": None if offer.found is None else offer.found.fullest.total,
+            "seconds": None if offer.found is None else offer.found.time.total,
+            "tokens_per_second": None if offer.found is None else offer.found.time.tokens_per_second,
+            "hours": offer.hours,
+            "price": offer.cost,
+        }
+        for offer in found
+    ]
+    question = found[0].question
+    head = {"model": question.model.name, "world_size": question.world_size, "tokens": question.dataset_tokens}
+    return json.dumps({**head, "gpus": rows}, indent=2, allow_nan=False, ensure_ascii=False)

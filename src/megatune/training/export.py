@@ -1,0 +1,171 @@
+"""Writes a model elsewhere: adapters merged into it, or in the other of the two formats of checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatune.config.options import Flag, Given
+from megatune.config.setting import Group, Positive
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_DTYPES = Literal["bfloat16", "float16", "float32"]
+_ADAPTER = "--adapter_name_or_path FOLDER: of a run, its output_dir"
+_SIZES = {"MB": 1e-3, "GB": 1, "TB": 1e3}
+
+
+def _gigabytes(text: str) -> float | None:
+    """Read 5, 0.5 or 500MB."""
+    unit = re.fullmatch(r"([\d.]+)\s*(MB|GB|TB)?", text.upper())
+    try:
+        return float(unit[1]) * _SIZES[unit[2] or "GB"] if unit else None
+    except ValueError:
+        return None
+
+
+class ExportOptions(Group):
+    """The options of `megatune export`."""
+
+    model_name_or_path: Annotated[str | None, Flag("MODEL")] = None
+    """the base: a folder, or an id on a hub (what the adapter's configuration names); also --model"""
+    model_revision: Annotated[str, Flag("REVISION")] = "main"
+    """branch, tag or commit of a model on a hub"""
+    cache_dir: Annotated[str | None, Flag("DIR")] = None
+    """where files of a hub are kept (the hub's own cache)"""
+    adapters: Annotated[list[str], Flag("A ...", commas=True)] = Field(default=[])
+    """folders of adapters, merged in their order: as peft saves them, a checkpoint-N, or a run's output_dir; also
+    --adapter_name_or_path A,B"""
+    merge_lora: bool = True
+    """true: adapters are merged"""
+    export_dir: Annotated[str | None, Flag("DIR")] = None
+    """the folder to write (of a conversion SOURCE-mcore or SOURCE-hf); also --output_dir"""
+    export_size: Annotated[
+        Positive, Flag("GB", read=_gigabytes, expected="a number of GB above 0, or one with a unit, such as 500MB")
+    ] = 5.0
+    """largest file of weights; also --max_shard_size"""
+    overwrite_output_dir: bool = False
+    """replace an export_dir that is not empty; also --exist_ok"""
+    to_mcore: bool = False
+    """write Megatron-Core's torch_dist format, which loads in any of its layouts"""
+    to_hf: bool = False
+    """write a Hugging Face checkpoint, from mcore_model"""
+    mcore_model: Annotated[str | None, Flag("DIR")] = None
+    """a folder in torch_dist format; config.json and tokenizer come from model, else from the folder, else from the
+    model that its args.json names"""
+    torch_dtype: _DTYPES | None = None
+    """dtype of the weights that are written (the source's own)"""
+    test_convert_precision: bool = False
+    """then compare both models as `megatune verify` does, and end with 1 where they differ"""
+    test_convert_dtype: _DTYPES = "float32"
+    """the dtype of that comparison"""
+
+    @property
+    def converts(self) -> bool:
+        return self.to_mcore or self.to_hf
+
+
+def checked(given: Given[Any]) -> ExportOptions:
+    """Return the options, with the model that is named by itself.
+
+    Raises:
+        MegatuneError: SETTINGS, with everything that is wrong.
+    """
+    export: ExportOptions = given.options
+    if given.words and export.model_name_or_path is None:
+        export = export.model_copy(update={"model_name_or_path": given.words[0]})
+    given.stop(_missing(export, given))
+    return export
+
+
+def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
+    """Yield what has to be said, or contradicts."""
+    if export.to_mcore and export.to_hf:
+        yield Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")
+        return
+    if not export.merge_lora and (export.adapters or not export.converts):
+        where = next(entry.where for entry in reversed(given.entries) if entry.key == "merge_lora")
+        why, fix = "merging adapters is what export does", "write merge_lora: true, or remove it"
+        yield Finding("merge_lora: false is not supported", where, why, fix)
+    only = [key for key in ("mcore_model", "torch_dtype", "test_convert_precision") if getattr(export, key)]
+    if not export.converts and only:
+        fix = "write to_hf: true or to_mcore: true" if "mcore_model" in only else "write to_mcore: true, or remove it"
+        yield Finding(f"{only[0]} without a conversion", "", "it says how a model is converted", fix)
+    if not export.converts and export.export_dir is None and given.origin("export_dir") is None:
+        why = "it is the folder that the model is written into"
+        yield Finding("export_dir is missing", "", why, "--export_dir FOLDER")
+    if export.to_hf and not (export.mcore_model or export.model_name_or_path):
+        yield Finding("mcore_model is missing", fix="--mcore_model FOLDER, the checkpoint of Megatron-Core")
+    elif export.to_mcore and not (export.mcore_model or export.model_name_or_path):
+        yield Finding("model is missing", fix="--model FOLDER, or the id of a model on a hub")
+    elif not export.converts and not only and not (export.model_name_or_path or export.adapters):
+        yield Finding("adapter_name_or_path is missing", fix=_ADAPTER)
+    if export.test_convert_precision and export.adapters:
+        why = "the model that adapters are merged into is nowhere else to be compared with"
+        fix = "merge them first, with `megatune export`, and convert the merged model"
+        yield Finding("test_convert_precision: true with adapters", "", why, fix)
+
+
+def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:
+    """Merge adapters into their model; return what is said of it.
+
+    Raises:
+        MegatuneError: as `megatune export`.
+    """
+    from megatune.hub.models import open_model
+
+    assert export.export_dir is not None
+    if not adapters:
+        why, fix = f"{base} holds no adapter, and is a Hugging Face model as it is", f"add {_ADAPTER}"
+        raise MegatuneError(Finding("there is nothing to merge", "", why, fix), ExitCode.SETTINGS)
+    folder = open_model(base, export.model_revision, export.cache_dir).fetch()
+
+    from megatune.training.merge import merge_adapters
+
+    size, overwrite = int(export.export_size * 10**9), export.overwrite_output_dir
+    return merge_adapters(folder, adapters, Path(export.export_dir), max_file_bytes=size, overwrite=overwrite)
+
+
+def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple[Path, Path, str]:
+    """Convert a model; return what was read, by its name in what is printed, what was written, and what is said of it.
+
+    Raises:
+        MegatuneError: as `megatune export`.
+    """
+    from megatune.hub.megatron import is_hugging_face, is_torch_dist
+    from megatune.hub.models import open_model
+
+    source = export.mcore_model or export.model_name_or_path
+    assert source is not None
+    weights = export.mcore_model or base
+    in_megatron_form = None if is_hugging_face(weights) else export.mcore_model  # a run's checkpoint may be either
+    model = open_model(base, export.model_revision, export.cache_dir, in_megatron_form)
+    if export.to_hf and export.mcore_model is None and not is_torch_dist(weights):
+        fix = "name the folder of Megatron-Core: --mcore_model FOLDER"
+        finding = Finding("there is nothing to convert", "", f"{weights} is a Hugging Face model as it is", fix)
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+
+    import torch
+
+    from megatune.training.megatron import to_hf, to_mcore
+
+    folder, target = model.fetch(), Path(export.export_dir or _default_target(source, export))
+    options: dict[str, Any] = {
+        "dtype": None if export.torch_dtype is None else getattr(torch, export.torch_dtype),
+        "max_file_bytes": int(export.export_size * 10**9),
+        "overwrite": export.overwrite_output_dir,
+    }
+    if export.to_hf:
+        line = to_hf(folder, Path(weights), adapters, target, **options)
+    else:
+        line = to_mcore(folder, adapters, target, name=source, **options)
+    return folder if export.model_name_or_path else Path(source), target, line
+
+
+def _default_target(source: str, export: ExportOptions) -> str:
+    """Name the folder beside the source; of an id on a hub, here."""
+    end = "-hf" if export.to_hf else "-mcore"
+    return f"{source.rstrip('/')}{end}" if Path(source).exists() else f"{source.rpartition('/')[2]}{end}"
