@@ -131,7 +131,11 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-@pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA")
+# Linear layers of these are those of llama, or of deepseek_v3, by the same names.
+_AS_OTHERS = ("mistral", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
+
+
+@pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA", *_AS_OTHERS)
 @pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "kind", "layout"), CASES)
 def test_adapters_agree(

@@ -29,7 +29,8 @@ from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import linear_layer
 from megatune.engine.layers.self_attention import (
-    AllHeadsNorm,
+    AllKeysNorm,
+    AllQueriesNorm,
     GroupedQueryAttention,
     HeadNorm,
     MLASelfAttention,
@@ -160,16 +161,12 @@ def _self_attention(architecture: Architecture, config: TransformerConfig) -> Mo
     )
 
 
-def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+def _qk_norms(architecture: Architecture) -> tuple[type, type]:
     """Return the norms of queries and of keys."""
-    if not architecture.wide_qk_norms:
-        norm = HeadNorm if architecture.qk_layernorm else IdentityOp
-        return norm, norm
-    query, key = (
-        ModuleSpec(module=AllHeadsNorm, params={"num_heads": count})
-        for count in (architecture.num_attention_heads, architecture.num_query_groups)
-    )
-    return query, key
+    if architecture.wide_qk_norms:
+        return AllQueriesNorm, AllKeysNorm
+    norm = HeadNorm if architecture.qk_layernorm else IdentityOp
+    return norm, norm
 
 
 def _mla(mla: MultiLatentAttention, config: TransformerConfig) -> ModuleSpec:

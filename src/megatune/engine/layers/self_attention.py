@@ -122,6 +122,20 @@ class AllHeadsNorm(RMSNorm):
         return (wide * scale * weight).to(hidden_states.dtype)
 
 
+class AllQueriesNorm(AllHeadsNorm):
+    """That of queries."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_attention_heads)
+
+
+class AllKeysNorm(AllHeadsNorm):
+    """That of keys."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_query_groups)
+
+
 def attend(
     core_attention: torch.nn.Module, qkv: tuple[Tensor, Tensor, Tensor], sequences: Sequences, *, recompute: bool
 ) -> Tensor:
