@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     # Wide enough that attention is far from uniform: a wrong position or mask must show.
     "initializer_range": 0.125,
+    # Transformers gives the embedding of padding no gradient, and random rows hold every token.
+    "pad_token_id": None,
 }
 
 YARN_ROPE = {
@@ -78,6 +80,62 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE,
     },
 }
+
+_LATENT = {
+    name: size for name, size in FAMILY_SIZES["deepseek_v3"].items() if name not in ("rope_parameters", "head_dim")
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SPARSE_TYPES = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+FAMILY_SIZES |= {
+    "mistral": {"sliding_window": None},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "granite": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.5,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "rope_parameters": _ROPE},
+    "phi3": {"rope_parameters": _ROPE, "head_dim": 16},
+    "gemma3_text": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "bos_token_id": None, "eos_token_id": None,
+    },
+    "olmo3": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {name: size for name, size in YARN_ROPE.items() if not name.startswith("mscale")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    # 5.17 of Transformers turns all channels unless it is told so here.
+    "minimax_m2": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+    },
+    # The best expert of a group decides about it.
+    "deepseek_v2": {
+        **_LATENT, "topk_method": "group_limited_greedy", "head_dim": 8, "rope_parameters": YARN_ROPE,
+        "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe": {
+        **FAMILY_SIZES["qwen3_moe"], "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+    },
+    "glm4_moe_lite": {**_LATENT, **_SPARSE_TYPES, "head_dim": 8, "rope_parameters": _ROPE},
+    "hy_v3": {
+        **_SPARSE_TYPES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "rope_parameters": _ROPE,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 40, "rope_parameters": _ROPE,
+        "moe_layer_interval": 2,
+    },
+}  # fmt: skip
+for _family in ("glm4_moe",):
+    for _name in ("num_experts", "norm_topk_prob", "decoder_sparse_step"):
+        FAMILY_SIZES[_family].pop(_name)
 
 # Two value heads for each key head; rows longer than a chunk are in tests of the layer itself.
 _DELTA: dict[str, Any] = {
@@ -151,6 +209,7 @@ FAMILY_SIZES |= {
         "rope_parameters": {**_MROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},
     },
 }
+FAMILY_SIZES |= {f"{family}_text": FAMILY_SIZES[family] for family in ("qwen3_5", "qwen3_5_moe")}
 
 
 def tiny_config(model_type: str, **sizes: Any) -> Any:

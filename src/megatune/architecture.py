@@ -47,6 +47,7 @@ class MixtureOfExperts:
             the chosen experts' shares are normalized to 1. For "sigmoid" False, always.
         num_groups, group_topk: experts are chosen among those of the best groups (DeepSeek-V3); 0 where not.
         topk_scaling_factor: multiplies the shares of the chosen experts.
+        group_best: a group is as good as this many of its best experts together.
         expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
         router_dtype: what the family computes the router's logits in; None for the dtype of the model.
         aux_loss_coeff: weight of the balancing loss that config.json names; 0 where it names none.
@@ -62,6 +63,7 @@ class MixtureOfExperts:
     pre_softmax: bool = False
     num_groups: int = 0
     group_topk: int = 0
+    group_best: int = 2
     topk_scaling_factor: float = 1.0
     expert_bias: bool = False
     router_dtype: Literal["fp32"] | None = None
@@ -238,6 +240,17 @@ class Architecture:
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
         rotary_channels: of a head that rotary embedding turns, its first ones; None for all.
+        rope_interleaved: rotary embedding turns neighbouring channels, not those half the dimension apart.
+        no_rope_layers: layers, counted from 0, whose attention has no rotary embedding.
+        windows: of each layer, the most tokens that a query sees, its own among them; None for all. () without windows.
+        local_rotary_base: of layers with a window, whose rotary embedding is not scaled; None for that of all layers.
+        activation: of the gates of the feed-forward.
+        wide_qk_norms: with qk_layernorm, it is over the channels of all heads together.
+        pre_norms: what goes into attention and feed-forward is normalized.
+        post_norms: what attention and feed-forward put out is normalized before it is added.
+        softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
+        embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
+        logits_scaling: divides the logits.
         zero_centered_norms: a norm multiplies by 1 + its weight.
         attention_output_gate: each head's output is multiplied by the sigmoid of a gate, which the query's projection
             has behind the head's query.
@@ -250,6 +263,7 @@ class Architecture:
         vision: None for a language model.
         max_position_embeddings: positions that the rotary embeddings are made for, stretched by YaRN or not.
         mrope: None where rotary embedding turns by one position.
+        has_classifier: Transformers has a sequence classification of this family, in which a reward model is saved.
         num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
             for a language model.
     """
@@ -268,6 +282,18 @@ class Architecture:
     rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None
     add_qkv_bias: bool = False
     rotary_channels: int | None = None
+    rope_interleaved: bool = False
+    no_rope_layers: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    local_rotary_base: float | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    wide_qk_norms: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    softmax_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     zero_centered_norms: bool = False
     attention_output_gate: bool = False
     qk_layernorm: bool = False
@@ -279,6 +305,7 @@ class Architecture:
     mla: MultiLatentAttention | None = None
     vision: Vision | None = None
     mrope: MultimodalRope | None = None
+    has_classifier: bool = True
     num_labels: int = 0
 
     def __hash__(self) -> int:
@@ -319,6 +346,16 @@ class Architecture:
     def key_value_size(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.num_query_groups * self.kv_channels
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of one projection to queries, keys and values."""
+        return self.query_size + 2 * self.key_value_size
+
+    @property
+    def gate_up_size(self) -> int:
+        """Rows of one projection to gates and ups of the dense feed-forward."""
+        return 2 * self.ffn_hidden_size
 
     @property
     def latent_size(self) -> int:

@@ -22,7 +22,10 @@ def with_mtp(model: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Copy a checkpoint, with tensors of such a layer in another dtype."""
     shutil.copytree(model, folder)
     generator = torch.Generator().manual_seed(5)
-    beside = {"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,), "mtp.layers.0.self_attn.k_norm.weight": (24,)}
+    # Some families have such a layer behind the last one.
+    first = "model.layers.4" if model.name.startswith("glm4") else "mtp"
+    shapes = {"fc.weight": (64, 128), "norm.weight": (64,), "layers.0.self_attn.k_norm.weight": (24,)}
+    beside = {f"{first}.{name}": shape for name, shape in shapes.items()}
     made = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in beside.items()}
     save_file({**load_file(folder / "model.safetensors"), **made}, folder / "model.safetensors", {"format": "pt"})
     return made
@@ -37,7 +40,7 @@ def save(model: Path, settings: Settings, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"pipeline_model_parallel_size": 2})], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "glm4_moe"])
 def test_what_no_layer_uses_is_written_back(pool, model_dir, tmp_path, family, world_size, parallel):
     made = with_mtp(model_dir(family), tmp_path / "model")
     settings = Settings(

@@ -175,6 +175,9 @@ def test_named_templates(name: str, template: str, tokenizer: PreTrainedTokenize
     [
         ("qwen3_vl", True, "thinks between calls"),
         *(("qwen3", True, case) for case in (*CHATS, *CALLS, *THOUGHTS, "thought without its start")),
+        *(("qwen3_5", True, case) for case in (*CHATS, "space", *CALLS, *THOUGHTS, "thought without its start")),
+        *(("qwen3_5", None, case) for case in ("history", *CALLS, *THOUGHTS)),
+        *(("qwen3_5", False, case) for case in (*CHATS, *CALLS, "thought in history")),
         *(("qwen3", None, case) for case in ("history", *CALLS, *THOUGHTS)),
         *(("qwen3", False, case) for case in (*CHATS, *CALLS, "thought in history")),
     ],
@@ -183,7 +186,7 @@ def test_qwen3_without_its_history_of_reasoning(name: str, enable: bool | None, 
     """What the model sees when it is used. With thinking off the data has none after the last question."""
     conversation = CONVERSATIONS[case]
     variables = {} if enable is None else {"enable_thinking": enable}
-    expected = published("qwen3", conversation, QWEN, **variables)
+    expected = published(name.removesuffix("_vl"), conversation, QWEN, **variables)
     assert ours(name, conversation, QWEN, Thinking(enable, drop_history=True)) == expected
 
 

@@ -43,6 +43,8 @@ def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None
     attention = model.model.layers[1].self_attn
     if family.has_latent_attention:
         assert attention.kv_b_proj.weight.shape == (8 * (head_dim + head_dim), 16)
+    elif family.model_type == "phi3":
+        assert attention.qkv_proj.weight.shape == ((8 + 4 + 4) * head_dim, 32)
     else:
         # Gated attention has a gate behind each query.
         assert attention.q_proj.weight.shape == (8 * head_dim * (1 + family.has_delta_nets), 32)

@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...] | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: tuple[int, ...] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return the definition, with explicit scores, for tests.
 
@@ -16,6 +21,7 @@ def reference_attention(
         key: [s, b, g, d].
         value: [s, b, g, e].
         boundaries: of the documents; None for one a row.
+        window: the tokens that a query sees, its own among them; None for all.
 
     Returns:
         [s, b, n · e].
@@ -26,6 +32,7 @@ def reference_attention(
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) * (d**-0.5 if scale is None else scale)
     document = torch.bucketize(torch.arange(s), torch.tensor(boundaries or (0, s)), right=True)
     visible = (document[:, None] == document) & torch.ones(s, s, dtype=torch.bool).tril()
+    visible &= torch.ones(s, s, dtype=torch.bool).triu(1 - (window or s))
     scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
     return torch.einsum("bnst,tbne->sbne", scores.softmax(-1), value).flatten(2)
 

@@ -24,14 +24,16 @@ from megatune.errors import ExitCode, MegatuneError
 SPANS = {
     "documents": Spans((0, 3, 4, 9), (0, 3, 4, 9), causal=True),
     "prefixes": Spans((0, 2, 5, 9), (0, 7, 10, 20), causal=True),
+    "windows": Spans((0, 3, 4, 9), (0, 3, 4, 9), causal=True, window=2),
+    "prefixes in a window": Spans((0, 2, 5, 9), (0, 7, 10, 20), causal=True, window=3),
     "everything": Spans((0, 2, 5, 9), (0, 1, 9, 12), causal=False),
 }
 
 
-def attention(backend: str = "auto", scale: float | None = None) -> CoreAttention:
+def attention(backend: str = "auto", scale: float | None = None, window: int | None = None) -> CoreAttention:
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-    config = SimpleNamespace(context_parallel_size=1, attention_backend=AttnBackend[backend])
+    config = SimpleNamespace(context_parallel_size=1, attention_backend=AttnBackend[backend], windows=[window])
     return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
 
 
@@ -52,10 +54,11 @@ def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     repeats=st.integers(1, 3),
     channels=st.sampled_from([(8, 8), (12, 8), (6, 10)]),
     scale=st.sampled_from([None, 0.7]),
+    window=st.sampled_from([None, 1, 3, 20]),
     backend=st.sampled_from(["auto", "flash", "unfused", "local"]),
 )
-def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, scale, backend):
-    """Causal, grouped, inside documents, with values narrower and wider than keys."""
+def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, scale, window, backend):
+    """Causal, grouped, inside documents, within a window, with values narrower and wider than keys."""
     boundaries = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
     s, (d, e) = boundaries[-1], channels
     inputs = [
@@ -63,13 +66,22 @@ def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, s
         random(s, rows, groups, d, seed=2),
         random(s, rows, groups, e, seed=3),
     ]
-    ours = attend(attention(backend, scale), *inputs, boundaries=boundaries)
-    expected = reference_attention(*inputs, boundaries, scale)
+    ours = attend(attention(backend, scale, window), *inputs, boundaries=boundaries)
+    expected = reference_attention(*inputs, boundaries, scale, window)
     torch.testing.assert_close(ours, expected)
     weights = random(*ours.shape, seed=4).detach()
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(expected, inputs, weights)
     )
+
+
+def test_a_window_is_small_against_a_long_document():
+    """Whole blocks of the kernel's keys are unseen."""
+    inputs = [random(1300, 1, 2, 8, seed=seed) for seed in (1, 2, 3)]
+    ours, expected = attend(attention(window=40), *inputs), reference_attention(*inputs, window=40)
+    torch.testing.assert_close(ours, expected)
+    found, gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (ours, expected))
+    torch.testing.assert_close(found, gradients)
 
 
 @pytest.mark.parametrize("boundaries", [(0, 6), (0, 2, 6)])

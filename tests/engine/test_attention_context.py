@@ -34,7 +34,7 @@ def attention(
 ) -> CoreAttention:
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-    config = SimpleNamespace(context_parallel_size=cp_size, attention_backend=AttnBackend[backend])
+    config = SimpleNamespace(context_parallel_size=cp_size, attention_backend=AttnBackend[backend], windows=[None])
     return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, cp_comm_type=cp_comm_type)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from megatune.architecture import Architecture, Llama3RopeScaling
 from megatune.errors import ExitCode, MegatuneError
-from megatune.families import load_architecture
+from megatune.families import FAMILIES, load_architecture
 
+PACKAGE = Path(__file__).parents[2] / "src" / "megatune"
 LLAMA31 = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -144,3 +146,22 @@ def test_missing_folder_and_file_are_told_apart(tmp_path):
         load_architecture(tmp_path / "nowhere")
     with pytest.raises(MegatuneError, match=r"no config\.json"):
         load_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("room", ["engine", "training", "plan"])
+def test_nothing_is_decided_by_the_name_of_a_family(room):
+    """What a family needs is an option of a layer, or a declaration."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
+        for path in (PACKAGE / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in FAMILIES
+    ]
+    assert not found
+
+
+def test_a_mistral_that_says_nothing_of_a_window_has_one(tmp_path):
+    """As in Transformers; files without one say null."""
+    config = LLAMA31 | {"model_type": "mistral"}
+    assert load_architecture(write(tmp_path, config)).windows == (4096,) * 32
+    assert load_architecture(write(tmp_path, config | {"sliding_window": None})).windows == ()

@@ -16,6 +16,7 @@ from megatune.families import FAMILIES, load_architecture
 from megatune.families.scores import as_saved
 
 LANGUAGE_MODELS = sorted(name for name, family in FAMILIES.items() if family.vision is None)
+SCORED = [name for name in LANGUAGE_MODELS if FAMILIES[name].constants.get("has_classifier", True)]
 
 
 def refused(folder: Path, config: dict[str, Any], stage: str | None = None) -> tuple[ExitCode, str]:
@@ -27,10 +28,17 @@ def refused(folder: Path, config: dict[str, Any], stage: str | None = None) -> t
 
 def test_language_models_have_one_in_transformers() -> None:
     found = {name for name, family in FAMILIES.items() if family.vision is None}
-    assert {name for name in found if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES} == {*LANGUAGE_MODELS}
+    assert {name for name in found if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES} == {*SCORED}
 
 
-@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+@pytest.mark.parametrize("family", sorted({*LANGUAGE_MODELS} - {*SCORED}))
+def test_others_are_refused(family: str, tmp_path: Path) -> None:
+    code, text = refused(tmp_path, tiny_config(family).to_dict(), "rm")
+    assert code == ExitCode.SETTINGS
+    assert text.startswith(f"stage rm with a {family}\n    why: Transformers has no sequence classification")
+
+
+@pytest.mark.parametrize("family", SCORED)
 def test_what_is_saved_is_read_as_a_reward_model(family: str, tmp_path: Path) -> None:
     class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]
     saved = as_saved(tiny_config(family, tie_word_embeddings=True).to_dict(), class_name, pad_token_id=7)
@@ -70,5 +78,5 @@ def test_vision_language_models_have_none(tmp_path: Path) -> None:
         ExitCode.SETTINGS,
         "stage rm with a qwen3_vl\n"
         "    why: Transformers has no sequence classification of this family, in which a reward model could be saved\n"
-        "    fix: name a language model",
+        "    fix: name a language model of another family",
     )

@@ -49,5 +49,6 @@ def failures(found: list[Difference]) -> list[str]:
 
 def parameter_names(model: Path) -> list[str]:
     """Every tensor of the checkpoint that is trained: all but the bias by which experts are chosen."""
+    biases = ("e_score_correction_bias", ".mlp.expert_bias")
     names = SafetensorsFolder(model).names()
-    return [name for name in names if not name.endswith("e_score_correction_bias")]
+    return [name for name in names if not name.endswith(biases)]

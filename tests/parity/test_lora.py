@@ -95,6 +95,12 @@ CASES = [
     ("qwen2_5_vl", False, "LoRA", "tp2 sp"),
     *(("qwen3_next", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "cp2 ep2, packed")),
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
+    *(
+        (family, False, "LoRA", "tp2 sp")
+        for family in ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
+    ),
+    *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
+    *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
 ]
 
 
@@ -125,7 +131,11 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return make
 
 
-@pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA")
+# Linear layers of these are those of llama, or of deepseek_v3, by the same names.
+_AS_OTHERS = ("mistral", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
+
+
+@pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA", *_AS_OTHERS)
 @pytest.mark.covering
 @pytest.mark.parametrize(("family", "tied", "kind", "layout"), CASES)
 def test_adapters_agree(

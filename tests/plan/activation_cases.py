@@ -64,6 +64,12 @@ DELTA = architecture(
         layers=(True,) * 4, num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=32, conv_kernel_size=4
     ),
 )
+# Layers with a window gather keys and values in place of a ring.
+SCALED = {"qk_layernorm": True, "post_norms": True, "windows": (64, None, 64, None), "local_rotary_base": 1e4}
+GEMMA3 = architecture(
+    model_type="gemma3_text", zero_centered_norms=True, activation="gelu_tanh", embedding_multiplier=16.0, **SCALED
+)
+OLMO3 = architecture(model_type="olmo3", wide_qk_norms=True, pre_norms=False, **SCALED)
 SHARED = architecture(
     model_type="qwen2_moe", moe=experts(shared_expert_intermediate_size=512, shared_expert_gate=True, pre_softmax=True)
 )
@@ -279,6 +285,17 @@ def _latent() -> dict[str, Measured]:
     return found
 
 
+def _norms() -> dict[str, Measured]:
+    """Norms behind attention and feed-forward, with or without those before; GeGLU."""
+    return {
+        "gemma3, fp32": Measured("norms behind", GEMMA3, Layout(1)),
+        "gemma3, layernorm, bf16": Measured("norms behind", GEMMA3, _selective("layernorm"), bf16=True),
+        "gemma3, tp2 sp, fp32": Measured("norms behind", GEMMA3, Layout(2, TP2 | SP)),
+        "olmo3, fp32": Measured("norms behind", OLMO3, Layout(1)),
+        "olmo3, tp2 sp, bf16": Measured("norms behind", OLMO3, Layout(2, TP2 | SP), bf16=True),
+    }
+
+
 def _named(groups: tuple[dict[str, Measured], ...]) -> dict[str, Measured]:
     return {f"{one.model}: {name}": one for group in groups for name, one in group.items()}
 
@@ -384,6 +401,7 @@ _TEXT = (
     _adapters(),
     _expert_adapters("experts", SPARSE),
     _freezing(),
+    _norms(),
 )
 _MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
 _LATENT_ADAPTERS = _expert_adapters("latent attention", LATENT)

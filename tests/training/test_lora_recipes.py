@@ -20,7 +20,11 @@ from megatune.plan.run.preflight import preflight
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "lora"
 # A family, the processes of the layout, and the linear layers of attention and feed-forward.
-RUNS = {"qwen3_lora_sft": ("qwen3", 2), "qwen3_moe_lora_sft": ("qwen3_moe", 8)}
+RUNS = {
+    "qwen3_lora_sft": ("qwen3", 2),
+    "qwen3_5_lora_sft": ("qwen3_5_text", 2),
+    "qwen3_moe_lora_sft": ("qwen3_moe", 8),
+}
 
 
 @pytest.fixture(scope="module")

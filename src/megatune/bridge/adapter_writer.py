@@ -15,6 +15,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.file_stream import TensorFile
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, TensorSource
+from megatune.families import FAMILIES
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.forms import FileTensor
@@ -28,11 +29,19 @@ from megatune.families.weights import Role, Segment, Weight, experts_of, hf_shap
 
 def is_rewritten(architecture: Architecture, selection: Selection) -> bool:
     """Return whether peft reads an adapter otherwise than tensor by tensor under the base's names: with experts that
-    are stacked, or an embedding that is the output layer, too."""
+    are stacked, an embedding that is the output layer, too, or modules that Transformers calls otherwise."""
     tied = architecture.tie_word_embeddings and any(
         weight.engine == EMBEDDING.engine for weight, _ in trained_weights(architecture, selection)
     )
-    return tied or is_stacked(architecture, selection)
+    in_modules = FAMILIES[architecture.model_type].in_modules
+    trained = (weight for weight, _ in trained_weights(architecture, selection))
+    names = [
+        tensor.name
+        for weight in (*adapter_weights(architecture, selection), *trained)
+        for tensor in weight.hf
+        if not weight.per_expert
+    ]
+    return tied or is_stacked(architecture, selection) or any(in_modules(name) != name for name in names)
 
 
 def join_adapter(folder: Path, architecture: Architecture, selection: Selection) -> Path:
@@ -57,7 +66,7 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
     Args:
         source: has what is trained, under the base's names, experts one by one.
     """
-    stacked = is_stacked(architecture, selection)
+    stacked, in_modules = is_stacked(architecture, selection), FAMILIES[architecture.model_type].in_modules
     entries: list[TensorEntry] = []
     plain: dict[str, str] = {}  # names in the source, by those in the file
     stacks: dict[str, tuple[Weight, int]] = {}
@@ -70,12 +79,14 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
                 entries.append(TensorEntry(name, _stacked_shape(weight, architecture), torch.float32))
                 continue
             for name, shape in hf_shapes(weight, architecture, layer).items():
-                plain[PREFIX + name] = name
-                entries.append(TensorEntry(PREFIX + name, shape, torch.float32))
+                written = PREFIX + (name if weight.per_expert else in_modules(name))
+                plain[written] = name
+                entries.append(TensorEntry(written, shape, torch.float32))
     for weight, layer in trained_weights(architecture, selection):
         for name, shape in hf_shapes(weight, architecture, layer).items() if weight.role is Role.BASE else ():
-            plain[PREFIX + name] = name
-            entries.append(TensorEntry(PREFIX + name, shape, source.read(Segment(name, 0, 0, 1)).dtype))
+            written = PREFIX + in_modules(name)
+            plain[written] = name
+            entries.append(TensorEntry(written, shape, source.read(Segment(name, 0, 0, 1)).dtype))
             if weight.engine == EMBEDDING.engine and architecture.tie_word_embeddings:
                 # peft looks for it under both names.
                 plain[PREFIX + OUTPUT_LAYER.hf[0].name] = name

@@ -122,7 +122,7 @@ def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
 
 
 def _carried(folder: ModelFolder, architecture: Architecture) -> CarriedTensors:
-    patterns = FAMILIES[architecture.model_type].carried_keys
+    patterns = FAMILIES[architecture.model_type].carried(architecture)
     carried = re.compile("|".join(patterns))
     names = sorted(name for name in folder.names() if carried.fullmatch(name)) if patterns else []
     return CarriedTensors(folder, tuple(names))

@@ -64,7 +64,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         arguments |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
     if family.has_experts:
         arguments |= _experts(family.model_type, sizes)
-    return arguments
+    return arguments | dict(family.own)
 
 
 def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
@@ -78,6 +78,9 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
     if family.has_latent_attention:
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         parameters |= stretch
+    if family.model_type in ("gemma3_text", "olmo3"):
+        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        return {"full_attention": parameters, "sliding_attention": local}
     head_dim = sizes.head_dim or 0
     if family.has_delta_nets:
         head_dim //= 2
@@ -89,13 +92,18 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
 
 def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
     # Families with experts have defaults.
+    own: dict[str, Any]
     num_experts, topk, ffn = sizes.num_experts or 0, sizes.router_topk or 0, sizes.moe_ffn_hidden_size or 0
     match model_type:
-        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe":
+        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe" | "qwen3_5_moe_text":
             own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
         case "qwen3_moe" | "qwen3_vl_moe":
             own = {"num_experts": num_experts, "norm_topk_prob": True}
-        case "mixtral":
+        case "hy_v3":
+            own = {"num_experts": num_experts}
+        case "ernie4_5_moe":
+            return {"moe_num_experts": num_experts, "moe_k": topk, "moe_intermediate_size": ffn}
+        case "mixtral" | "minimax_m2":
             return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
         case _:
             # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.
@@ -108,4 +116,6 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
                 "first_k_dense_replace": 1,
                 "num_nextn_predict_layers": 0,
             }
+            if model_type == "deepseek_v2":
+                own["topk_method"] = "group_limited_greedy"
     return {"num_experts_per_tok": topk, "moe_intermediate_size": ffn, **own}

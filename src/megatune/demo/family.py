@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from megatune.demo.vision import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
@@ -36,6 +37,7 @@ class DemoFamily:
         has_latent_attention: keys and values come from a narrow latent, and rotary embeddings are stretched by YaRN.
         has_delta_nets: every second layer has a gated delta net, and half of a head's channels are turned.
         vision: None for a language model.
+        own: arguments of its configuration class that no other family has, or has with another default.
     """
 
     model_type: str
@@ -57,6 +59,7 @@ class DemoFamily:
     has_latent_attention: bool = False
     has_delta_nets: bool = False
     vision: DemoVision | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _special(*texts: str) -> tuple[SpecialToken, ...]:
@@ -169,6 +172,52 @@ _DEEPSEEK_V3 = DemoFamily(
 )  # fmt: skip
 _DEEPSEEK_R1 = replace(_DEEPSEEK_V3, chat_template="deepseek_r1.jinja", has_experts=False, has_latent_attention=False)
 
+_MISTRAL = replace(
+    _LLAMA,
+    model_type="mistral",
+    chat_template="mixtral.jinja",
+    digits_per_token=1,
+    added_tokens=_special("<s>", "</s>"),
+    bos_token="<s>",
+    eos_token="</s>",
+    stop_tokens=("</s>",),
+    rope_theta=1_000_000.0,
+    llama3_rope_scaling=False,
+)
+_GLM4_MOE = replace(
+    _QWEN3,
+    model_type="glm4_moe",
+    tokenizer_class="PreTrainedTokenizerFast",
+    chat_template="glm4_moe.jinja",
+    nfc=False,
+    added_tokens=(
+        *_special("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        *_visible("<think>", "</think>"),
+    ),
+    eos_token="<|endoftext|>",
+    stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    tie_word_embeddings=False,
+    norm_epsilon=1e-5,
+    has_experts=True,
+    own={"use_qk_norm": True, "partial_rotary_factor": 0.5},
+)
+_SEED_OSS = replace(
+    _LLAMA,
+    model_type="seed_oss",
+    chat_template="seed_oss.jinja",
+    digits_per_token=1,
+    added_tokens=_special("<seed:bos>", "<seed:pad>", "<seed:eos>"),
+    bos_token=None,
+    eos_token="<seed:eos>",
+    pad_token="<seed:pad>",
+    stop_tokens=("<seed:eos>",),
+    rope_theta=10_000_000.0,
+    norm_epsilon=1e-6,
+    llama3_rope_scaling=False,
+    wide_heads=True,
+    own={"attention_dropout": 0.0, "residual_dropout": 0.0},
+)
+
 FAMILIES: dict[str, DemoFamily] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
@@ -209,17 +258,122 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
     ),
     "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True),
-    "mixtral": replace(
-        _LLAMA,
-        model_type="mixtral",
-        chat_template="mixtral.jinja",
-        digits_per_token=1,
-        added_tokens=_special("<s>", "</s>"),
-        bos_token="<s>",
-        eos_token="</s>",
-        stop_tokens=("</s>",),
-        rope_theta=1_000_000.0,
-        llama3_rope_scaling=False,
+    "mistral": replace(_MISTRAL, own={"sliding_window": None}),
+    "mixtral": replace(_MISTRAL, model_type="mixtral", has_experts=True),
+    "seed_oss": _SEED_OSS,
+    "granite": replace(
+        _SEED_OSS,
+        model_type="granite",
+        chat_template="granite.jinja",
+        added_tokens=_special("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+        eos_token="<|end_of_text|>",
+        pad_token="<|end_of_text|>",
+        stop_tokens=("<|end_of_text|>",),
+        tie_word_embeddings=True,
+        wide_heads=False,
+        own={
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "smollm3": replace(
+        _SEED_OSS,
+        model_type="smollm3",
+        chat_template="smollm3.jinja",
+        digits_per_token=3,
+        added_tokens=(*_special("<|im_start|>", "<|im_end|>"), *_visible("<think>", "</think>")),
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        stop_tokens=("<|im_end|>",),
+        tie_word_embeddings=True,
+        rope_theta=5_000_000.0,
+        wide_heads=False,
+        own={"no_rope_layer_interval": 2},
+    ),
+    "phi3": replace(
+        _SEED_OSS,
+        model_type="phi3",
+        chat_template="phi4.jinja",
+        digits_per_token=3,
+        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        rope_theta=250_000.0,
+        norm_epsilon=1e-5,
+        wide_heads=False,
+        own={},
+    ),
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": replace(
+        _GLM4_MOE, model_type="glm4_moe_lite", wide_heads=False, has_latent_attention=True, own={}
+    ),
+    "hy_v3": replace(
+        _QWEN3,
+        model_type="hy_v3",
+        tie_word_embeddings=False,
+        rope_theta=11_158_840.0,
+        norm_epsilon=1e-5,
+        has_experts=True,
+    ),
+    "ernie4_5_moe": replace(
+        _MISTRAL,
+        model_type="ernie4_5_moe",
+        chat_template="ernie4_5.jinja",
+        added_tokens=_special("<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>"),
+        stop_tokens=("</s>", "<|end_of_sentence|>"),
+        tie_word_embeddings=True,
+        rope_theta=500_000.0,
+        has_experts=True,
+    ),
+    "gemma3_text": replace(
+        _SEED_OSS,
+        model_type="gemma3_text",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="gemma3.jinja",
+        added_tokens=_special("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        stop_tokens=("<eos>", "<end_of_turn>"),
+        tie_word_embeddings=True,
+        own={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    ),
+    "olmo3": replace(
+        _SEED_OSS,
+        model_type="olmo3",
+        chat_template="smollm3.jinja",
+        digits_per_token=3,
+        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"),
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        rope_theta=500_000.0,
+        wide_heads=False,
+        own={"sliding_window": 16},
+    ),
+    "minimax_m2": replace(
+        _GLM4_MOE,
+        model_type="minimax_m2",
+        chat_template="minimax_m2.jinja",
+        added_tokens=(*_special("]~!b[", "]~b]", "[e~["), *_visible("<think>", "</think>")),
+        bos_token="]~!b[",
+        eos_token="[e~[",
+        pad_token="[e~[",
+        stop_tokens=("[e~[",),
+        rope_theta=5_000_000.0,
+        own={"partial_rotary_factor": 0.5},
+    ),
+    "deepseek_v2": replace(_DEEPSEEK_V3, model_type="deepseek_v2", chat_template="deepseek_v2.jinja"),
+    "qwen3_5_text": replace(_QWEN3_5, model_type="qwen3_5_text", chat_template="qwen3.jinja", vision=None),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        chat_template="qwen3.jinja",
+        vision=None,
+        tie_word_embeddings=False,
         has_experts=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -71,6 +72,13 @@ class DecoderModel(GPTModel):
         )
         self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
+        self.local_frequencies: Tensor | None = None
+        if architecture.local_rotary_base is not None:
+            local = replace(architecture, rotary_base=architecture.local_rotary_base, rope_scaling=None)
+            self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
+        # In the dtype of the embeddings, as Transformers has it.
+        self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
+        self.logits_scaling = architecture.logits_scaling
         mrope = architecture.mrope
         self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
         size = self.vocab_size // tp_size
@@ -140,10 +148,12 @@ class DecoderModel(GPTModel):
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
-        if self.picture_features is None:
-            return self.embedding(input_ids=input_ids, position_ids=None), None
-        features = self.picture_features(pictures)
+        features = self.picture_features(pictures) if self.picture_features is not None else None
         embeddings, deepstack = self.embedding(input_ids=input_ids, position_ids=None), None
+        if self.embedding_multiplier != 1:
+            embeddings = embeddings * self.embedding_multiplier
+        if self.picture_features is None:
+            return embeddings, None
         if features is not None:
             embeddings, deepstack = place_features(features, embeddings, pictures, sequences.boundaries)
         if not self.config.sequence_parallel:
@@ -172,6 +182,8 @@ class DecoderModel(GPTModel):
         """
         if self.score is not None:
             return self.score(hidden_states)
+        if self.logits_scaling != 1:
+            hidden_states = hidden_states / self.logits_scaling
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and (self.config.cross_entropy_loss_fusion or head != PLAIN):
             return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained, head=head)[0]
@@ -182,8 +194,11 @@ class DecoderModel(GPTModel):
 
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
         """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; with pictures of every row, [2,
-        s / cp, b, 1, channels]."""
+        s / cp, b, 1, channels]. Where layers with a window have angles of their own, those come behind: [4, ...]."""
         arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
+        if self.local_frequencies is not None:
+            local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
+            return torch.cat((cos_sin(sequences.position_ids, *arguments), local))
         if sequences.rotary_position_ids is None:
             return cos_sin(sequences.position_ids, *arguments)
         assert self.rows_of_frequencies is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -27,7 +28,14 @@ from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import linear_layer
-from megatune.engine.layers.self_attention import GroupedQueryAttention, HeadNorm, MLASelfAttention, ReplicatedLinear
+from megatune.engine.layers.self_attention import (
+    AllKeysNorm,
+    AllQueriesNorm,
+    GroupedQueryAttention,
+    HeadNorm,
+    MLASelfAttention,
+    ReplicatedLinear,
+)
 
 
 class DecoderLayer(TransformerLayer):
@@ -37,7 +45,19 @@ class DecoderLayer(TransformerLayer):
 
     Pictures' features that are added after a layer come as Megatron-Core's `context`: recomputation finds the gradients
     of arguments only.
+
+    Args:
+        post_norms: what attention and feed-forward put out is normalized before it is added.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, post_norms: bool = False, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if post_norms:
+            sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            self.post_attention_layernorm = RMSNorm(config, **sizes)
+            self.post_mlp_layernorm = RMSNorm(config, **sizes)
+            self.self_attn_bda = _normed_add(self.post_attention_layernorm)
+            self.mlp_bda = _normed_add(self.post_mlp_layernorm)
 
     def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer.
@@ -61,19 +81,48 @@ def block_spec(
     """Return the layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    before = RMSNorm if architecture.pre_norms else IdentityOp
+    add = _residual_add(architecture.residual_multiplier)
     layers = [
         TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=before,
             self_attention=_mixer(architecture, config, first + index),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            self_attn_bda=add,
+            pre_mlp_layernorm=before,
             mlp=_mlp(architecture, config, first, index),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         )
         for index in range(count)
     ]
-    specs = [ModuleSpec(module=DecoderLayer, submodules=layer) for layer in layers]
+    params = {"post_norms": architecture.post_norms}
+    specs = [ModuleSpec(module=DecoderLayer, params=params, submodules=layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _residual_add(scale: float) -> Callable[..., Callable[..., Tensor]]:
+    """Return what makes the function that adds the output of a layer's part, `scale` times, to what it was given."""
+    if scale == 1:
+        return get_bias_dropout_add  # type: ignore[no-any-return]
+
+    def add(output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + output_with_bias[0] * scale
+
+    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        return add
+
+    return get_add
+
+
+def _normed_add(norm: RMSNorm) -> Callable[..., Callable[..., Tensor]]:
+    """Return what makes the function that adds the output of a layer's part, normalized, to what it was given."""
+
+    def add(output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + norm(output_with_bias[0])
+
+    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        return add
+
+    return get_add
 
 
 def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> type:
@@ -98,7 +147,7 @@ def _mixer(architecture: Architecture, config: TransformerConfig, layer: int) ->
 def _self_attention(architecture: Architecture, config: TransformerConfig) -> ModuleSpec:
     if architecture.mla is not None:
         return _mla(architecture.mla, config)
-    qk_norm = HeadNorm if architecture.qk_layernorm else IdentityOp
+    q_norm, k_norm = _qk_norms(architecture)
     return ModuleSpec(
         module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -106,10 +155,18 @@ def _self_attention(architecture: Architecture, config: TransformerConfig) -> Mo
             linear_qkv=linear_layer(ColumnParallelLinear, config),
             core_attention=CoreAttention,
             linear_proj=linear_layer(RowParallelLinear, config),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
+
+
+def _qk_norms(architecture: Architecture) -> tuple[type, type]:
+    """Return the norms of queries and of keys."""
+    if architecture.wide_qk_norms:
+        return AllQueriesNorm, AllKeysNorm
+    norm = HeadNorm if architecture.qk_layernorm else IdentityOp
+    return norm, norm
 
 
 def _mla(mla: MultiLatentAttention, config: TransformerConfig) -> ModuleSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -39,8 +40,15 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     # Megatron-Core has no fields for quantized matrices, for our norm, and for experts of layers that full
     # recomputation in blocks keeps.
     config.quantized_form = form_of(settings.finetuning)
+    config.windows = architecture.windows or (None,) * architecture.num_layers
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
+    if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses
+        config.activation_func = functools.partial(F.gelu, approximate="tanh")
+    if architecture.moe is not None:
+        # Given to the constructor, an expert bias would ask for sigmoids.
+        config.moe_router_score_function = architecture.moe.score_function
+        config.moe_router_group_best = architecture.moe.group_best
     if architecture.vision is not None:
         config.finalize_model_grads_func = _finalize_with_dealt
     return config  # type: ignore[no-any-return]
@@ -57,11 +65,15 @@ def _model(architecture: Architecture) -> dict[str, Any]:
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "qk_layernorm", "add_qkv_bias", "attention_output_gate",
     )  # fmt: skip
+    scale = {} if architecture.mla is not None else {"softmax_scale": architecture.softmax_scale}
     return {
         **_same(architecture, shared),
+        **scale,
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
         "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
+        "rotary_interleaved": architecture.rope_interleaved,
+        "no_rope_freq": _without_rotary(architecture),
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -71,6 +83,12 @@ def _model(architecture: Architecture) -> dict[str, Any]:
         # Every weight is loaded, so none is drawn at random first.
         "perform_initialization": False,
     }
+
+
+def _without_rotary(architecture: Architecture) -> list[int] | None:
+    """Return 1 for each layer without rotary embedding, and 0 for the others."""
+    without = set(architecture.no_rope_layers)
+    return [int(layer in without) for layer in range(architecture.num_layers)] if without else None
 
 
 def _same(source: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -96,12 +114,12 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
         "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": moe.shared_expert_gate,
         "moe_router_topk": moe.router_topk,
-        "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.pre_softmax,
         "moe_router_num_groups": moe.num_groups or None,
         "moe_router_group_topk": moe.group_topk or None,
         "moe_router_topk_scaling_factor": moe.topk_scaling_factor if moe.topk_scaling_factor != 1.0 else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_score_function": "sigmoid",
         "moe_router_dtype": experts.moe_router_dtype or moe.router_dtype,
         # Megatron-Core merged the two.
         "moe_token_dispatcher_type": experts.moe_token_dispatcher_type.removesuffix("_seq"),

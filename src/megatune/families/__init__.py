@@ -8,9 +8,20 @@ from pathlib import Path
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 from megatune.families import (
+    deepseek_v2,
     deepseek_v3,
+    ernie4_5_moe,
+    gemma3_text,
+    glm4_moe,
+    glm4_moe_lite,
+    granite,
+    hy_v3,
     llama,
+    minimax_m2,
+    mistral,
     mixtral,
+    olmo3,
+    phi3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -22,18 +33,21 @@ from megatune.families import (
     qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
+    seed_oss,
+    smollm3,
 )
 from megatune.families.family import Config, Family
 from megatune.families.scores import as_trained
 from megatune.hub.models import no_folder
 
+_MODULES = (
+    llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
+    qwen3_vl_moe, qwen3_5, qwen3_5_moe, mistral, seed_oss, granite, smollm3, phi3, deepseek_v2, glm4_moe, glm4_moe_lite,
+    hy_v3, ernie4_5_moe, gemma3_text, olmo3, minimax_m2,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
-        qwen3_vl_moe, qwen3_5, qwen3_5_moe,
-    )
-}  # fmt: skip
+    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT, qwen3_5_moe.TEXT)
+}
 
 
 def read_config(model_dir: str | Path) -> dict[str, object]:

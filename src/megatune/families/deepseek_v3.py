@@ -9,7 +9,8 @@ from megatune.families.rope import rope_parameters, softmax_scale
 from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
 
-def _experts(config: Config) -> MixtureOfExperts | None:
+def read_experts(config: Config) -> MixtureOfExperts | None:
+    """Read routed experts in groups, of all layers but the first ones, and shared ones."""
     layers = tuple(layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"]))
     if not any(layers):
         return None
@@ -43,7 +44,8 @@ def _latent_attention(config: Config) -> MultiLatentAttention:
     )
 
 
-def _problems(config: Config) -> Iterator[tuple[str, str]]:
+def problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Find what latent attention cannot do, and say why."""
     if "q_lora_rank" not in config:
         yield "'q_lora_rank' is missing", "it says whether queries come from a latent; null where they do not"
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
@@ -71,7 +73,7 @@ FAMILY = Family(
     # Layers that predict further tokens come after the last one; they take no part in training.
     ignored_keys=(r"model\.layers\.{num_layers}\..+",),
     head_dim_key="qk_rope_head_dim",
-    experts=_experts,
+    experts=read_experts,
     latent_attention=_latent_attention,
-    problems=_problems,
+    problems=problems,
 )  # fmt: skip

@@ -11,15 +11,18 @@ HF_LAYER = "model.layers.{layer}"
 ENGINE_LAYER = "decoder.layers.{layer}"
 
 
-def layer_weight(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
+def layer_weight(
+    engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], blocks: tuple[str, ...] = (), **declared: Any
+) -> Weight:
     """Declare a weight of the decoder's layers.
 
     Args:
         engine: its name in the engine's layer.
         hf: of each Hugging Face tensor that it is made of, the name in the layer, then the shape.
+        blocks: of each tensor, see HFTensor.
         declared: further attributes of the Weight.
     """
-    tensors = tuple(HFTensor(f"{HF_LAYER}.{name}", tuple(shape)) for name, *shape in hf)
+    tensors = tuple(HFTensor(f"{HF_LAYER}.{name}", tuple(shape), blocks) for name, *shape in hf)
     return Weight(f"{ENGINE_LAYER}.{engine}", layout, tensors, **declared)
 
 
@@ -54,10 +57,15 @@ def output_weight(architecture: Architecture) -> Weight:
     return EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
 
 
-NORMS = tuple(
-    layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
-    for engine, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm"))
-)
+def layer_norms(**hf: str) -> tuple[Weight, ...]:
+    """Declare a layer's norms over hidden states, by their names in the engine and in files."""
+    return tuple(
+        layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
+        for engine, name in hf.items()
+    )
+
+
+NORMS = layer_norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
 MLP = (
     layer_weight(
         "mlp.linear_fc1.weight",
@@ -105,9 +113,20 @@ QK_NORMS = tuple(
         f"self_attention.{which}_layernorm.weight",
         TensorLayout.REPLICATED,
         (f"self_attn.{which}_norm.weight", "kv_channels"),
+        exists=lambda architecture: architecture.qk_layernorm,
         layers=Layers.ATTENTION,
     )
     for which in "qk"
+)
+# Over the channels of all heads.
+WIDE_QK_NORMS = tuple(
+    layer_weight(
+        f"self_attention.{which}_layernorm.weight",
+        TensorLayout.REPLICATED,
+        (f"self_attn.{which}_norm.weight", size),
+        layers=Layers.ATTENTION,
+    )
+    for which, size in (("q", "query_size"), ("k", "key_value_size"))
 )
 
 

@@ -11,7 +11,14 @@ from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, Mult
 from megatune.errors import Finding
 from megatune.families.delta import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
-from megatune.families.rope import context_length, rope_parameters, rope_problems, rope_scaling
+from megatune.families.rope import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    context_length,
+    rope_parameters,
+    rope_problems,
+    rope_scaling,
+)
 from megatune.families.scores import num_labels, score_problems
 from megatune.families.sparse import expert_problems
 from megatune.families.values import value_problems
@@ -38,19 +45,22 @@ class Family:
         read: Architecture attributes that config.json says in this family only, by its key.
         required: config.json keys and the one value this engine computes; an absent key has that value.
         dimensions: config.json keys that are whole numbers above 0, beside those of every decoder.
+        derive: Architecture attributes that take more than a key.
         defaults: Transformers' defaults of this family for keys that a config.json may leave out.
+        nulls: keys where null is a value of its own, not one left out.
         aliases: config.json keys that may go by another name: the one used here, by the other.
         rope_types: the kinds of rotary scaling it may ask for.
         ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
             {num_layers} is replaced by the number of layers.
         carried_keys: regular expressions of checkpoint keys that this model does not use, and that are written back as
-            they were read.
+            they were read; as those above.
         partial_rotary: config.json's partial_rotary_factor may leave channels of a head unturned.
         head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
         experts: reads the mixture of experts; None from it where no layer is sparse.
         latent_attention: reads multi-head latent attention.
         delta_nets: reads gated delta nets; None from it where every layer has attention.
+        windows: reads the window of each layer; () from it where none has one.
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
         forms: how checkpoints name and arrange tensors; the first where several fit.
@@ -63,7 +73,9 @@ class Family:
     read: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     dimensions: tuple[str, ...] = ()
+    derive: Callable[[Config], Mapping[str, Any]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    nulls: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default", "yarn")
     ignored_keys: tuple[str, ...] = ()
@@ -74,6 +86,7 @@ class Family:
     experts: Callable[[Config], MixtureOfExperts | None] | None = None
     latent_attention: Callable[[Config], MultiLatentAttention] | None = None
     delta_nets: Callable[[Config], DeltaNet | None] | None = None
+    windows: Callable[[Config], tuple[int | None, ...]] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
     forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
@@ -85,11 +98,21 @@ class Family:
 
     def ignored(self, architecture: Architecture) -> list[str]:
         """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
-        patterns = [key.replace("{num_layers}", str(architecture.num_layers)) for key in self.ignored_keys]
         # Published checkpoints with tied embeddings may carry an output layer all the same.
         # A reward model has none, and may be made from a language model.
         without = architecture.tie_word_embeddings or architecture.num_labels
-        return [*patterns, *self.carried_keys, *([r"lm_head\.weight"] if without else [])]
+        patterns = _of_layers(self.ignored_keys, architecture) + self.carried(architecture)
+        return [*patterns, *([r"lm_head\.weight"] if without else [])]
+
+    def in_modules(self, name: str) -> str:
+        """Return what Transformers' modules call a tensor, by its name in files."""
+        for part, other in self.renamed:
+            name = name.replace(part, other)
+        return name
+
+    def carried(self, architecture: Architecture) -> list[str]:
+        """List regular expressions of checkpoint keys that are written back as they were read."""
+        return _of_layers(self.carried_keys, architecture)
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""
@@ -156,10 +179,12 @@ class Family:
             moe=self.experts(config) if self.experts else None,
             mla=self.latent_attention(config) if self.latent_attention else None,
             delta=self.delta_nets(config) if self.delta_nets else None,
+            windows=self.windows(config) if self.windows else (),
             vision=vision,
             mrope=mrope,
             num_labels=num_labels(config),
             **{attribute: config[key] for attribute, key in self.read.items()},
+            **(self.derive(config) if self.derive else {}),
             **self.constants,
         )
         return architecture if vision is None else replace(architecture, vision=self._counted(architecture))
@@ -184,7 +209,8 @@ class Family:
         if config.get("quantization_config"):
             method = config["quantization_config"].get("quant_method", "unknown")
             yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
-        kinds = {"full_attention"} | ({LINEAR_ATTENTION} if self.delta_nets else set())
+        kinds = {FULL_ATTENTION} | ({LINEAR_ATTENTION} if self.delta_nets else set())
+        kinds |= {SLIDING_ATTENTION} if self.windows else set()
         others = sorted(set(config.get("layer_types") or ()) - kinds)
         if others:
             what = f"layer_types has {', '.join(others)}, which is not supported"
@@ -194,8 +220,16 @@ class Family:
         """Put config.json, of its decoder's part, under one set of names, with defaults for what it leaves out."""
         config = config if self.vision is None else self.vision.text_config(config)
         named = {self.aliases.get(key, key): value for key, value in config.items()}
-        absent = {key: value for key, value in {**_DEFAULTS, **self.defaults}.items() if named.get(key) is None}
+        absent = {
+            key: value
+            for key, value in {**_DEFAULTS, **self.defaults}.items()
+            if named.get(key) is None and not (key in self.nulls and key in named)
+        }
         return {**named, **absent}
+
+
+def _of_layers(patterns: tuple[str, ...], architecture: Architecture) -> list[str]:
+    return [pattern.replace("{num_layers}", str(architecture.num_layers)) for pattern in patterns]
 
 
 def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:

@@ -95,9 +95,7 @@ def is_stacked(architecture: Architecture, selection: Selection) -> bool:
 
 def stacked_path(weight: Weight, architecture: Architecture, selection: Selection, layer: int) -> str:
     """Return the module that has the stacked tensors of a weight of experts' adapters, as Transformers names it."""
-    path = weight.hf[0].name.partition(".{expert}")[0].format(layer=layer)
-    for part, other in FAMILIES[architecture.model_type].renamed:
-        path = f"{path}.".replace(part, other).removesuffix(".")
+    path = _in_modules(weight.hf[0].name.partition(".{expert}")[0].format(layer=layer), architecture)
     # peft wraps one parameter after the other: that of gate and up is inside, if both have adapters.
     both = sum(each.per_expert for each in _trained(architecture, selection)) == 2
     return f"{path}.base_layer" if both and len(weight.hf) == 2 else path
@@ -116,7 +114,7 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     dense or shared feed-forward go by their parameters there.
     """
     paths = {
-        tensor.name.removesuffix(f".{LORA_A}"): weight.per_expert
+        _in_modules(tensor.name.removesuffix(f".{LORA_A}"), architecture): weight.per_expert
         for weight in _trained(architecture, selection)
         for tensor in weight.hf
     }
@@ -144,7 +142,7 @@ def _modules(weights: Collection[Weight], architecture: Architecture) -> set[str
     found = set()
     for weight in weights:
         for tensor in weight.hf if layers_of(weight, architecture) and not weight.per_expert else ():
-            parts = tensor.name.split(".")[:-1]
+            parts = _in_modules(module_path(tensor), architecture).split(".")
             found |= {".".join(parts[:size]) for size in range(1, len(parts) + 1)}
     return found
 
@@ -169,11 +167,16 @@ def _saved(architecture: Architecture, selection: Selection) -> list[str]:
         return []
     everywhere = _modules(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
     trained = {
-        module_path(weight.hf[0]): None
+        _in_modules(module_path(weight.hf[0]), architecture): None
         for weight, _ in trained_weights(architecture, selection)
         if weight.role is Role.BASE
     }
     return [_leaf(path) if sum(other.endswith(_leaf(path)) for other in everywhere) == 1 else path for path in trained]
+
+
+def _in_modules(path: str, architecture: Architecture) -> str:
+    """Return what Transformers calls a module, by its path in names of files."""
+    return FAMILIES[architecture.model_type].in_modules(f"{path}.").removesuffix(".")
 
 
 def _leaf(path: str) -> str:

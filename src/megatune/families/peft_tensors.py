@@ -95,10 +95,7 @@ def _module_names(architecture: Architecture) -> dict[str, tuple[str, Shape]]:
     for weight in family.weight_map(architecture):
         for layer in layers_of(weight, architecture):
             for name, shape in hf_shapes(weight, architecture, layer).items():
-                in_modules = name
-                for part, other in family.renamed:
-                    in_modules = in_modules.replace(part, other)
-                for alias in (in_modules, *(form.file_name(name) for form in family.forms), name):
+                for alias in (family.in_modules(name), *(form.file_name(name) for form in family.forms), name):
                     names[alias] = name, shape
     return names
 

@@ -7,10 +7,13 @@ from megatune.families import qwen3_next, qwen3_vl
 from megatune.families.delta import DELTA_NETS, DIMENSIONS
 from megatune.families.dense import DECODER, QK_NORMS
 from megatune.families.family import Family
+from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.vision import as_decoder
 from megatune.families.weights import Stack
 
-_TEXT = Family(
+# Transformers keeps these names where it saves the decoder of a vision-language model by itself.
+AS_PART = CheckpointForm(prefixes=(("model.", "model.language_model."),))
+TEXT = Family(
     model_type="qwen3_5_text",
     weights=(*DECODER, *QK_NORMS, *DELTA_NETS),
     constants=qwen3_next.FAMILY.constants,
@@ -20,6 +23,7 @@ _TEXT = Family(
     partial_rotary=True,
     carried_keys=qwen3_next.FAMILY.carried_keys,
     delta_nets=qwen3_next.FAMILY.delta_nets,
+    forms=(AS_MAPPED, AS_PART),
 )
 VISION = replace(
     qwen3_vl.VISION,
@@ -31,4 +35,6 @@ VISION = replace(
     mrope=MultimodalRope(section=(11, 11, 10), interleaved=True),
 )  # fmt: skip
 TOWER = tuple(weight for weight in qwen3_vl.ENCODER if weight.stack is not Stack.DEEPSTACK)
-FAMILY = replace(_TEXT, model_type="qwen3_5", weights=(*as_decoder(_TEXT.weights), *TOWER), vision=VISION)
+FAMILY = replace(
+    TEXT, model_type="qwen3_5", weights=(*as_decoder(TEXT.weights), *TOWER), vision=VISION, forms=(AS_MAPPED,)
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatune.architecture import Llama3RopeScaling, YarnRopeScaling
 
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _NUMBERS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 
 
@@ -15,10 +16,15 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta
     and rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
     written = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    # By kind of layer, where layers with a window have their own.
+    written = written.get(FULL_ATTENTION, written)
     parameters = {key: value for key, value in written.items() if value is not None}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = config.get("partial_rotary_factor")
+    if share is None and config.get("rotary_dim") and config.get("head_dim"):  # as published files of MiniMax say it
+        share = config["rotary_dim"] / config["head_dim"]
+    parameters.setdefault("partial_rotary_factor", share)
     # Stated beside the rotary settings it takes precedence; stated nowhere it is the length the model reads.
     if config.get("original_max_position_embeddings"):
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]

@@ -37,10 +37,10 @@ def as_trained(architecture: Architecture, stage: str, where: str) -> Architectu
         MegatuneError: SETTINGS, when the stage cannot train it.
     """
     if stage == STAGE:
-        if architecture.vision is not None:
+        if architecture.vision is not None or not architecture.has_classifier:
             what = f"stage rm with a {architecture.model_type}"
             why = "Transformers has no sequence classification of this family, in which a reward model could be saved"
-            raise MegatuneError(Finding(what, where, why, "name a language model"), ExitCode.SETTINGS)
+            raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)
         return replace(architecture, num_labels=1, tie_word_embeddings=False)
     if architecture.num_labels:
         what, why = f"stage {stage} with a reward model", "it has a score in place of the output layer"

@@ -10,14 +10,15 @@ from megatune.families.dense import layer_weight
 from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 
-def routed_experts(module: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'."""
+def routed_experts(module: str, gate: str, up: str, down: str, router: str = "") -> tuple[Weight, ...]:
+    """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'; the router
+    is its `gate` unless it has another name."""
     expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
     return (
         _sparse(
             "router.weight",
             TensorLayout.REPLICATED,
-            (f"{module}.gate.weight", "moe.num_experts", "hidden_size"),
+            (f"{router or f'{module}.gate'}.weight", "moe.num_experts", "hidden_size"),
             linear=False,
         ),
         _sparse(
@@ -57,12 +58,21 @@ SHARED_EXPERT_GATE = _sparse(
     ("mlp.shared_expert_gate.weight", 1, "hidden_size"),
     linear=False,
 )
-EXPERT_BIAS = _sparse(
-    "router.expert_bias",
-    TensorLayout.REPLICATED,
-    ("mlp.gate.e_score_correction_bias", "moe.num_experts"),
-    role=Role.BUFFER,
-)
+
+
+def expert_bias(name: str, *shape: str | int) -> Weight:
+    """Declare the bias that experts are chosen with."""
+    return _sparse("router.expert_bias", TensorLayout.REPLICATED, (name, *shape), role=Role.BUFFER)
+
+
+EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias", "moe.num_experts")
+
+
+def sparse_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Read which layers are sparse, of families that say it by name: all but the first where nothing is said."""
+    count = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (count - 1)]
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts | None:

@@ -10,16 +10,16 @@ _OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "
 _DEPTH = 3  # of objects in them: rope_scaling in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
-    "rope_interleave", "mrope_interleaved",
+    "rope_interleave", "mrope_interleaved", "use_qk_norm", "use_bias",
 )  # fmt: skip
-_INDICES = ("mlp_only_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
-_NAMES = ("architectures", "layer_types")
+_INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
+_NAMES = ("architectures", "layer_types", "mlp_layer_types")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Whole numbers, from the least to the most that any model can have: loops go over layers and experts.
 _WHOLE = {
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 4096)),
-    **dict.fromkeys(("first_k_dense_replace", "num_labels"), (0, 1000)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 4096)),
+    **dict.fromkeys(("first_k_dense_replace", "num_labels", "moe_layer_start_index"), (0, 1000)),
     **dict.fromkeys(
         (
             "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -28,10 +28,13 @@ _WHOLE = {
             "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
             "v_head_dim", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "in_channels",
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
-            "tokens_per_second",
+            "tokens_per_second", "moe_k", "moe_num_shared_experts", "num_shared_experts", "moe_layer_interval",
+            "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
+            "rotary_dim",
         ),
         (1, 2**31 - 1),
     ),
+    "sliding_window": (0, 2**31 - 1),
     **dict.fromkeys(
         ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
     ),
@@ -45,6 +48,8 @@ _NUMBERS = {
         (
             "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
             "attention_factor", "routed_scaling_factor", "partial_rotary_factor",
+            "router_scaling_factor", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+            "logits_scaling", "rope_local_base_freq",
         ),
         (0.0, _FINITE),
     ),

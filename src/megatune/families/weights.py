@@ -69,8 +69,8 @@ class HFTensor:
     ("moe.num_experts") or numbers. Without a name it is in no file, and its rows are zero.
 
     Attributes:
-        blocks: rows of parts that lie one below the other, each in groups of its own, where the layout has groups; none
-            where the whole tensor is in groups.
+        blocks: rows of parts that lie one below the other, each in groups of its own or cut by itself, where the layout
+            has groups or gates; none where the tensor is one part.
     """
 
     name: str
@@ -214,8 +214,11 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tuple[int, ...]:
-    """Return the shape of a slice of the engine's parameter; experts are its first dimension."""
+    """Return the shape of a slice of the engine's parameter; experts are its first dimension. A buffer is a vector,
+    which files may have as a matrix of one row."""
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
+    if weight.is_buffer:
+        return (math.prod(shapes[0]),)
     experts = (len(experts_of(weight, architecture, part)),) if weight.per_expert else ()
     rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     match weight.layout:
@@ -242,6 +245,11 @@ def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int
         if weight.layout is TensorLayout.GROUPED:
             groups = attrgetter(weight.groups)(architecture)
             found += _grouped_segments(list(_blocks(weight, names, shapes, architecture)), groups, part)
+        elif weight.layout is TensorLayout.GATE_UP:
+            for name, first, size in _blocks(weight, names, shapes, architecture):
+                rows = size // part.tp_size
+                start = first + part.tp_rank * rows
+                found.append(Segment(name, 0, start, start + rows))
         else:
             found += _segments(weight.layout, names, shapes, part)
     width = math.prod(shapes[0][1:])
@@ -264,7 +272,7 @@ def _segments(
             start, stop = (min(edge * rows, shapes[0][0]) for edge in (rank, rank + 1))
             if stop > start:
                 yield Segment(names[0], 0, start, stop)
-        case TensorLayout.ROWS | TensorLayout.GATE_UP:
+        case TensorLayout.ROWS:
             for name, shape in zip(names, shapes, strict=True):
                 rows = shape[0] // size
                 yield Segment(name, 0, rank * rows, (rank + 1) * rows)
@@ -273,7 +281,7 @@ def _segments(
 def _blocks(
     weight: Weight, names: Sequence[str], shapes: Sequence[tuple[int, ...]], architecture: Architecture
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks of rows that are each in groups: the tensor's name, the first row, the number of rows."""
+    """Yield the blocks of rows that are each in groups or cut: the tensor's name, the first row, the number of rows."""
     for tensor, name, shape in zip(weight.hf, names, shapes, strict=True):
         first = 0
         for rows in [attrgetter(block)(architecture) for block in tensor.blocks] or [shape[0]]:

@@ -49,7 +49,8 @@ def _output_parameters(architecture: Architecture) -> int:
 def _layer_matmul_parameters(architecture: Architecture, delta: bool, sparse: bool) -> int:
     total = 0
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.per_layer and weight.stack is Stack.DECODER and is_in_layer(weight, delta, sparse):
+        is_ours = weight.per_layer and weight.stack is Stack.DECODER and not weight.is_buffer
+        if is_ours and is_in_layer(weight, delta, sparse):
             size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
             total += size * (architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1)
     return total

@@ -145,10 +145,12 @@ def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | Non
     raise AssertionError("the layers of the model itself are the last ones that are tried")
 
 
-def _pattern(architecture: Architecture) -> set[tuple[bool, bool]]:
-    """Return the kinds of layers that there are: with a gated delta net or attention, sparse or not."""
-    layers = range(architecture.num_layers)
-    return {(architecture.is_delta_layer(layer), architecture.is_moe_layer(layer)) for layer in layers}
+def _pattern(architecture: Architecture) -> set[tuple[bool, ...]]:
+    """Return the kinds of layers that there are: with a gated delta net or attention, sparse or not, without rotary
+    embedding or with it, with a window or without."""
+    is_delta, is_moe, without = architecture.is_delta_layer, architecture.is_moe_layer, architecture.no_rope_layers
+    layers, windows = range(architecture.num_layers), architecture.windows
+    return {(is_delta(each), is_moe(each), each in without, bool(windows and windows[each])) for each in layers}
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,14 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.settings import ParallelSettings
+from megatune.families.rope import FULL_ATTENTION, SLIDING_ATTENTION
 
 HEAD_DIM = 16  # even halves for rotary embeddings of three positions
 _HIDDEN = 64
 _FFN, _EXPERT = 96, 48
 _VISION = {"hidden": 32, "heads": 2, "ffn": 64}
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_BY_LAYER = ("mlp_layer_types", "no_rope_layers")  # a word or a number for each layer
 _MERGERS = 2  # of deepstack: with one, nobody would see that they are told apart
 
 Config = Mapping[str, Any]
@@ -76,15 +79,23 @@ def text_config(
         small |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": 2 * key_heads}
         small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM)
     small |= _experts(config, architecture, parallel, hidden, num_layers)
-    small |= {"rope_parameters": _rope(config, head_dim), "max_window_layers": num_layers}
-    return {name: value for name, value in small.items() if name in config}
+    small |= {name: config[name][:num_layers] for name in _BY_LAYER if config.get(name)}
+    small |= {"rope_parameters": _rope(config, architecture, head_dim), "max_window_layers": num_layers}
+    return {name: value for name, value in small.items() if name in config} | _kinds(architecture, num_layers)
 
 
-def _rope(config: Config, head_dim: int) -> dict[str, Any]:
+def _kinds(architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return the word for each layer where some have a window: every second one, the first among them."""
+    if None not in architecture.windows:
+        return {}
+    return {"layer_types": [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(num_layers)]}
+
+
+def _rope(config: Config, architecture: Architecture, head_dim: int) -> dict[str, Any]:
     """Return rotary parameters, with the frequencies of three positions dealt as before."""
     rope = dict(config.get("rope_parameters") or {})
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
-    if section := rope.get("mrope_section"):
+    if section := rope.get("mrope_section") or (architecture.mrope and architecture.mrope.section):
         side = half * section[1] // sum(section)
         rope["mrope_section"] = [half - 2 * side, side, side]
     return rope
@@ -110,8 +121,8 @@ def _experts(
     width = multiple(_EXPERT, math.lcm(tp, etp))
     while hidden in (width, 2 * width):  # Transformers tells by shapes whether an expert's matrices are transposed
         width += math.lcm(tp, etp)
-    small: dict[str, Any] = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
-    small |= {"num_experts_per_tok": topk, "moe_intermediate_size": width}
+    small: dict[str, Any] = dict.fromkeys(_NUM_EXPERTS, experts)
+    small |= {"num_experts_per_tok": topk, "moe_k": topk, "moe_intermediate_size": width}
     small |= {"shared_expert_intermediate_size": multiple(_EXPERT, tp)}
     small |= {"n_shared_experts": min(config.get("n_shared_experts") or 1, 2)}
     small |= {"n_group": 4 if grouped else 1, "topk_group": 2 if grouped else 1}

@@ -18,7 +18,7 @@ from megatune.families.adapters import LORA_A, LORA_B, module_path
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
 from megatune.families.scores import STAGE, num_labels
-from megatune.families.weights import experts_of, layers_of
+from megatune.families.weights import experts_of, hf_shapes, layers_of
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
@@ -113,6 +113,25 @@ def _canonical_tensors(tensors: Mapping[str, Tensor], architecture: Architecture
     return {name: _cut(tensors[place.name], place) for name, place in places.items() if place.name in tensors}
 
 
+def _canonical_adapter(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+    """Name tensors of an adapter, and of modules trained whole, beside those of the family's weight map: peft names
+    them by Transformers' modules."""
+    family = FAMILIES[architecture.model_type]
+    in_files = {
+        family.in_modules(name): name
+        for weight in family.weight_map(architecture)
+        for layer in layers_of(weight, architecture)
+        for name in hf_shapes(weight, architecture, layer)
+    }
+
+    def name_of(name: str) -> str:
+        module, lora, end = name.partition(".lora_")
+        own = f"{module}.weight" if lora else name
+        return in_files.get(own, own).removesuffix(".weight" if lora else "") + lora + end
+
+    return {name_of(name): tensor for name, tensor in tensors.items()}
+
+
 def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
     if place.expert is None:
         return tensor
@@ -176,7 +195,8 @@ def compute_reference(
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
     if adapter is not None and gradients:
-        return Reference(logits, loss_sum / total, adapter.gradients(_names_of_experts(architecture)))
+        found = adapter.gradients(_names_of_experts(architecture))
+        return Reference(logits, loss_sum / total, _canonical_adapter(found, architecture))
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
     return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
 

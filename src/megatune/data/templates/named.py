@@ -50,6 +50,8 @@ class NamedTemplate:
         thinks: the model reasons before it answers.
         thinks_until_question: as history, calls behind the last question keep the reasoning before them; False keeps
             the last answer's alone.
+        fills_thoughts: every answer behind the last question has an empty thought where it has none; False, the last
+            answer alone.
         special_tokens: what must be one token each, or the tokenizer is not for this template.
         system_in_question: the system message is written into the last message of the user, before its text.
         trims: roles whose text loses the white space around it.
@@ -71,6 +73,7 @@ class NamedTemplate:
     tool_format: ToolFormat | None = None
     thinks: bool = False
     thinks_until_question: bool = True
+    fills_thoughts: bool = False
     special_tokens: tuple[str, ...] = ()
     system_in_question: bool = False
     trims: tuple[str, ...] = ()
@@ -105,7 +108,8 @@ class NamedTemplate:
             is_last = stop == len(messages) - 1
             is_history = stop < last_question if self.thinks_until_question else not is_last
             answer = self._answer(message, thinking, is_history=is_history, number=calls)
-            turns.append(self._turn(asked, answer, message, thinking, is_last=is_last))
+            fills = is_last or (self.fills_thoughts and not is_history)
+            turns.append(self._turn(asked, answer, message, thinking, fills=fills))
             calls += len(message.tool_calls)
             observations += sum(message.role == "tool" for message in messages[start:stop])
             start = stop + 1
@@ -130,7 +134,9 @@ class NamedTemplate:
             if self.tool_format is None:
                 raise RowError("no-tools-in-template", "the template has no text for tools")
             offer = self.tool_format.offer(conversation.tools)
-            if not self.tool_format.offer_before_question:
+            if self.tool_format.offer_before_system:
+                system, offer = f"{offer.lstrip()}\n\n{system}" if system else offer.lstrip(), ""
+            elif not self.tool_format.offer_before_question:
                 offer = offer if system or self.has_other_tools else offer.lstrip("\n")
                 system, offer = f"{system}{offer}", ""
         # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
@@ -168,11 +174,11 @@ class NamedTemplate:
         calls = self.tool_format.calls(message.tool_calls, number)
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 
-    def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, is_last: bool) -> Turn:
+    def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, fills: bool) -> Turn:
         only_calls = self.calls and message.tool_calls and (self.has_other_tools or not self._text(message))
         # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
         is_bare = "<think>" not in answer and "</think>" not in answer
-        thinks = self.thinks and is_bare and (is_last or not thinking.drop_history)
+        thinks = self.thinks and is_bare and (fills or not thinking.drop_history)
         strips = thinks and not (only_calls and self.has_other_tools)
         written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if strips else answer)
         if not thinks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatune.data.templates.named import NamedTemplate
+from megatune.data.templates.tool_formats import QWEN3_5_TOOLS
 from megatune.data.templates.tools import LLAMA3_TOOLS, MISTRAL_TOOLS, PLAIN_TOOLS, QWEN_TOOLS
 
 _CHATML = NamedTemplate(
@@ -27,6 +28,16 @@ _QWEN3_NOTHINK = replace(
     observation="<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     observation_separator="\n</tool_response>\n<tool_response>\n",
     tool_format=QWEN_TOOLS,
+)
+
+# Qwen3.5's and 3.6's. LLaMA-Factory's text has the tools behind the system message, and trims nothing.
+_QWEN3_5 = replace(
+    _QWEN3_NOTHINK,
+    name="qwen3_5",
+    tool_format=QWEN3_5_TOOLS,
+    trims=("system", "user", "assistant", "tool"),
+    thinks=True,
+    fills_thoughts=True,
 )
 
 # Llama 3's; 3.1 and later also state two dates in every system message, which null writes. Tools and their answers
@@ -115,6 +126,8 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         _QWEN3_NOTHINK,
         replace(_QWEN3_NOTHINK, name="qwen3_vl", thinks=True),
         replace(_QWEN3_NOTHINK, name="qwen3_vl_nothink"),
+        _QWEN3_5,
+        replace(_QWEN3_5, name="qwen3_5_nothink", thinks=False),
         _LLAMA3,
         _MISTRAL,
         _DEEPSEEK,

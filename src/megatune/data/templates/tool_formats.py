@@ -117,9 +117,17 @@ def _calls_minimax2(calls: Sequence[ToolCall], number: int) -> str:
 
 
 def _offer_qwen3_5(tools: Sequence[Tool]) -> str:
+    return _described_qwen3_5(map(_function, tools))
+
+
+def _offer_published_qwen3_5(tools: Sequence[Tool]) -> str:
+    return _described_qwen3_5(map(tool_schema, tools))
+
+
+def _described_qwen3_5(schemas: Iterable[Tool]) -> str:
     return (
         "\n\n# Tools\n\nYou have access to the following functions:\n\n<tools>"
-        f"{_lines(_json(_function(tool)) for tool in tools)}\n</tools>\n\n"
+        f"{_lines(map(_json, schemas))}\n</tools>\n\n"
         "If you choose to call a function ONLY reply in the following format with NO suffix:\n\n"
         "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
         "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n"
@@ -246,6 +254,11 @@ def _described_or_refused(offer: Callable[[Sequence[Tool]], str], tools: Sequenc
 def _format(name: str, offer: Callable[..., str], calls: Callable[..., str]) -> ToolFormat:
     return ToolFormat(name=name, offer=partial(_described_or_refused, offer), calls=calls)
 
+
+# As Qwen3.5's chat template has it, where LLaMA-Factory leaves out that a tool is a function.
+QWEN3_5_TOOLS = ToolFormat(
+    name="qwen3_5", offer=_offer_published_qwen3_5, calls=_calls_qwen3_5, offer_before_system=True, joiner="\n\n"
+)
 
 # By LLaMA-Factory's names.
 LLAMAFACTORY_TOOLS: dict[str, ToolFormat] = {

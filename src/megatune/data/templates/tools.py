@@ -34,6 +34,7 @@ class ToolFormat:
         calls: the text of an assistant's calls, of which the first is the conversation's call `number`.
         answer: what replaces {content} where a tool answers the conversation's call `number`.
         offer_before_question: the offer is written before the last message of the user, not after the system message.
+        offer_before_system: the offer is written before the system message's text, not after it.
         joiner: between what the assistant says and its calls.
     """
 
@@ -42,6 +43,7 @@ class ToolFormat:
     calls: Callable[[Sequence[ToolCall], int], str]
     answer: Callable[[str, int], str] = _answer_plain
     offer_before_question: bool = False
+    offer_before_system: bool = False
     joiner: str = "\n"
 
 

@@ -48,9 +48,15 @@ class FeedForward(MLP):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Project, activate, project: [s, b, h] to the same, and no bias."""
         gate_up, _ = self.linear_fc1(hidden_states)
-        swiglu = fused_swiglu if self.config.bias_activation_fusion else reference_swiglu
-        output, _ = self.linear_fc2(swiglu(gate_up))
+        output, _ = self.linear_fc2(self._activate(gate_up))
         return output, None
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        """Take [..., 2 · f], gate first, to [..., f]."""
+        if self.config.activation_func is not F.silu:
+            gate, up = gate_up.chunk(2, -1)
+            return self.config.activation_func(gate) * up
+        return fused_swiglu(gate_up) if self.config.bias_activation_fusion else reference_swiglu(gate_up)
 
 
 class SharedExperts(SharedExpertMLP, FeedForward):

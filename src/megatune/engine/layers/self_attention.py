@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,7 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megatune.engine.layers.norm import RMSNorm
+from megatune.engine.layers.norm import RMSNorm, wide_of
 from megatune.engine.layers.rotary import fused_rotate, rotate, rotate_first
 from megatune.engine.sequences import Sequences
 
@@ -40,8 +41,12 @@ class GroupedQueryAttention(SelfAttention):
     ) -> tuple[Tensor, None]:
         """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
         query, key, value, *gate = self._project(hidden_states)
-        turn = fused_rotate if self.config.apply_rope_fusion else rotate
-        query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
+        if len(rotary_pos_emb) > 2:  # layers with a window turn by angles of their own
+            rotary_pos_emb = rotary_pos_emb[2:] if self.core_attention.window is not None else rotary_pos_emb[:2]
+        if not self._is_unturned():
+            turn = fused_rotate if self.config.apply_rope_fusion else rotate
+            turn = functools.partial(turn, interleaved=self.config.rotary_interleaved)
+            query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
         value = value.contiguous()
         recompute = self.checkpoint_core_attention and self.training
         context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
@@ -49,6 +54,11 @@ class GroupedQueryAttention(SelfAttention):
             context = context * gate[0].flatten(2)
         output, _ = self.linear_proj(context)
         return output, None
+
+    def _is_unturned(self) -> bool:
+        """Return whether the layer has no rotary embedding."""
+        unturned = self.config.no_rope_freq
+        return bool(unturned and unturned[self.layer_number - 1])
 
     def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
         """Return query [s, b, n, d], key and value [s, b, g, d], and what the output is multiplied by [s, b, n, d], if
@@ -78,6 +88,52 @@ class HeadNorm(RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize [s, b, n, channels of a head]."""
         return super().forward(hidden_states.contiguous())
+
+
+class AllHeadsNorm(RMSNorm):
+    """Norm over the channels of all heads' queries or keys, of which this rank has its own heads'.
+
+    Every rank holds the whole weight, and finds the gradient of its heads' part: Megatron-Core adds up the gradients of
+    norms of queries and keys.
+
+    Args:
+        hidden_size: of a head.
+        num_heads: of all ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, num_heads: int) -> None:
+        super().__init__(config, num_heads * hidden_size, eps)
+        self.num_heads = num_heads
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize [s, b, n, channels of a head]."""
+        group = get_tensor_model_parallel_group()
+        n, channels = hidden_states.shape[-2:]
+        wide = wide_of(hidden_states)
+        total = wide.square().sum((-2, -1), keepdim=True)
+        if group.size() > 1:
+            total = tensor_parallel.reduce_from_tensor_model_parallel_region(total, group=group)
+            # Every rank normalizes by the sum: its gradient is that of all.
+            total = tensor_parallel.copy_to_tensor_model_parallel_region(total, group=group)
+            total = total * (self.num_heads / (n * group.size()))  # several ranks may have the same key
+        first = group.rank() * self.num_heads // group.size()
+        weight = wide_of(self.weight).view(self.num_heads, channels)[first : first + n]
+        scale = torch.rsqrt(total / (self.num_heads * channels) + self.eps)
+        return (wide * scale * weight).to(hidden_states.dtype)
+
+
+class AllQueriesNorm(AllHeadsNorm):
+    """That of queries."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_attention_heads)
+
+
+class AllKeysNorm(AllHeadsNorm):
+    """That of keys."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_query_groups)
 
 
 def attend(

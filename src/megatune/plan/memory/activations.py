@@ -13,6 +13,7 @@ from megatune.plan.memory.tensors import ChunkContent, LayerContent, stage_chunk
 from megatune.plan.operators.attention import heads_of
 from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
 from megatune.plan.operators.experts import saves_input_twice
+from megatune.plan.operators.linear import layer_norm
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
 from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, images_of, mergers, passing, placing
@@ -165,17 +166,18 @@ def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:
 
 @lru_cache(4096)
 def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memory:
-    """Fold norm, attention, norm, feed-forward or experts, each branch around a residual connection.
+    """Fold attention and feed-forward or experts, with their norms, each branch around a residual connection.
 
     Args:
         modules: recompute_modules.
     """
-    (norm, *attention, _), (_, *rest, _) = decoder_layer(shapes, sparse)
+    before, behind = shapes.architecture.pre_norms, shapes.architecture.post_norms
+    attention, rest = (branch[before : -1 - behind] for branch in decoder_layer(shapes, sparse))
     inner = _experts(shapes, rest, modules) if sparse else memory_of(rest)
     if ("moe" if sparse else "mlp") in modules:
         inner = recomputed(inner, shapes.hidden, shapes.hidden)
     branches = attention_memory(shapes, attention, modules), inner
-    return chain((_branch(shapes, norm.memory, each, modules) for each in branches), hold=shapes.hidden)
+    return chain((_branch(shapes, each, modules) for each in branches), hold=shapes.hidden)
 
 
 def _picture_memory(shapes: Shapes, images: Images) -> _Pictures:
@@ -196,7 +198,16 @@ def vision_memory(shapes: Shapes, images: Images) -> Memory:
     return chain((before, *deepstack, after, last))
 
 
-def _branch(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:
+def _branch(shapes: Shapes, inner: Memory, modules: tuple[str, ...]) -> Memory:
+    """Fold the norm before, what is in between, and the norm behind, of which a family has one or both."""
+    norm = layer_norm(shapes).memory
+    behind = (norm,) * shapes.architecture.post_norms
+    if not shapes.architecture.pre_norms:
+        return chain((inner, *behind))
+    return chain((_normed(shapes, norm, inner, modules), *behind))
+
+
+def _normed(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:
     if "layernorm" not in modules:
         return chain((norm, inner))
     # The norm's output, which `inner` saves first, is computed again before anything of it is needed, in memory of its

@@ -49,6 +49,8 @@ _ORDER = (
     "mlp.shared_experts.linear_fc2.weight",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
+    "post_attention_layernorm.weight",
+    "post_mlp_layernorm.weight",
 )
 # Latent attention creates the one just before the other.
 _OUTPUT_PROJECTION, _AFTER_ATTENTION = "self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"

@@ -100,7 +100,7 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     sizes = architecture.query_size / shapes.tp, architecture.key_value_size / shapes.tp
     if architecture.qk_layernorm:
         for count, saved, channels in ((heads.queries, query, sizes[0]), (heads.groups, key, sizes[1])):
-            one = norm_memory(shapes, tokens * count, d, saved)
+            one = norm_memory(shapes, tokens * count, d, saved, has_kernel=not architecture.wide_qk_norms)
             memory = one._replace(forward=one.forward + source, backward=one.backward + query + key)
             yield Operator("qk_norm", memory, *norm_work(shapes, tokens * channels))
     # Queries of several groups do not lie side by side: they are copied.

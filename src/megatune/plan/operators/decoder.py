@@ -20,7 +20,7 @@ from megatune.plan.operators.operator import Memory, Moved, Operator
 from megatune.plan.operators.shapes import Shapes
 
 _ALL_LAYERS = 10**9
-Branch = tuple[Operator, ...]  # a norm, what follows it, and the sum into the residual stream
+Branch = tuple[Operator, ...]  # norms, what is between them, and the sum into the residual stream
 
 
 @lru_cache(maxsize=4096)
@@ -29,9 +29,10 @@ def decoder_layer(shapes: Shapes, sparse: bool) -> tuple[Branch, Branch]:
     dense_channels = shapes.architecture.ffn_hidden_size // shapes.tp
     inner = expert_layer(shapes) if sparse else feed_forward(shapes, "mlp", dense_channels)
     norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
+    before, behind = ((norm,) * has for has in (shapes.architecture.pre_norms, shapes.architecture.post_norms))
     residual = Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
     mixer = delta_net(shapes) if shapes.delta else self_attention(shapes)
-    return (norm, *mixer, residual), (norm, *inner, residual)
+    return (*before, *mixer, *behind, residual), (*before, *inner, *behind, residual)
 
 
 class Recompute(NamedTuple):

@@ -35,7 +35,7 @@ def norm_work(shapes: Shapes, numbers: float) -> Work:
     return elementwise(shapes, numbers, *((2, 4, 1) if shapes.performance.rms_norm_fusion else (10, 16, 7)))
 
 
-def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int) -> Memory:
+def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int, *, has_kernel: bool = True) -> Memory:
     """Return bytes of RMSNorm over `width` channels of each vector.
 
     Fused, it keeps its input and one fp32 number a vector. Operator by operator it keeps fp32 input and normalized
@@ -43,10 +43,11 @@ def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int) -> Memory:
 
     Args:
         saved: bytes of the input, 0 where it is a part of a tensor that another operator saves.
+        has_kernel: it is fused where norms are.
     """
     numbers = vectors * width
     output, statistics = numbers * shapes.size, 4 * vectors
-    if not shapes.performance.rms_norm_fusion:
+    if not (shapes.performance.rms_norm_fusion and has_kernel):
         kept = 4 * numbers + (4 * numbers if shapes.wide else saved) + statistics
         return Memory(kept, output + 4 * numbers, output + 16 * numbers)
     if not shapes.on_cpu:
@@ -163,17 +164,18 @@ def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, expe
 
 
 def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool = False) -> Iterator[Operator]:
-    """Yield SwiGLU (arXiv:2002.05202), dense or of shared experts: fc1, activation, fc2 with `channels` on this rank.
+    """Yield SwiGLU or GeGLU (arXiv:2002.05202), dense or of shared experts: fc1, activation, fc2 with `channels` on
+    this rank.
 
     Args:
         overlapped: of shared experts that compute while tokens are dispatched: they keep their input gathered.
     """
     hidden, spread = shapes.architecture.hidden_size, shapes.sequence_parallel
     numbers, data = shapes.tokens * channels, shapes.tokens * channels * shapes.size
-    # It keeps gate and up, and silu(gate) where it is not fused. Operator by operator, as on a CPU, gradients of gate
-    # and up are made apart, then joined.
+    # It keeps gate and up, and the activation of the gate where it is not fused. Operator by operator, as on a CPU,
+    # gradients of gate and up are made apart, then joined.
     swiglu = Memory(3 * data, data, 3 * data)
-    if shapes.performance.bias_activation_fusion:
+    if _activation_is_fused(shapes):
         swiglu = Memory(2 * data, 2 * data, 5 * data) if shapes.on_cpu else Memory(2 * data, data, 3 * data)
     place = "mlp" if module == "mlp" else f"mlp.{module}"
     yield linear(shapes, f"{place}.linear_fc1", module, hidden, 2 * channels, gathers=spread and not overlapped)
@@ -182,5 +184,10 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
 
 
 def swiglu_work(shapes: Shapes, numbers: float) -> Work:
-    """Return the kernels of silu(gate) · up over T · f numbers."""
-    return elementwise(shapes, numbers, *((3, 5, 1) if shapes.performance.bias_activation_fusion else (6, 13, 4)))
+    """Return the kernels of the activation of the gate, times up, over T · f numbers."""
+    return elementwise(shapes, numbers, *((3, 5, 1) if _activation_is_fused(shapes) else (6, 13, 4)))
+
+
+def _activation_is_fused(shapes: Shapes) -> bool:
+    """Return whether gate, up and their product are one kernel: there is one for silu only."""
+    return shapes.performance.bias_activation_fusion and shapes.architecture.activation == "silu"

@@ -11,6 +11,7 @@ on each rank where there is a group of context-parallel ranks; `boundaries` are 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,10 +39,16 @@ _SDPA = {
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Boundaries,
+    scale: float,
+    backend: AttnBackend,
+    window: int | None = None,
 ) -> Tensor:
     """Attend causally inside each document, by the fastest kernel that the backend allows."""
-    spans = documents(boundaries)
+    spans = documents(boundaries, window)
     if spans.is_one_square and backend.name not in PLAIN_BACKENDS:
         return _one_document(query, key, value, scale, backend)
     output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend)
@@ -63,10 +70,17 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backe
 
 
 def attend_all_gather(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Boundaries,
+    scale: float,
+    backend: AttnBackend,
+    group: Group,
+    window: int | None = None,
 ) -> Tensor:
     """Gather all keys and values first; the backward pass adds their gradients up and scatters them."""
-    order, spans = prefixes(boundaries, group.rank(), group.size())
+    order, spans = prefixes(boundaries, group.rank(), group.size(), window)
     both = torch.cat((key.flatten(1, 2), value.flatten(1, 2)), -1)
     whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
     keys, values = whole.split((key.shape[-1], value.shape[-1]), -1)
@@ -75,7 +89,14 @@ def attend_all_gather(
 
 
 def attend_all_to_all(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Boundaries,
+    scale: float,
+    backend: AttnBackend,
+    group: Group,
+    window: int | None = None,
 ) -> Tensor:
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
     exchanges; n is a multiple of cp."""
@@ -91,12 +112,16 @@ def attend_all_to_all(
     rows = all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
     parts = rows.split([share[0, 0, 0].numel() for share in shares], -1)
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
-    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend)
+    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window)
     back = output.index_select(0, from_row).unflatten(0, (cp_size, -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
 
-_ACROSS_RANKS = {"all_gather": attend_all_gather, "a2a": attend_all_to_all, "p2p": attend_ring}
+_ACROSS_RANKS: dict[str, Callable[..., Tensor]] = {
+    "all_gather": attend_all_gather,
+    "a2a": attend_all_to_all,
+    "p2p": attend_ring,
+}
 
 
 class CoreAttention(torch.nn.Module):
@@ -104,6 +129,8 @@ class CoreAttention(torch.nn.Module):
 
     Megatron-Core's own, without Transformer Engine, holds all s × s scores, repeats key/value heads in memory, and
     refuses packed rows and context parallelism.
+
+    A layer with a window gathers keys and values where others pass them around a ring: the ring's steps know no places.
 
     Args:
         softmax_scale: multiplies the scores; None is 1 / √d.
@@ -124,6 +151,9 @@ class CoreAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal, "the decoder is causal"
         self.backend = config.attention_backend
         self.softmax_scale = softmax_scale
+        self.window: int | None = config.windows[layer_number - 1]
+        if self.window is not None and cp_comm_type == "p2p":
+            cp_comm_type = "all_gather"
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Sequences) -> Tensor:
@@ -133,7 +163,8 @@ class CoreAttention(torch.nn.Module):
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
         boundaries = packed_seq_params.boundaries
+        window = {} if self.window is None else {"window": self.window}
         if self.cp_comm_type is None:
-            return attend_rows(query, key, value, boundaries, scale, self.backend).flatten(2)
+            return attend_rows(query, key, value, boundaries, scale, self.backend, **window).flatten(2)
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()
-        return across(query, key, value, boundaries, scale, self.backend, group).flatten(2)
+        return across(query, key, value, boundaries, scale, self.backend, group, **window).flatten(2)

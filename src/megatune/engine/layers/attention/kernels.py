@@ -51,7 +51,7 @@ class Plain:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         outputs, lses = [], []
         for queries, keys in spans.runs:
-            scores = _scores(query[queries], key[keys], spans.causal, scale)
+            scores = _scores(query[queries], key[keys], spans, scale)
             lse = scores.logsumexp(-1)
             shares = (scores - lse[..., None]).exp()
             outputs.append(torch.einsum("grqk,kgd->qgrd", shares, wide_of(value[keys])).flatten(1, 2))
@@ -65,7 +65,7 @@ class Plain:
         lse = lse.unflatten(0, groups)
         gradients: tuple[list[Tensor], ...] = ([], [], [])
         for queries, keys in spans.runs:
-            scores = _scores(query[queries], key[keys], spans.causal, scale)
+            scores = _scores(query[queries], key[keys], spans, scale)
             shares = (scores - lse[..., queries, None]).exp()
             grad_run = wide_of(grad_output[queries]).unflatten(1, groups)
             grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, wide_of(value[keys]))
@@ -77,15 +77,18 @@ class Plain:
         return tuple(torch.cat(parts).to(query.dtype) for parts in gradients)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, spans: Spans, scale: float) -> Tensor:
     """Return [g, n / g, t, u], -inf where a query does not see a key."""
     scores = torch.einsum("qgrd,kgd->grqk", wide_of(query).unflatten(1, (key.shape[1], -1)), wide_of(key)) * scale
-    return scores + _lower_right(scores, len(query), len(key)) if causal else scores
+    return scores + _unseen(scores, len(query), len(key), spans.window) if spans.causal else scores
 
 
-def _lower_right(like: Tensor, t: int, u: int) -> Tensor:
-    """Return [t, u], in the dtype of `like`: -inf for the keys that a query does not see when the last one sees all."""
-    return like.new_full((t, u), -torch.inf).triu(1 + u - t)
+def _unseen(like: Tensor, t: int, u: int, window: int | None) -> Tensor:
+    """Return [t, u], in the dtype of `like`: -inf for the keys that a query does not see when the last one sees all,
+    or the last `window` of them."""
+    everywhere = like.new_full((t, u), -torch.inf)
+    later = everywhere.triu(1 + u - t)
+    return later if window is None else later + everywhere.tril(u - t - window)
 
 
 class FlashOnCPU:
@@ -97,7 +100,7 @@ class FlashOnCPU:
         output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=wide_of(query[:0]).dtype)
         for queries, keys, count in spans.equal_runs:
             runs = _heads_first(count, query[queries], key[keys], value[keys])
-            mask = _cpu_mask(runs[0], runs[1], spans.causal)
+            mask = _cpu_mask(runs[0], runs[1], spans)
             found, of_found = aten._scaled_dot_product_flash_attention_for_cpu(*runs, 0.0, **mask, scale=scale)
             output[queries] = _tokens_first(found)
             lse[:, queries] = of_found.transpose(0, 1).flatten(1)
@@ -112,7 +115,7 @@ class FlashOnCPU:
             results = _heads_first(count, grad_output[queries], output[queries])
             of_runs = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 results[0], *runs, results[1], lse[:, queries].unflatten(1, (count, -1)).transpose(0, 1), 0.0,
-                **_cpu_mask(runs[0], runs[1], spans.causal), scale=scale,
+                **_cpu_mask(runs[0], runs[1], spans), scale=scale,
             )  # fmt: skip
             for gradient, tokens, of_tokens in zip(gradients, (queries, keys, keys), of_runs, strict=True):
                 gradient[tokens] = _tokens_first(of_tokens)
@@ -134,12 +137,13 @@ def _cut_channels(gradients: Iterable[Tensor], saved: Saved) -> tuple[Tensor, ..
     return tuple(gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, saved[:3], strict=True))
 
 
-def _cpu_mask(query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
+def _cpu_mask(query: Tensor, key: Tensor, spans: Spans) -> dict[str, Any]:
     """Return arguments that mask the CPU kernel: its own causal mask counts from the first key."""
     t, u = query.shape[2], key.shape[2]
-    if not causal or t == u:
-        return {"is_causal": causal}
-    return {"is_causal": False, "attn_mask": _lower_right(query, t, u)}
+    window = None if spans.window is None or spans.window >= u else spans.window
+    if not spans.causal or (t == u and window is None):
+        return {"is_causal": spans.causal}
+    return {"is_causal": False, "attn_mask": _unseen(query, t, u, window)}
 
 
 class FlashOnGPU:
@@ -148,7 +152,7 @@ class FlashOnGPU:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         tensors = equal_channels(query, key, value)
         arguments = (*spans.on_device, 0.0, spans.causal, False)
-        output, lse, *_ = aten._flash_attention_forward(*tensors, *arguments, scale=scale)
+        output, lse, *_ = aten._flash_attention_forward(*tensors, *arguments, scale=scale, **_window(spans))
         return output[..., : value.shape[-1]], lse
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
@@ -157,8 +161,13 @@ class FlashOnGPU:
         # State of a dropout that there is not.
         random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         arguments = (lse.contiguous(), *spans.on_device, 0.0, spans.causal, *random)
-        gradients = aten._flash_attention_backward(*tensors, *arguments, scale=scale)
+        gradients = aten._flash_attention_backward(*tensors, *arguments, scale=scale, **_window(spans))
         return _cut_channels(gradients, saved)
+
+
+def _window(spans: Spans) -> dict[str, int]:
+    """Return how many keys before its own a query sees, where not all, and that it sees none after it."""
+    return {} if spans.window is None else {"window_size_left": spans.window - 1, "window_size_right": 0}
 
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:

@@ -33,16 +33,18 @@ class Spans:
         keys: the same of the runs of keys.
         causal: the last query of a run sees all keys of its run, each one before it one key fewer. Otherwise every
             query sees every key of its run.
+        window: with `causal`, the most keys that a query sees, its last ones; None for all.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool
+    window: int | None = None
 
     @property
     def is_one_square(self) -> bool:
         """One causal run: the attention of a row that is one document."""
-        return self.causal and len(self.queries) == 2 and self.queries == self.keys
+        return self.causal and self.window is None and len(self.queries) == 2 and self.queries == self.keys
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, slice], ...]:
@@ -92,9 +94,9 @@ RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
 
 
 @lru_cache(_REMEMBERED)
-def documents(boundaries: tuple[int, ...]) -> Spans:
+def documents(boundaries: tuple[int, ...], window: int | None = None) -> Spans:
     """Return the spans of whole rows: every document attends to itself."""
-    return Spans(boundaries, boundaries, causal=True)
+    return Spans(boundaries, boundaries, causal=True, window=window)
 
 
 @lru_cache(_REMEMBERED)
@@ -109,7 +111,9 @@ def gathered(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]
 
 
 @lru_cache(_REMEMBERED)
-def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Spans]:
+def prefixes(
+    boundaries: tuple[int, ...], cp_rank: int, cp_size: int, window: int | None = None
+) -> tuple[Tensor, Spans]:
     """Return what the queries of one rank see of the gathered keys: of each document the parts up to theirs.
 
     Returns:
@@ -124,7 +128,7 @@ def prefixes(boundaries: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[T
             sizes.append(size)
             runs.append(to_row[start : start + (part + 1) * size])
     queries, keys = (tuple(accumulate(each, initial=0)) for each in (sizes, map(len, runs)))
-    return device.send(torch.cat(runs)), Spans(queries, keys, causal=True)
+    return device.send(torch.cat(runs)), Spans(queries, keys, causal=True, window=window)
 
 
 @lru_cache(_REMEMBERED)

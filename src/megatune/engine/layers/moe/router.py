@@ -79,7 +79,8 @@ class Router(TopKRouter):
         if self.routing_type == "sinkhorn" and self.training:
             return routing.choose_balanced(logits, is_real, self.topk)
         biased = scores if self.expert_bias is None else scores + self.expert_bias
-        return routing.choose(biased, self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk)
+        groups = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        return routing.choose(biased, self.topk, *groups, best=self.config.moe_router_group_best)
 
     def _replay(self, chosen: Tensor, experts: Tensor) -> Tensor:
         """Take the rollout engine's choices, [b, s / cp, layers, k], where there are some: trainer and engine are then

@@ -20,18 +20,20 @@ def score(logits: Tensor, function: ScoreFunction) -> Tensor:
     return logits.softmax(-1) if function == "softmax" else logits.sigmoid()
 
 
-def choose(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
+def choose(
+    scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, best: int = 2
+) -> Tensor:
     """Return the experts with the best scores: int64 [n, k].
 
     Args:
-        num_groups, group_topk: choose among the experts of the best groups, judged by the sum of their two best
-            (DeepSeek-V3, arXiv:2412.19437). Megatron-Core sums the best k / group_topk, which is two for the sizes that
-            were published only.
+        num_groups, group_topk: choose among the experts of the best groups.
+        best: a group is judged by the sum of this many of its best: two of DeepSeek-V3 (arXiv:2412.19437), one of V2.
+            Megatron-Core sums the best k / group_topk, which is two for the sizes of V3 that were published only.
     """
     if group_topk:
         n, num_experts = scores.shape
         assert num_groups
-        groups = scores.view(n, num_groups, -1).topk(2, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+        groups = scores.view(n, num_groups, -1).topk(best, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
         is_open = torch.zeros(n, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, groups, True)
         scores = scores.masked_fill(~is_open.repeat_interleave(num_experts // num_groups, 1), -torch.inf)
     return scores.topk(topk, dim=-1).indices

@@ -1,0 +1,21 @@
+"""Granite 3, dense: a llama with four scales."""
+
+from megatune.families.dense import DECODER
+from megatune.families.family import Family
+
+FAMILY = Family(
+    model_type="granite",
+    weights=DECODER,
+    constants={"has_classifier": False},
+    read={
+        "embedding_multiplier": "embedding_multiplier",
+        "softmax_scale": "attention_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "logits_scaling": "logits_scaling",
+    },
+    required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_act": "silu"},
+    # In Transformers the scale of the scores is 1, too, where it is not said.
+    defaults={
+        "embedding_multiplier": 1, "attention_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    },
+)  # fmt: skip

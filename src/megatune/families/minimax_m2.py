@@ -1,0 +1,40 @@
+"""MiniMax-M2: norms over the queries and the keys of all heads, of which a part turns, and experts that a bias helps to
+choose among sigmoids."""
+
+from megatune.architecture import MixtureOfExperts
+from megatune.families.dense import DECODER, WIDE_QK_NORMS
+from megatune.families.family import Config, Family
+from megatune.families.sparse import aux_loss_coeff, expert_bias, routed_experts
+
+
+def _experts(config: Config) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        layers=(True,) * config["num_hidden_layers"],
+        num_experts=config["num_local_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["intermediate_size"],
+        score_function="sigmoid",
+        expert_bias=True,
+        aux_loss_coeff=aux_loss_coeff(config),
+    )
+
+
+FAMILY = Family(
+    model_type="minimax_m2",
+    weights=(
+        *DECODER, *WIDE_QK_NORMS, *routed_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        expert_bias("block_sparse_moe.e_score_correction_bias", "moe.num_experts"),
+    ),
+    constants={"qk_layernorm": True, "wide_qk_norms": True, "has_classifier": False},
+    required={
+        "sliding_window": None, "router_jitter_noise": 0, "attention_dropout": 0, "hidden_act": "silu",
+        "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+    },
+    dimensions=("num_local_experts", "num_experts_per_tok"),
+    defaults={"rope_theta": 5e6, "max_position_embeddings": 196608, "head_dim": 128},
+    partial_rotary=True,
+    aliases={"num_experts": "num_local_experts"},
+    carried_keys=(r"model\.mtp.*",),
+    experts=_experts,
+    renamed=((".block_sparse_moe.", ".mlp."),),
+)  # fmt: skip

@@ -1,0 +1,23 @@
+"""Mistral and Mistral-Nemo, and what was made of them: a llama that may have a window on every layer."""
+
+from dataclasses import replace
+
+from megatune.families import llama
+from megatune.families.family import Config
+
+
+def windows(config: Config) -> tuple[int | None, ...]:
+    """Read the window that all layers have; () where they have none."""
+    return (config["sliding_window"],) * config["num_hidden_layers"] if config.get("sliding_window") else ()
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    model_type="mistral",
+    required={"attention_dropout": 0, "hidden_act": "silu"},
+    # In Transformers a file that says nothing of a window has this one.
+    defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
+    nulls=("sliding_window",),
+    rope_types=("default", "yarn"),
+    windows=windows,
+)

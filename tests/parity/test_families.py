@@ -1,0 +1,49 @@
+"""Families that take an option of a layer or a name in files, but no mixer of their own: logits, loss and gradients
+against Transformers, where their weights are cut."""
+
+from __future__ import annotations
+
+import pytest
+from computing import LENGTHS, differences, failures, parameter_names
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+
+from megatune.verify.samples import random_samples
+
+ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS}
+DENSE = ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
+SPARSE = ("deepseek_v2", "glm4_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "minimax_m2", "qwen3_5_moe_text")
+CASES = [
+    *((family, layout) for family in (*DENSE, *SPARSE) for layout in ("1", "tp2 sp", "pp2", "packed")),
+    *((family, layout) for family in SPARSE for layout in ("ep2 etp1 tp2 sp", "ep2 pp2")),
+    # Without sequence parallelism, and with fewer keys than ranks.
+    *(("olmo3", layout) for layout in ("tp2", "tp4 sp")),
+]
+
+# Every layer of these has one in some files, and a layer of gemma3_text.
+WINDOWS = [
+    *((family, layout) for family in ("mistral", "phi3") for layout in ("1", "packed")),
+    *(("gemma3_text", layout) for layout in ("cp2 p2p", "cp2 a2a", "cp2 tp2 sp", "cp2, packed")),
+]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout):
+    model = model_dir(family)
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
+    # As many gradients as the checkpoint has trained tensors: none is left out.
+    assert len(found) - 3 == len(parameter_names(model))
+    assert not failures(found)
+    table.add(f"{family}, untied", layout, found)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("family", "layout"), WINDOWS)
+def test_windows_agree(pool, model_dir, reference, table, tmp_path, family, layout):
+    """Rows are longer than a window. With p2p, layers with one gather keys and values."""
+    model = model_dir(family, sliding_window=6)
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+    table.add(f"{family}, windows", layout, found)
