@@ -153,7 +153,7 @@ def test_one_that_hangs_neither_slows_nor_stops_a_run(
         time.sleep(0.05)
     began = time.monotonic()
     for number in range(1, 20001):
-        hung.on_evaluate(evaluation(number))
+        hung.on_record(evaluation_record(evaluation(number)))
     assert time.monotonic() - began < 5
     hung.on_train_end(summary())
     assert time.monotonic() - began < 10
