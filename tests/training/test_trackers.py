@@ -152,8 +152,9 @@ def test_one_that_hangs_neither_slows_nor_stops_a_run(
     while not (tmp_path / "pids").exists():
         time.sleep(0.05)
     began = time.monotonic()
+    record = evaluation_record(evaluation(1))
     for number in range(1, 20001):
-        hung.on_record(evaluation_record(evaluation(number)))
+        hung.on_record({**record, "step": number})
     assert time.monotonic() - began < 5
     hung.on_train_end(summary())
     assert time.monotonic() - began < 10
