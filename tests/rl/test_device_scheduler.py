@@ -34,7 +34,7 @@ def _role(name: str, device: int) -> ModelRole:
 
 def test_an_engine_has_its_cache_once_the_trainer_has_left() -> None:
     said: list[str] = []
-    engines = EngineGroup(_infer(0, sleep_level=2), Calls("engine", said))  # type: ignore[arg-type]
+    engines = EngineGroup(_infer(0), Calls("engine", said), sleep_level=2)  # type: ignore[arg-type]
     actor = ModelGroup(_role("actor_train", 0), Calls("actor", said))  # type: ignore[arg-type]
     scheduler = DeviceScheduler(engines, [actor])
     scheduler.load(actor)
