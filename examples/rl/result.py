@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 folder = Path(sys.argv[1])
 problems = [json.loads(line) for line in (folder.parent / "test.jsonl").read_text().splitlines()]
@@ -20,7 +23,10 @@ def greedy_accuracy(model_folder: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     ids = torch.tensor(tokenizer([problem["messages"][0]["content"] for problem in problems])["input_ids"])
     end = tokenizer.eos_token_id
-    made = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=end, pad_token_id=end)
+    mask = torch.ones_like(ids)
+    made = model.generate(
+        ids, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=end, pad_token_id=end
+    )
     answers = tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
     return sum(answer == each["ground_truth"] for answer, each in zip(answers, problems, strict=True)) / len(problems)
 
