@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
 from megatune.families.weights import Stack, TensorLayout, Weight, hf_shape
 
@@ -58,9 +59,11 @@ def check_arranged(architecture: Architecture, where: str) -> None:
     Raises:
         MegatuneError: INPUT.
     """
-    if architecture.delta is not None or architecture.attention_output_gate:
+    weights = FAMILIES[architecture.model_type].weights
+    is_fused = any(tensor.blocks for weight in weights for tensor in weight.hf)
+    if architecture.delta is not None or architecture.attention_output_gate or is_fused:
         what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
-        why = "it has rows of gated attention and of gated delta nets in another order than Hugging Face checkpoints"
+        why = "it has rows of attention or of the feed-forward in another order than Hugging Face checkpoints"
         raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)
 
 
