@@ -271,10 +271,10 @@ def test_losses_of_all_pairs_together_are_refused():
     assert message.startswith("--loss_type: loss_type: kto_pair is not supported")
 
 
-def test_reinforcement_learning_is_refused_once():
-    run = read("--rlhf_type grpo --use_vllm true --vllm_mode colocate --num_generations 4 --loss_type x", verb="rlhf")
+def test_distillation_is_refused_once():
+    run = read("--rlhf_type gkd --use_vllm true --vllm_mode colocate --teacher_model t --lmbda 1 --beta 1", verb="rlhf")
     (message,) = findings(run)
-    assert message.startswith("--rlhf_type: rlhf_type: grpo is not supported")
+    assert message.startswith("--rlhf_type: rlhf_type: gkd is not supported")
 
 
 REFUSED = [

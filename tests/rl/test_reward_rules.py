@@ -18,7 +18,7 @@ from megatune.rl.rewards.text import after_thought, last_boxed, repeated_share
 
 
 def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 0) -> Answer:
-    return Answer(text, prompt=prompt, row={"ground_truth": truth}, num_tokens=num_tokens)
+    return Answer(text, prompt=prompt, row={"ground_truth": truth}, token_ids=(0,) * num_tokens)
 
 
 @pytest.mark.parametrize(

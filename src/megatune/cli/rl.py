@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from megatune.cli.command import Command
 from megatune.config.options import Flag
 from megatune.config.setting import Group
 from megatune.errors import Finding
+
+if TYPE_CHECKING:
+    from megatune.config.dialects.roll import ReadRL
 
 _EPILOG = """A file has ROLL's keys, and runs here as it is. From a file, with changes to it:
 
@@ -53,7 +56,15 @@ def run(verb: str, words: Sequence[str]) -> int:
     source, overrides = _split(words)
     from megatune.rl.reading import read_file
 
-    read = read_file(source, overrides, runs=True)
+    return begin(read_file(source, overrides, runs=True), "roll")
+
+
+def begin(read: ReadRL, system: str) -> int:
+    """Run what was read, after the lines that its user is told.
+
+    Args:
+        system: whose words were read, before each line.
+    """
     settings = read.require_valid()
     from megatune.config.dialects.roll import run_yaml
     from megatune.launch.context import log_path
@@ -64,7 +75,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     check_installed(settings.actor_train.settings)
     outlive_reader(log_path(Path(settings.run.output_dir).absolute() / "launch", "driver"))
     for line in read.lines:
-        print(f"roll       {line}", flush=True)
+        print(f"{system:<11}{line}", flush=True)
     return start(settings, run_yaml(read))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatune.cli import export, infer, serve
+from megatune.cli import export, infer, rl, serve
 from megatune.cli.command import Command, unknown_verb
 from megatune.cli.pages import Help
 from megatune.config.options import Given, NoOptions
@@ -107,7 +107,25 @@ def _train(verb: str, words: Sequence[str]) -> int:
     from megatune.training.start import start
 
     with read_command(verb, words, on_cpu=count_gpus() == 0) as found:
+        if found.command.stage == "grpo":
+            return _reinforce(found)
         return start(found.loaded, lambda loaded: swift_lines(found, loaded))
+
+
+def _reinforce(found: SwiftRun) -> int:
+    """Run `rlhf --rlhf_type grpo` as `megatune rl` would run a file that says the same."""
+    from megatune.config.dialects.roll import read_keys
+    from megatune.config.dialects.swift_lines import swift_lines
+    from megatune.config.dialects.swift_rl import grpo_keys
+    from megatune.rl.problems import count_rows, find_prompts
+    from megatune.rl.reading import read_checked
+
+    keys = grpo_keys(found, find_prompts, count_rows)
+    builtin = "--use_vllm false"
+    read = read_checked(lambda model_of: read_keys(keys, "the command line", model_of), runs=True, builtin=builtin)
+    read.require_valid()
+    print("\n".join(swift_lines(found, found.loaded.for_world(None))), flush=True)
+    return rl.begin(read, "swift")
 
 
 @contextlib.contextmanager

@@ -336,7 +336,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     data = settings.data
     template: Template | None = None
     if data.swift_version:
-        template = _swift_template(settings, tokenizer)
+        template = template_of_swift(settings, tokenizer)
     elif settings.run.stage == "pt":
         check_pretraining_tokenizer(tokenizer)
     else:
@@ -347,7 +347,7 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
 
 
-def _swift_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template:
+def template_of_swift(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template:
     """Load the template of ms-swift that settings ask for."""
     data, is_text = settings.data, settings.run.stage == "pt"
     if is_text:

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
+from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
 from megatune.data.readers import RawRow, read_rows
+from megatune.data.sources import datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.prompts import Writer, encode_prompts, prompt_writer
-from megatune.rl.rewards.kinds import KINDS
+from megatune.rl.prompts import Asked, Writer, encode_prompts, prompt_writer, swift_reader
+from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem
 
 if TYPE_CHECKING:
@@ -110,6 +113,25 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
 
 
+def find_prompts(settings: Settings, evaluation: bool) -> list[PromptSet]:
+    """Find the files of data sets that are named as for training; those on a hub are fetched.
+
+    Raises:
+        MegatuneError: as `resolve_datasets`.
+    """
+    sources = datasets_of(settings, evaluation=evaluation)
+    return [PromptSet(each.name, [*map(str, each.files)], each.num_samples) for each in sources]
+
+
+def count_rows(files: Sequence[str]) -> int:
+    """Count the rows of files.
+
+    Raises:
+        MegatuneError: one of them is missing (exit code 66).
+    """
+    return sum(1 for name in files for _ in read_rows(Path(name)))
+
+
 def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
     left = keep.num_samples or None
@@ -140,6 +162,7 @@ class _Reader:
         self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
         self._template, self._tag_to_template = template, tag_to_template
         self._writers: dict[str | None, Writer] = {}
+        self._asked = swift_reader(data, tokenizer) if data.conversation_rules else self._messages
         for tag in tag_to_template:  # so that an unknown template shows before rows are read
             self._writer(tag)
         self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
@@ -174,7 +197,7 @@ class _Reader:
                 made.append(error)
         places = [place for place, each in enumerate(made) if isinstance(each, Problem)]
         texts = [each.prompt for each in made if isinstance(each, Problem)]
-        for place, ids in zip(places, encode_prompts(texts, self._tokenizer), strict=True):
+        for place, ids in zip(places, self._encoded(texts), strict=True):
             problem = cast(Problem, made[place])
             made[place] = replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
             if not ids:
@@ -186,18 +209,23 @@ class _Reader:
         if raw.error is not None:
             raise raw.error
         row, tag = raw.fields, str(raw.fields.get(self._data.tag) or "")
-        for column in KINDS[self._rewards[domain].kind].columns:
+        for column in columns_of(self._rewards[domain]):
             if row.get(column) in (None, "", [], {}):
                 raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
         if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
-        messages, text = self._prompt(row, tag)
+        messages, text = self._asked(row)
         named = row.get(self._data.id)
         number = raw.where if named is None else str(named)
         return Problem(number, tag, domain, messages, _NO_TOKENS, row, text)
 
-    def _prompt(self, row: Mapping[str, Any], tag: str) -> tuple[list[dict[str, str]], str]:
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode_prompts(texts, self._tokenizer, is_whole=self._data.conversation_rules is not None)
+
+    def _messages(self, row: Mapping[str, Any]) -> Asked:
+        """Return the messages of a row as they stand, and its prompt."""
+        tag = str(row.get(self._data.tag) or "")
         column = self._data.messages or ("" if self._data.prompt else "messages")
         if column and row.get(column):
             messages = read_messages(row[column])

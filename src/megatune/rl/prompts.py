@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import ModelSettings
+from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
+from megatune.data.encode import template_of_swift
+from megatune.data.formats import Form, to_swift_example
 from megatune.data.templates import Thinking, load_template, template_names
 from megatune.data.templates.chat_template import FIXED_DATE
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors
@@ -15,8 +21,11 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatune.config.rl.data import PromptData
+
 Messages = Sequence[Mapping[str, str]]
 Writer = Callable[[Messages], str]
+Asked = tuple[list[dict[str, str]], str]  # the messages of a row, and its prompt
 
 # DeepSeek-R1-Zero's way of asking a base model, with the answer in a box.
 BASE = (
@@ -77,12 +86,51 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
     return write
 
 
-def encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def swift_reader(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> Callable[[Mapping[str, Any]], Asked]:
+    """Return what reads a row by ms-swift's rules: its messages without the answer, and the prompt of its template.
+
+    It raises RowError for rows that ms-swift leaves out.
+
+    Raises:
+        MegatuneError: (SETTINGS) there is no such template; (INPUT) none is known for the model.
+    """
+    names = ("conversation_rules", "template", "default_system", "enable_thinking")
+    asked = {name: getattr(data, name) for name in names}
+    settings = Settings(
+        model=ModelSettings(model_name_or_path=str(tokenizer.name_or_path)),
+        data=DataSettings(**asked),
+    )
+    template = template_of_swift(settings, tokenizer)
+    form = Form("ms_swift", swift_version=settings.data.swift_version)
+
+    def read(row: Mapping[str, Any]) -> Asked:
+        conversation = to_swift_example(row, form, "sft", pictures=False)
+        assert isinstance(conversation, Conversation)
+        said = conversation.messages
+        if said[-1].role == "assistant":
+            said = said[:-1]
+        if not said:
+            raise RowError("no-question", "there is no message but the answer")
+        turns = template.render(replace(conversation, messages=said), Thinking())
+        system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+        messages = [*system, *({"role": each.role, "content": each.content} for each in said)]
+        return messages, "".join(piece for turn in turns for piece in turn.pieces)
+
+    return read
+
+
+def encode_prompts(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, is_whole: bool = False
+) -> list[list[int]]:
     """Tokenise prompts, with the tokens that begin a text unless the template wrote them.
 
     ROLL always adds them, so that prompts of Llama's models begin with two.
+
+    Args:
+        is_whole: whether the texts have all of their tokens.
     """
-    begun = [bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token)) for text in texts]
+    bos = str(tokenizer.bos_token)
+    begun = [is_whole or (bool(tokenizer.bos_token) and text.startswith(bos)) for text in texts]
     ids: list[list[int]] = [[] for _ in texts]
     for has_begun in set(begun):
         places = [place for place, each in enumerate(begun) if each == has_begun]

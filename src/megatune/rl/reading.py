@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll import ReadRL, read_roll
+from megatune.config.dialects.roll_roles import ModelOf
 from megatune.config.rl.settings import InferRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.errors import Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.training.source import RunModel
 
+_BUILTIN = "{role}.strategy_args.strategy_name=builtin"
+
 
 def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> ReadRL:
+    """Read a file; see `read_checked`."""
+    return read_checked(lambda model_of: read_roll(source, overrides, model_of), runs=runs)
+
+
+def read_checked(reader: Callable[[ModelOf | None], ReadRL], *, runs: bool = False, builtin: str = _BUILTIN) -> ReadRL:
     """Read a file twice: its own words say which hub its models come from, and the models what is wrong with it.
 
     Args:
+        reader: reads it, with what models are, or None.
         runs: whether this machine will run it, and so has to have its engines.
+        builtin: what to write for the built-in engine of a role, {role}.
 
     Raises:
         MegatuneError: INPUT, where the file, or a model of a file that is right otherwise, cannot be read.
     """
-    read = read_roll(source, overrides)
+    read = reader(None)
     missing: list[Finding] = []
     if read.settings is not None:
         os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
-        missing = missing_engines(read.settings, read.origins) if runs else []
+        missing = missing_engines(read.settings, read.origins, builtin) if runs else []
     models = _Models(asks=not read.findings and not missing)
-    read = read_roll(source, overrides, models)
+    read = reader(models)
     if missing:
         return replace(read, findings=(*read.findings, *missing))
     if not read.findings and models.errors:
@@ -40,17 +50,18 @@ def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> R
     return read
 
 
-def missing_engines(settings: RLSettings, origins: Mapping[str, str]) -> list[Finding]:
+def missing_engines(settings: RLSettings, origins: Mapping[str, str], builtin: str = _BUILTIN) -> list[Finding]:
     """Find roles whose engine is not in the environment that they would run in."""
     roles = [settings.actor_infer, settings.reward_model, *(reward.judge for reward in settings.rewards.values())]
-    return [finding for role in roles if role is not None if (finding := _missing_engine(role, origins)) is not None]
+    found = (_missing_engine(role, origins, builtin) for role in roles if role is not None)
+    return [finding for finding in found if finding is not None]
 
 
-def _missing_engine(role: InferRole, origins: Mapping[str, str]) -> Finding | None:
+def _missing_engine(role: InferRole, origins: Mapping[str, str], builtin: str) -> Finding | None:
     if role.engine == "builtin":
         return None
     strategy = f"{role.name}.strategy_args"
-    builtin = f"{strategy}.strategy_name=builtin samples with this program's own engine"
+    builtin = f"{builtin.format(role=role.name)} samples with this program's own engine"
     if role.py_executable is not None:
         key = f"{strategy}.strategy_config.py_executable"
         if os.access(role.py_executable, os.X_OK) and Path(role.py_executable).is_file():

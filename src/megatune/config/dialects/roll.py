@@ -14,7 +14,7 @@ from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, samp
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
 from megatune.config.dialects.roll_schema import ROLE, TOP
 from megatune.config.dialects.roll_trainers import model_role
-from megatune.config.dialects.roll_tree import Tree, entries_of, read_tree
+from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree
 from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
@@ -68,10 +68,14 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
     """
-    reading = read_tree(source, overrides)
+    return read_keys(read_tree(source, overrides), source, model_of)
+
+
+def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = None) -> ReadRL:
+    """Check the keys of a file, or of what was written as one, and make the settings; see `read_roll`."""
     if other := _other_pipeline(reading.tree, source):
         return ReadRL(None, (other,), tree=reading.tree)
-    reader = Reader(reading.findings, lines=reading.lines)
+    reader = Reader([*reading.findings], lines=[*reading.lines])
     origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
     if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
         what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"

@@ -33,6 +33,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "general_val": (),
     "format": ("format_pattern",),
     "length": ("arguments",),
+    "swift": ("arguments",),
     "python": ("arguments",),
 }
 _ALL_ARGUMENTS = tuple(dict.fromkeys(name for names in _ARGUMENTS.values() for name in names))

@@ -28,6 +28,7 @@ class Command:
         whys: by the place of a flag: why it became what it became.
         variables: environment variables that the command line asks for.
         ignored: by the place of a flag: why it changes nothing.
+        rollouts: flags of grpo, which `swift_rl` reads.
     """
 
     verb: str
@@ -41,6 +42,7 @@ class Command:
     ignored: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    rollouts: dict[str, SettingEntry] = field(default_factory=dict)
 
     @property
     def default_origin(self) -> str:
@@ -48,7 +50,9 @@ class Command:
 
     @property
     def stage(self) -> str:
-        """Our stage, as far as the verb and rlhf_type say it."""
+        """Our stage, or grpo, as far as the verb and rlhf_type say it."""
+        if "rlhf_type" in self.rollouts:
+            return "grpo"
         return str(self.value("rlhf_type", "dpo")) if self.verb == "rlhf" else self.verb
 
     @property

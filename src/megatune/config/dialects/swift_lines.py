@@ -48,7 +48,7 @@ def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         said = _said(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
         if said == [f"{entry.key}: {_words(entry.value.data)}"] and not why:
             continue
-        if not said and (row := table("swift").get(entry.key)) is not None and row.unsupported:
+        if not said and not why and (row := table("swift").get(entry.key)) is not None and row.unsupported:
             yield left, "ignored: that is how it is"
         elif said or why:
             yield left, ", ".join(said) + (f" ({why})" if said and why else why)

@@ -204,10 +204,13 @@ def preferences(command: Command) -> None:
         return
     if not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
-    if command.stage in ("grpo", "gkd"):  # one reason for all of their flags
-        for name in (*_flags_of("rlhf"), *_flags_of("rollouts")):
+    if command.stage == "gkd":  # one reason for all of its flags
+        for name in (*_flags_of("rlhf"), *_flags_of("grpo"), *_flags_of("rollouts")):
             if name != "rlhf_type":
-                command.ignore(name, f"it is of {command.stage}")
+                command.ignore(name, "it is of gkd")
+        return
+    if command.stage == "grpo":
+        _take_rollouts(command)
         return
     loss = command.value("loss_type")
     if command.stage == "rm":
@@ -224,6 +227,17 @@ def preferences(command: Command) -> None:
         command.ignore("calculate_KL", "the loss says whether it needs it")
     fix = "write --loss_type apo_zero_unpaired" if wants_kl else "remove --calculate_KL"
     command.refuse("calculate_KL", "the loss says whether it needs it", fix)
+
+
+def _take_rollouts(command: Command) -> None:
+    """Put the flags of grpo aside, for `swift_rl`: the settings of its engine are those of sft."""
+    for name in ("rlhf_type", *_flags_of("grpo"), "loss_type", "beta", "ref_model", "external_plugins"):
+        if name in command.flags:
+            command.rollouts[name] = command.flags.pop(name)
+    command.whys[command.rollouts["rlhf_type"].where] = "reinforcement learning, as `megatune rl` does it"
+    for name in _flags_of("rlhf"):
+        command.ignore(name, "it is of the preference stages")
+    command.default("stage", "sft")
 
 
 def seeds(command: Command) -> None:

@@ -60,6 +60,21 @@ class PromptData(Group):
     """Column of prompts that are text, used as they are.
     How: No template is applied.
     When: With data that is not a conversation."""
+    conversation_rules: Literal["ms_swift_3", "ms_swift_4"] | None = None
+    """Read and write rows by ms-swift's rules. null takes messages or prompts as they stand.
+    How: Rows have any of ms-swift's forms, an answer at their end is left out, and template is one of its names, or
+    null for that of the model's name. `megatron rlhf --rlhf_type grpo` sets it.
+    When: With data made for ms-swift.
+    - ms_swift_3: as version 3
+    - ms_swift_4: as version 4"""
+    default_system: str | None = None
+    """The system message of rows that have none, with conversation_rules. null is that of the template.
+    How: A row's own wins.
+    When: With a prompt that says how to answer: which tags, which box."""
+    enable_thinking: bool | None = None
+    """Whether prompts ask for reasoning, with conversation_rules. null is ms-swift's own choice for the model.
+    How: A prompt of a model that thinks ends with the beginning of a thought, or with an empty one.
+    When: false for short answers of a model that thinks."""
     response: str = "solution"
     """Column of a reference answer.
     How: Rewards that compare with one read ground_truth first.

@@ -65,6 +65,7 @@ __all__ = [
     "own_names",
     "to_example",
     "to_question",
+    "to_swift_example",
 ]
 
 

@@ -16,7 +16,7 @@ class Answer:
         prompt: the prompt as the model saw it, template and all.
         messages: that the prompt was made of.
         row: all columns of the problem's row: ground_truth, test_cases, ...
-        num_tokens: of the response.
+        token_ids: of the response.
         finish: "stop", "length" or "abort".
     """
 
@@ -25,8 +25,12 @@ class Answer:
     messages: tuple[Mapping[str, str], ...] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
-    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
     finish: str = "stop"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

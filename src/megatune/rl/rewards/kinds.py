@@ -14,10 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
+
+if TYPE_CHECKING:
+    from megatune.config.rl.settings import RewardRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,18 @@ KINDS: dict[str, Kind] = {
     "format": Kind("shape:Format", columns=()),
     "length": Kind("shape:Length", columns=()),
     "llm_judge": Kind("judge:Judge", limit=600.0, columns=(), in_process=False),
+    "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),
 }
+
+
+def columns_of(role: RewardRole) -> tuple[str, ...]:
+    """Return the columns that a row needs to be scored."""
+    if role.kind != "swift":
+        return KINDS[role.kind].columns
+    from megatune.rl.rewards.swift import needs_solution
+
+    return ("solution",) if needs_solution(role.arguments["reward_funcs"]) else ()
 
 
 def load_reward(kind: str, function: str | None, arguments: Mapping[str, Any]) -> Reward:

@@ -333,6 +333,6 @@ def answer_of(sample: Sample) -> Answer:
         messages=tuple(problem.messages),
         row=problem.row,
         tag=problem.tag,
-        num_tokens=len(response.response_ids),
+        token_ids=tuple(response.response_ids.tolist()),
         finish=response.finish,
     )

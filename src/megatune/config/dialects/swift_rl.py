@@ -1,0 +1,277 @@
+"""`megatron rlhf --rlhf_type grpo` as the keys of a file that `megatune rl` runs, which has ROLL's.
+
+Settings of training, layout and adapters are read as for every other verb, and written into the roles; the flags that
+only grpo has are translated here. By ms-swift 4.6 (`megatron/trainers/grpo_trainer.py`, `rl_core/advantage.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatune.config.dialects.roll_tree import Reading
+from megatune.config.dialects.swift import SwiftRun
+from megatune.config.dialects.swift_keys import Keys
+from megatune.config.dialects.swift_roles import write_rewards, write_roles
+from megatune.config.entry import SettingEntry
+from megatune.config.settings import Settings
+from megatune.errors import Finding
+
+
+class PromptSet(NamedTuple):
+    """A data set: its name, its files, and how many rows were asked for."""
+
+    name: str
+    files: Sequence[str]
+    asked: int | None
+
+
+FindPrompts = Callable[[Settings, bool], Sequence[PromptSet]]  # of settings; True: of those to evaluate on
+CountRows = Callable[[Sequence[str]], int]
+
+# loss_type, and how its losses of tokens become one number.
+_LOSSES = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+_WEIGHTS = {"token_truncate": "token", "sequence_truncate": "geometric"}  # rollout_importance_sampling_mode
+
+
+def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Reading:
+    """Write the keys of a command line, each with the flag that it comes from, and note what cannot be.
+
+    Args:
+        find: finds the files of data sets, which may lie on a hub; it is called where nothing else is wrong.
+        count_rows: counts the rows of files, for a run that is as long as epochs.
+
+    Raises:
+        MegatuneError: what `find` and `count_rows` raise.
+    """
+    processes = run.loaded.settings.run.num_processes or 1
+    keys = Keys(run, run.loaded.for_world(processes), processes)
+    keys.reading.findings += keys.loaded.findings
+    _data(keys)
+    _rollouts(keys)
+    _algorithm(keys)
+    write_roles(keys)
+    write_rewards(keys)
+    _trackers(keys)
+    keys.note_others()
+    _lengths_of_run(keys, count_rows, _files(keys, find))
+    # The top level comes first, then roles, as people write such a file.
+    tree = keys.reading.tree
+    plain = {key: node for key, node in tree.items() if not isinstance(node, dict)}
+    return replace(keys.reading, tree={**plain, **{key: node for key, node in tree.items() if key not in plain}})
+
+
+def _data(keys: Keys) -> None:
+    """Files of prompts: rows, templates and systems are ms-swift's."""
+    evaluates = keys.setting("evaluation.eval_strategy") != "no" and keys.setting("data.eval_dataset")
+    for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
+        keys.put(f"{role}.data_args.file_name", keys.setting(path), path)
+        keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
+        for name in ("template", "default_system", "enable_thinking"):
+            if (value := keys.setting(f"data.{name}")) is not None:
+                keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
+    if not keys.setting("data.dataset"):
+        fix = "write --dataset FILE.jsonl, with messages and what rewards compare with, such as solution"
+        keys.reading.findings.append(Finding("dataset is missing", why="it has the prompts", fix=fix))
+
+
+def _files(keys: Keys, find: FindPrompts) -> list[str]:
+    """Write the files of the data sets in place of their names, and return those that are trained on.
+
+    `NAME#N` are the first N rows of the only data set.
+    """
+    trained: list[str] = []
+    if keys.reading.findings:
+        return trained
+    for role, path in (("actor_train", "data.dataset"), ("validation", "data.eval_dataset")):
+        if role not in keys.reading.tree:
+            continue
+        sets = find(keys.loaded.settings, role == "validation")
+        files = [file for each in sets for file in each.files]
+        trained = trained or files
+        keys.put(f"{role}.data_args.file_name", files, path)
+        for each in sets:
+            if each.asked is not None and (len(sets) > 1 or role == "validation"):
+                why, where = "a number of rows is taken of the only data set that is trained on", f"--{path[5:]}"
+                what = f"{each.name}#{each.asked} is not supported"
+                keys.reading.findings.append(Finding(what, where, why, f"write {each.name}"))
+            elif each.asked is not None:
+                keys.put("dataset_filter.num_samples", each.asked, path)
+                keys.reading.lines.append(f"{each.name}: the first {each.asked} rows, where ms-swift draws some")
+    return trained
+
+
+def _rollouts(keys: Keys) -> None:
+    """How many prompts and responses a step has, and how long they are.
+
+    A step is one generation there: its responses are trained in steps_per_generation updates.
+    """
+    group, batch = int(keys.number("num_generations")), batch_of(keys)
+    updates = _updates(keys)
+    if (samples := batch * updates) % group:
+        what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
+        fix = f"write --global_batch_size {max(1, samples // group) * group}"
+        keys.reading.findings.append(Finding(what, "--num_generations", "each prompt has a whole group", fix))
+    prompts = samples if samples % group else samples // group  # what is refused is refused once
+    keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
+    keys.put("num_return_sequences_in_group", group, "num_generations")
+    response = int(keys.number("max_completion_length"))
+    longest = keys.value("vllm_max_model_len") or keys.run.command.model_config.get("max_position_embeddings")
+    length = keys.setting("data.cutoff_len")
+    # Without max_length it is the whole context, of which a prompt has what the response leaves.
+    if isinstance(longest, int):
+        length = min(length, longest - response)
+    keys.put("prompt_length", max(1, length), "data.cutoff_len")
+    keys.put("response_length", response, "max_completion_length")
+    keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are left out")
+    for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.tree else [])):
+        for flag in ("temperature", "top_p", "top_k", "repetition_penalty"):
+            keys.put(f"{role}.generating_args.{flag}", keys.value(flag), flag)
+    if "validation" in keys.reading.tree:
+        count = keys.value("num_generations_eval") or group
+        keys.put("validation.generating_args.num_return_sequences", count, "num_generations_eval", "num_generations")
+
+
+def batch_of(keys: Keys) -> int:
+    """Return the responses of one update."""
+    parallel, batch = keys.loaded.settings.parallel, keys.loaded.settings.batch
+    replicas = max(1, keys.devices // parallel.model_parallel_size)
+    return batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+
+
+def _updates(keys: Keys) -> int:
+    """Return the updates of one generation."""
+    whole, updates, batch = keys.value("generation_batch_size"), keys.value("steps_per_generation"), batch_of(keys)
+    if whole is not None and (whole % batch or updates not in (None, whole // batch)):
+        why = f"a generation is trained in updates of {batch} responses"
+        keys.refuse("generation_batch_size", why, "write --steps_per_generation, and no generation_batch_size")
+    elif whole is not None:
+        return int(whole // batch)
+    return max(1, int(updates or 1))
+
+
+def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> None:
+    """Steps, which are counted in updates there.
+
+    Args:
+        files: that are trained on; [] where something is wrong.
+    """
+    updates, asked = _updates(keys), keys.setting("optimizer.max_steps")
+    is_epoch, epoch = keys.setting("checkpoint.save_strategy") == "epoch", 1
+    if files and (asked <= 0 or is_epoch):
+        rows = count_rows(files)
+        if isinstance(kept := keys.reading.tree.get("dataset_filter"), dict):
+            rows = min(rows, *(node.value.data for node in kept.values() if isinstance(node, SettingEntry)))
+        epoch = max(1, rows // _number(keys, "rollout_batch_size"))
+    steps = math.ceil(asked / updates)
+    if asked <= 0:
+        steps = max(1, round(epoch * keys.setting("optimizer.num_train_epochs")))
+    flags = ("optimizer.max_steps",) if asked > 0 else ("optimizer.num_train_epochs",)
+    keys.put("max_steps", steps, *flags)
+    every = epoch if is_epoch else math.ceil((keys.setting("checkpoint.save_steps") or 500) / updates)
+    keys.put("save_steps", every, "checkpoint.save_steps", "checkpoint.save_strategy")
+    keys.put("logging_steps", math.ceil(keys.setting("logging.logging_steps") / updates), "logging.logging_steps")
+    evaluates = "validation" in keys.reading.tree
+    between = epoch if is_epoch else math.ceil((keys.setting("evaluation.eval_steps") or 500) / updates)
+    keys.put("eval_steps", between if evaluates else 0, "evaluation.eval_steps")
+    keys.put("max_ckpt_to_keep", keys.setting("checkpoint.save_total_limit") or 0, "checkpoint.save_total_limit")
+    if (resume := keys.setting("run.resume_from_checkpoint")) is not None:
+        keys.put("resume_from_checkpoint", resume, "run.resume_from_checkpoint")
+    if updates > 1:
+        keys.reading.lines.append(f"a step is a generation, of {updates} updates: {steps} steps")
+
+
+def _algorithm(keys: Keys) -> None:
+    """Advantages and the loss."""
+    estimator, scale = keys.value("advantage_estimator"), keys.value("scale_rewards")
+    given = keys.run.command.rollouts
+    if estimator == "rloo":
+        scale = keys.value("scale_rewards") if "scale_rewards" in given else "none"
+    if estimator not in ("grpo", "rloo"):
+        why = "its rewards are normalised otherwise than here"
+        keys.refuse("advantage_estimator", why, "write --advantage_estimator grpo or rloo")
+    if scale not in ("group", "none", "batch") or (estimator == "rloo" and scale != "none"):
+        keys.refuse("scale_rewards", "", "write --scale_rewards none" + ", group or batch" * (estimator == "grpo"))
+        scale = "group"
+    keys.put("adv_estimator", "grpo" if (estimator, scale) == ("grpo", "group") else
+             "rloo" if estimator == "rloo" else "reinforce", "advantage_estimator", "scale_rewards")  # fmt: skip
+    if estimator == "grpo":
+        keys.put("norm_mean_type", "group", "scale_rewards")
+        keys.put("norm_std_type", None if scale == "none" else scale, "scale_rewards")
+    beta = keys.value("beta")
+    beta = 0.04 if beta is None else beta
+    in_reward = keys.value("kl_in_reward") if "kl_in_reward" in given else estimator == "rloo"
+    if beta and in_reward:
+        keys.refuse("kl_in_reward", "the divergence is in the loss", "write --kl_in_reward false, or --beta 0")
+    keys.put("use_kl_loss", bool(beta), "beta")
+    keys.put("kl_loss_coef", float(beta), "beta")
+    keys.put("init_kl_coef", 0.0)
+    _clipping(keys)
+    _loss(keys)
+    keys.put("max_grad_norm", keys.setting("optimizer.max_grad_norm"), "optimizer.max_grad_norm")
+    if keys.value("overlong_filter"):
+        keys.put("max_len_mask", True, "overlong_filter")
+        keys.reading.lines.append("overlong_filter: responses that are left out leave the mean's divisor, too")
+    if keys.number("num_iterations") != 1:
+        keys.refuse("num_iterations", "ms-swift refuses it, too", "write --num_iterations 1")
+
+
+def _clipping(keys: Keys) -> None:
+    low, high = keys.number("epsilon"), keys.value("epsilon_high")
+    keys.put("use_pg_clip_range", True)
+    keys.put("pg_clip_low", float(low), "epsilon")
+    keys.put("pg_clip_high", float(low if high is None else high), "epsilon_high", "epsilon")
+    if (delta := keys.value("delta")) is not None:  # dual_clip_loss bounds by 1 + 2 × pg_clip
+        if not delta > 1 + (low if high is None else high):
+            keys.refuse("delta", "it bounds what epsilon_high leaves, and is above 1 + epsilon_high", "write --delta 3")
+            delta = 3
+        keys.put("pg_clip", (delta - 1) / 2, "delta")
+        keys.put("dual_clip_loss", True, "delta")
+    level = {"token": "token", "sequence": "seq"}.get(keys.value("importance_sampling_level"))
+    if level is None:
+        keys.refuse("importance_sampling_level", "", "write --importance_sampling_level token or sequence")
+    keys.put("importance_sampling", level or "token", "importance_sampling_level")
+    if (mode := keys.value("rollout_importance_sampling_mode")) is None:
+        return
+    if mode not in _WEIGHTS:
+        why, fix = "tokens are weighed, not left out", f"write one of: {', '.join(_WEIGHTS)}"
+        keys.refuse("rollout_importance_sampling_mode", why, fix)
+    above = "train_infer_correction.is_weight"
+    keys.put(f"{above}.enabled", True, "rollout_importance_sampling_mode")
+    keys.put(f"{above}.weight_type", _WEIGHTS.get(mode, "token"), "rollout_importance_sampling_mode")
+    bound = keys.number("rollout_importance_sampling_threshold")
+    keys.put(f"{above}.upper_bound", float(bound), "rollout_importance_sampling_threshold")
+
+
+def _loss(keys: Keys) -> None:
+    kind = keys.value("loss_type") or "grpo"
+    if kind not in _LOSSES:
+        keys.refuse("loss_type", "", f"write one of: {', '.join(_LOSSES)}")
+    keys.put("loss_agg_mode", _LOSSES.get(kind, "token-mean"), "loss_type")
+    if kind == "dr_grpo":
+        # There the sum over tokens is divided by responses × max_completion_length, here by sequence_length - 1.
+        whole = sum(_number(keys, name) for name in ("prompt_length", "response_length")) - 1
+        keys.put("rl_loss_coef", whole / (batch_of(keys) * _number(keys, "response_length")), "loss_type")
+
+
+def _number(keys: Keys, name: str) -> int:
+    entry = keys.reading.tree[name]
+    assert isinstance(entry, SettingEntry)
+    return int(entry.value.data)
+
+
+def _trackers(keys: Keys) -> None:
+    logging = keys.loaded.settings.logging
+    found: list[str] = [name for name in logging.report_to if name != "none"] or ["stdout"]
+    keys.put("track_with", keys.loaded.settings.trackers if "all" in found else found, "logging.report_to")
+    project = logging.wandb_project if "wandb" in found else logging.swanlab_project if "swanlab" in found else None
+    if project:
+        keys.put("tracker_kwargs.project", project, "logging.wandb_project", "logging.swanlab_project")
+    keys.put("exp_name", keys.loaded.settings.run.run_name or "grpo", "run.run_name")

@@ -1,0 +1,162 @@
+"""The roles of `rlhf --rlhf_type grpo`: devices, engines, and the reward."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatune.config.dialects.swift_keys import LORA, OF_ROLES, Keys, default_of
+from megatune.config.dialects.table import table
+from megatune.config.entry import SettingEntry
+from megatune.errors import Finding
+
+# What is written otherwise, or for a whole run.
+_NOT_OF_ROLES = ("precision.bf16", "precision.fp16", "optimizer.max_steps", "optimizer.num_train_epochs")
+_OF_VLLM = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_max_num_seqs": "max_num_seqs",
+    "vllm_enforce_eager": "enforce_eager",
+    "vllm_enable_prefix_caching": "enable_prefix_caching",
+}
+_OF_REWARDS = ("cosine", "repetition_n", "repetition_max", "soft")
+
+
+def write_roles(keys: Keys) -> None:
+    """Every role has all devices, by turns."""
+    command, loaded = keys.run.command, keys.loaded
+    if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("LOCAL_RANK"):
+        what, why = "grpo is started once, on one machine", "Ray starts the processes of all machines"
+        fix = "join the machines to a Ray cluster, and write a file with the devices of all: docs/rl.md"
+        keys.reading.findings.append(Finding(what, "environment", why, fix))
+    keys.put("num_gpus_per_node", keys.devices, "run.num_processes")
+    keys.put("pretrain", keys.setting("model.model_name_or_path"), "model.model_name_or_path")
+    keys.put("output_dir", keys.setting("run.output_dir"), "run.output_dir")
+    keys.put("seed", keys.setting("run.seed"), "run.seed")
+    if command.variables.get("USE_MODELSCOPE_HUB") == "1":
+        keys.put("model_download_type", "MODELSCOPE")
+    reference = ["reference"] if keys.reading.tree.get("use_kl_loss") and _is_on(keys, "use_kl_loss") else []
+    finetuning, precision = loaded.settings.finetuning, loaded.settings.precision
+    is_lora = finetuning.finetuning_type == "lora"
+    if is_lora:
+        reference = []  # the model without its adapters is one
+    dtype = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+    for role in ("actor_train", "actor_infer", *reference):
+        keys.put(f"{role}.device_mapping", [*range(keys.devices)], "run.num_processes")
+        keys.put(f"{role}.model_args.dtype", dtype, "precision.bf16", "precision.fp16")
+    for role in ("actor_train", *reference):
+        _engine(keys, role)
+    if is_lora:
+        for name in LORA:
+            if value := getattr(finetuning, name):
+                keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
+    if (model := keys.value("ref_model")) is not None:
+        if reference:
+            keys.put("reference.model_args.model_name_or_path", model, "ref_model")
+        else:
+            keys.refuse("ref_model", "nothing is compared with it", "remove --ref_model")
+    _sampler(keys)
+
+
+def _is_on(keys: Keys, name: str) -> bool:
+    entry = keys.reading.tree[name]
+    return isinstance(entry, SettingEntry) and bool(entry.value.data)
+
+
+def _engine(keys: Keys, role: str) -> None:
+    """Write the settings of our engine into a role: of the reference those of the layout and its kernels."""
+    trains, above = role == "actor_train", f"{role}.strategy_args"
+    keys.put(f"{above}.strategy_name", "megatron_train" if trains else "megatron_infer")
+    for path in keys.loaded.entries:
+        group, _, name = path.partition(".")
+        is_of_role = group in (*OF_ROLES, "optimizer", "recompute") if trains else group in OF_ROLES
+        if (
+            is_of_role
+            and path not in (*_NOT_OF_ROLES, "optimizer.max_grad_norm")
+            and keys.setting(path) != default_of(path)
+        ):
+            keys.put(f"{above}.strategy_config.{name}", keys.setting(path), path)
+    if trains:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            keys.put(f"{above}.strategy_config.{name}", keys.setting(f"batch.{name}"), f"batch.{name}")
+    if keys.run.command.has_experts and keys.setting("parallel.expert_tensor_parallel_size") is None:
+        tp = keys.setting("parallel.tensor_model_parallel_size")
+        keys.put(f"{above}.strategy_config.expert_tensor_parallel_size", tp)
+    keys.put(f"{role}.infer_batch_size", keys.setting("batch.per_device_train_batch_size"))
+    keys.put(f"{role}.use_sequence_packing", True)
+    keys.put(f"{role}.backend_timeout", keys.setting("run.ddp_timeout") / 60, "run.ddp_timeout")
+
+
+def _sampler(keys: Keys) -> None:
+    """vLLM samples, and on a machine without GPUs the built-in engine."""
+    is_builtin = not keys.value("use_vllm") or keys.run.command.on_cpu
+    if keys.value("vllm_mode") not in (None, "colocate"):
+        keys.refuse("vllm_mode", "engines run on the devices of the trainer, by turns", "write --vllm_mode colocate")
+    above = "actor_infer.strategy_args"
+    keys.put(f"{above}.strategy_name", "builtin" if is_builtin else "vllm", "use_vllm")
+    if is_builtin:
+        keys.reading.lines.append("the built-in engine samples" + ": there is no GPU" * keys.run.command.on_cpu)
+        return
+    for flag, name in _OF_VLLM.items():
+        if (value := keys.value(flag)) is not None:
+            keys.put(f"{above}.strategy_config.{name}", value, flag)
+    for name, value in (keys.value("vllm_engine_kwargs") or {}).items():
+        keys.put(f"{above}.strategy_config.{name}", value, "vllm_engine_kwargs")
+    if (most := keys.value("vllm_max_num_seqs")) is not None:
+        keys.put("max_running_requests", most, "vllm_max_num_seqs")
+    keys.put("actor_infer.num_gpus_per_worker", keys.value("vllm_tensor_parallel_size"), "vllm_tensor_parallel_size")
+    if keys.value("router_replay_mode") == "R3":
+        keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
+    elif keys.value("router_replay_mode") != "disabled":
+        keys.refuse("router_replay_mode", "", "write --router_replay_mode R3, or disabled")
+
+
+def write_rewards(keys: Keys) -> None:
+    """One domain, whose reward is the weighted sum of all."""
+    names = keys.value("reward_funcs") or []
+    if not names:
+        fix = "write --reward_funcs accuracy format, or names of a file of --external_plugins"
+        keys.reading.findings.append(Finding("reward_funcs is missing", why="nothing would be rewarded", fix=fix))
+    weights = keys.value("reward_weights") or []
+    numbers = [number for each in weights if (number := _as_number(each)) is not None]
+    if weights and (len(numbers) != len(names) or len(numbers) != len(weights)):
+        keys.refuse("reward_weights", "", "write a number for each of reward_funcs")
+    arguments: dict[str, Any] = {"reward_funcs": list(names), "reward_weights": numbers}
+    if plugins := keys.value("external_plugins"):
+        arguments["external_plugins"] = [os.path.abspath(path) for path in plugins]
+        for path in plugins:
+            if not os.path.isfile(path):
+                keys.refuse("external_plugins", f"there is no file {path}", "check the path")
+    length, typed = int(keys.number("max_completion_length")), keys.run.command.rollouts
+    for flag, row in table("swift").items():
+        is_of_reward = row.of == "grpo" and flag.startswith(_OF_REWARDS) and keys.value(flag) is not None
+        if is_of_reward and (flag in typed or flag.partition("_")[0] in names):
+            arguments[flag] = keys.value(flag)
+    if "cosine" in names:
+        arguments.setdefault("cosine_max_len", length)
+    if "soft_overlong" in names:
+        cache, longest = keys.value("soft_cache_length"), arguments.setdefault("soft_max_length", length)
+        if cache is None or not 0 < cache < longest:
+            fix = f"write --soft_cache_length {max(1, longest // 4)}"
+            keys.refuse("soft_cache_length", f"soft_overlong takes a number below soft_max_length {longest}", fix)
+    said = f"arguments of rewards.grpo, whose scores are summed: {', '.join(names)}"
+    for flag in ("reward_funcs", "reward_weights", "external_plugins", *arguments):
+        if flag in typed:
+            keys.run.command.whys[typed[flag].where] = said if flag == "reward_funcs" else "in rewards.grpo"
+    above = "rewards.grpo"
+    keys.put(f"{above}.worker_cls", "swift", "reward_funcs")
+    keys.put(f"{above}.tag_included", [""])
+    keys.put(f"{above}.world_size", 8)
+    keys.put(f"{above}.arguments", arguments, "reward_funcs")
+    if keys.value("dynamic_sample"):
+        keys.put(f"{above}.query_filter_config.type", "std_filter", "dynamic_sample")
+        keys.put(f"{above}.query_filter_config.filter_args", {"std_threshold": 0}, "dynamic_sample")
+        keys.put("is_use_additional_prompts", True, "dynamic_sample")
+
+
+def _as_number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,194 @@
+"""ms-swift's rewards of `reward_funcs`: their weighted sum, built in or of the user's own file.
+
+Each scores as ms-swift 4.6 does (`swift/rewards/orm.py`, tests/rl/swift_rewards.json). A file of `external_plugins`
+runs as it is: it finds `ORM`, `AsyncORM` and `orms` where ms-swift has them, and puts its classes into `orms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import re
+import runpy
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.rewards.answer import Answer, RewardError, Verdict
+
+_OF_SOLUTION = ("accuracy", "cosine")
+_FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"
+_REACT_FORMAT = r"^<think>.*?</think>\s*Action:.*?Action Input:.*?$"
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_HOMES = ("swift.rewards", "swift.rewards.orm", "swift.plugin", "swift.plugin.orm")  # of orms, in versions 4 and 3
+
+Score = Callable[[Answer], float | None]
+
+
+def needs_solution(names: Collection[str]) -> bool:
+    """Tell whether a row needs the column solution."""
+    return any(name in names for name in _OF_SOLUTION)
+
+
+def accuracy(answer: Answer) -> float:
+    """1 where math-verify finds the solution in the response, in <answer> where it has that, else 0."""
+    from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    solution, text = str(_solution(answer)), _tagged(answer.text)
+    truth = _tagged(solution)
+    golds = parse(solution if truth is None else truth, extraction_mode="first_match")
+    if not golds:
+        return 0.0  # what does not parse can be no answer's
+    if text is not None:
+        found = parse(text, extraction_mode="first_match")
+    else:
+        rules = NormalizationConfig(nits=False, malformed_operators=False, basic_latex=True, boxed=True, units=True)
+        latex = LatexExtractionConfig(
+            normalization_config=rules, boxed_match_priority=0, try_extract_without_anchor=False
+        )
+        found = parse(answer.text, extraction_config=[latex], extraction_mode="first_match")
+    try:
+        return float(verify(golds, found))
+    except Exception:  # sympy cannot compare what was written: a wrong answer
+        return 0.0
+
+
+def repetition(answer: Answer, words: int, most: float) -> float:
+    """Return `most` times the share of groups of words that occurred before (arXiv:2502.03373)."""
+    split = answer.text.lower().split()
+    if len(split) < words:
+        return 0.0
+    groups = list(zip(*(split[start:] for start in range(words)), strict=False))
+    return (1 - len({*groups}) / len(groups)) * most
+
+
+def cosine(answer: Answer, args: SimpleNamespace) -> float:
+    """Score length by half a cosine: right answers from short to long, wrong ones the other way (arXiv:2502.03373)."""
+    is_right = accuracy(answer) >= 1
+    longest, shortest = args.cosine_max_len_value_wrong, args.cosine_min_len_value_wrong
+    if is_right:
+        longest, shortest = args.cosine_max_len_value_correct, args.cosine_min_len_value_correct
+    share = answer.num_tokens / args.cosine_max_len
+    return float(longest + (shortest - longest) * (1 + math.cos(share * math.pi)) / 2)
+
+
+def soft_overlong(answer: Answer, longest: int, cache: int) -> float:
+    """0 up to `longest - cache` tokens, then falling by 1 in each `cache` (DAPO, arXiv:2503.14476)."""
+    return min(-(answer.num_tokens - (longest - cache)) / cache, 0.0)
+
+
+class SwiftRewards:
+    """The sum of rewards, each times its weight; one that says None is left out.
+
+    Args:
+        reward_funcs: names.
+        reward_weights: one for each; all 1 where there are none.
+        external_plugins: Python files that add to the names.
+        args: of the rewards, by ms-swift's flags: cosine_max_len, repetition_n_grams, soft_cache_length, ...
+
+    Raises:
+        MegatuneError: (SETTINGS) a name that nobody knows, a file that cannot be run; (UNAVAILABLE) math-verify is
+            needed and not installed.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Sequence[str],
+        reward_weights: Sequence[float] = (),
+        external_plugins: Sequence[str] = (),
+        **args: Any,
+    ) -> None:
+        if needs_solution(reward_funcs) and importlib.util.find_spec("math_verify") is None:
+            finding = Finding("accuracy needs the package math_verify", fix="pip install 'megatune[rl]'")
+            raise MegatuneError(finding, ExitCode.UNAVAILABLE)
+        given = SimpleNamespace(**args)
+        known: dict[str, Score] = {
+            "accuracy": accuracy,
+            "format": lambda answer: float(bool(re.match(_FORMAT, answer.text, re.DOTALL | re.MULTILINE))),
+            "react_format": lambda answer: float(bool(re.match(_REACT_FORMAT, answer.text, re.DOTALL | re.MULTILINE))),
+            "cosine": lambda answer: cosine(answer, given),
+            "repetition": lambda answer: repetition(answer, given.repetition_n_grams, given.repetition_max_penalty),
+            "soft_overlong": lambda answer: soft_overlong(answer, given.soft_max_length, given.soft_cache_length),
+        }
+        known |= {name: _called(made, name, given) for name, made in _plugins(external_plugins).items()}
+        if unknown := [name for name in reward_funcs if name not in known]:
+            what = f"reward_funcs has {', '.join(unknown)}"
+            fix = f"one of {', '.join(known)}, or a class in `orms` of a file that external_plugins names"
+            raise MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
+        self._weights = reward_weights or [1.0] * len(reward_funcs)
+        self._rewards = {name: known[name] for name in reward_funcs}
+
+    def __call__(self, answer: Answer) -> Verdict:
+        said = {name: reward(answer) for name, reward in self._rewards.items()}
+        weighed = zip(said.values(), self._weights, strict=True)
+        score = sum(weight * value for value, weight in weighed if value is not None and not math.isnan(value))
+        right = said.get("accuracy")
+        correct = float(score >= 1) if right is None else float(right >= 1)
+        return Verdict(score, correct, {name: value for name, value in said.items() if value is not None})
+
+
+def _solution(answer: Answer) -> Any:
+    truth = answer.row.get("solution")
+    if truth is None:
+        raise RewardError("the row has no solution")
+    return truth
+
+
+def _tagged(text: str) -> str | None:
+    found = _TAGGED.search(text)
+    return found[1].strip() if found else None
+
+
+def _plugins(paths: Sequence[str]) -> dict[str, Any]:
+    """Run files of the user, and return the rewards that they put into ms-swift's `orms`, by name."""
+
+    class ORM:
+        def __init__(self, args: Any = None, **kwargs: Any) -> None:
+            self.args = args
+
+    class AsyncORM(ORM):
+        pass
+
+    orms: dict[str, Any] = {}
+    for home in _HOMES:
+        for name in (home.partition(".")[0], home):
+            sys.modules.setdefault(name, ModuleType(name)).__path__ = []  # type: ignore[attr-defined]
+        vars(sys.modules[home]).update(ORM=ORM, AsyncORM=AsyncORM, orms=orms)
+    for path in paths:
+        try:
+            runpy.run_path(path, run_name=Path(path).stem)
+        except Exception as error:  # whatever the user's file does
+            what = f"external_plugins: {path} cannot be run: {type(error).__name__}: {error}"
+            raise MegatuneError(
+                Finding(what, fix="it is run by itself, without ms-swift"), ExitCode.SETTINGS
+            ) from error
+    return orms
+
+
+def _called(made: Any, name: str, args: SimpleNamespace) -> Score:
+    """Let a class of ms-swift's, or a function, score one answer."""
+    reward = made(args=args) if isinstance(made, type) else made
+
+    def score(answer: Answer) -> float | None:
+        turns = [*map(dict, answer.messages), {"role": "assistant", "content": answer.text}]
+        columns: dict[str, Sequence[Any]] = {key: [value] for key, value in answer.row.items()}
+        columns |= {"messages": [turns], "response_token_ids": [list(answer.token_ids)]}
+        columns |= {"finish_reason": [answer.finish], "is_truncated": [answer.finish == "length"]}
+        found = reward([answer.text], trainer_state=None, **columns)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        if not isinstance(found, Sequence) or len(found) != 1:
+            raise RewardError(f"{name} returned {found!r}, not a list of one number")
+        return None if found[0] is None else float(found[0])
+
+    return score
+
+
+async def _awaited(found: Any) -> Any:
+    return await found

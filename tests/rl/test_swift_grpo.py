@@ -1,0 +1,273 @@
+"""`megatron rlhf --rlhf_type grpo`: what its flags mean, the loss that they ask for beside ms-swift's, and a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatune.config.dialects.roll import ReadRL, read_keys
+from megatune.config.dialects.swift import read_swift
+from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.dialects.swift_rl import grpo_keys
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.engine.sequences import LocalBatch, Sequences
+from megatune.objectives.policy.objective import PolicyObjective
+from megatune.rl.problems import count_rows, find_prompts
+from megatune.rl.reading import read_file
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {"max_position_embeddings": 1024, "num_hidden_layers": 4, "dtype": "bfloat16"}
+NEEDED = "--rlhf_type grpo --model m --reward_funcs format --num_generations 4 --global_batch_size 16 --output_dir out"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"{n}+1="}], "solution": str(n + 1)} for n in range(24)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(rows: Path, flags: str, *, epochs: bool = False, **env: str) -> tuple[ReadRL, list[str]]:
+    words = f"{NEEDED} --dataset {rows} {'' if epochs else '--train_iters 6'} {flags}".split()
+    run = read_swift("rlhf", words, env=env, config=CONFIG, on_cpu="--use_vllm" not in flags)
+    keys = grpo_keys(run, find_prompts, count_rows)
+    return read_keys(keys, "the command line"), [*swift_lines(run, run.loaded.for_world(None)), *keys.lines]
+
+
+def found(read: ReadRL, dotted: str) -> Any:
+    value: Any = read.require_valid()
+    for part in dotted.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+WEIGHT = "algorithm.train_infer_correction.is_weight"
+MEANINGS = [
+    ("", "rollout.rollout_batch_size", 4),
+    ("", "rollout.num_return_sequences_in_group", 4),
+    ("", "rollout.prompt_length", 512),  # 1024 positions less 512 tokens of a response
+    ("--max_length 100 --max_completion_length 20", "rollout.max_sequence_length", 120),
+    ("", "run.max_steps", 6),
+    ("--steps_per_generation 2", "run.max_steps", 3),
+    ("--steps_per_generation 2", "rollout.rollout_batch_size", 8),
+    ("--generation_batch_size 48", "rollout.rollout_batch_size", 12),
+    ("--steps_per_generation 2", "algorithm.enable_old_logprobs_recompute", True),
+    ("", "algorithm.adv_estimator", "grpo"),
+    ("--scale_rewards none", "algorithm.adv_estimator", "reinforce"),
+    ("--scale_rewards none", "algorithm.norm_std_type", None),
+    ("--scale_rewards batch", "algorithm.norm_std_type", "batch"),
+    ("--advantage_estimator rloo --beta 0", "algorithm.adv_estimator", "rloo"),
+    ("", "algorithm.kl_loss_coef", 0.04),
+    ("", "reference.strategy", "megatron"),
+    ("--beta 0", "reference", None),
+    ("--ref_model other", "reference.settings.model.model_name_or_path", "other"),
+    ("--epsilon 0.1 --epsilon_high 0.3", "algorithm.pg_clip_high", 0.3),
+    ("--epsilon 0.1", "algorithm.pg_clip_high", 0.1),
+    ("--delta 4", "algorithm.dual_clip", 4.0),
+    ("--loss_type dapo", "algorithm.loss_agg_mode", "token-mean"),
+    ("--importance_sampling_level sequence", "algorithm.importance_sampling", "seq"),
+    ("--rollout_importance_sampling_mode sequence_truncate", f"{WEIGHT}.weight_type", "geometric"),
+    ("--rollout_importance_sampling_mode token_truncate", f"{WEIGHT}.upper_bound", 2),
+    ("--dynamic_sample true", "rewards.grpo.group_filter.type", "std_filter"),
+    ("--overlong_filter true", "algorithm.max_len_mask", True),
+    ("--reward_funcs format accuracy --reward_weights 1 2", "rewards.grpo.arguments.reward_weights", [1.0, 2.0]),
+    ("--reward_funcs soft_overlong --soft_cache_length 8", "rewards.grpo.arguments.soft_max_length", 512),
+    ("--temperature 0.7", "actor_infer.generating_args.temperature", 0.7),
+    ("", "actor_infer.generating_args.temperature", 0.9),
+    ("--tuner_type lora --lora_rank 4", "actor_train.settings.finetuning.lora_rank", 4),
+    ("--tuner_type lora", "reference", None),
+    ("--tensor_model_parallel_size 2", "actor_train.settings.parallel.tensor_model_parallel_size", 2),
+    ("--micro_batch_size 2", "actor_train.samples_per_update", 16),
+    ("--lr 3e-6 --lr_warmup_fraction 0.1", "actor_train.settings.optimizer.warmup_ratio", 0.1),
+    ("--max_grad_norm 0.5", "algorithm.max_grad_norm", 0.5),
+    ("--use_vllm true --vllm_gpu_memory_utilization 0.4", "actor_infer.config.gpu_memory_utilization", 0.4),
+    ("--use_vllm true --vllm_tensor_parallel_size 2", "actor_infer.devices_per_engine", 2),
+    ("--use_vllm false", "actor_infer.engine", "builtin"),
+    ("--system Think.", "data.default_system", "Think."),
+    ("--save_interval 4 --no_save_optim true", "data.conversation_rules", "ms_swift_3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "dotted", "expected"), MEANINGS)
+def test_what_flags_mean(rows: Path, flags: str, dotted: str, expected: Any) -> None:
+    assert found(read(rows, flags, NPROC_PER_NODE="2")[0], dotted) == expected
+
+
+def test_validation_has_its_own_rows(rows: Path) -> None:
+    read_rl = read(rows, f"--val_dataset {rows} --num_generations_eval 2 --eval_steps 3 --temperature 0.8")[0]
+    assert found(read_rl, "validation.data_args.file_name") == [str(rows)]
+    assert found(read_rl, "validation.generating_args.num_return_sequences") == 2
+    assert found(read_rl, "validation.generating_args.temperature") == 0.8
+    assert found(read_rl, "run.eval_steps") == 3
+
+
+def test_epochs_are_steps_of_the_rows(rows: Path) -> None:
+    assert found(read(rows, "--num_train_epochs 2", epochs=True)[0], "run.max_steps") == 12
+
+
+REFUSED = [
+    ("--loss_type cispo", "loss_type: cispo is not supported"),
+    ("--advantage_estimator reinforce_plus_plus", "advantage_estimator: reinforce_plus_plus is not supported"),
+    ("--advantage_estimator rloo", "kl_in_reward: false is not supported"),
+    ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
+    ("--num_iterations 2", "num_iterations: 2 is not supported"),
+    ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
+    ("--reward_weights 1 2", "reward_weights: [1, 2] is not supported"),
+    ("--reward_funcs soft_overlong", "soft_cache_length: null is not supported"),
+    ("--external_plugins nowhere.py", "external_plugins: [nowhere.py] is not supported"),
+    ("--vllm_mode server", "vllm_mode: server is not supported"),
+    ("--rollout_importance_sampling_mode token_mask", "rollout_importance_sampling_mode: token_mask is not supported"),
+    ("--teacher_model t", "teacher_model: t is not supported"),
+    ("--multi_turn_scheduler gym", "multi_turn_scheduler: gym is not supported"),
+    ("--tau_pos 2", "tau_pos: 2 is not supported"),
+    ("--tuner_type lora --use_rslora true", "use_rslora: true is not supported"),
+    ("--repetition_penalty 1.1", "actor_infer.generating_args.repetition_penalty is 1.1"),
+    ("--dataset_shuffle false", "dataset_shuffle: false is not supported"),
+    ("--delta 1.1", "delta: 1.1 is not supported"),
+    ("--top_p 2", "actor_infer.generating_args.top_p is 2"),
+]
+
+
+@pytest.mark.parametrize(("flags", "what"), REFUSED)
+def test_what_is_refused(rows: Path, flags: str, what: str) -> None:
+    assert [finding.what for finding in read(rows, flags)[0].findings] == [what]
+
+
+def test_a_preference_stage_has_none_of_its_flags(rows: Path) -> None:
+    words = f"--rlhf_type dpo --model m --dataset {rows} --train_iters 1 --num_generations 4 --epsilon 0.2".split()
+    findings = read_swift("rlhf", words, env={}, config=CONFIG).loaded.check(world_size=1)
+    assert [finding.what for finding in findings] == ["num_generations: 4 is not supported"]
+
+
+def test_every_flag_is_said(rows: Path) -> None:
+    flags = "--sleep_level 1 --epsilon 0.1 --save_safetensors true --split_dataset_ratio 0.1"
+    lines = "\n".join(read(rows, flags)[1])
+    for said in ("ignored: roles that share a device", "pg_clip_low: 0.1", "num_return_sequences_in_group: 4"):
+        assert said in lines
+    assert "that is how it is" not in lines
+
+
+def test_the_example_is_understood(rows: Path) -> None:
+    text = (ROOT / "examples" / "rl" / "swift_grpo.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    words = next(words for line in text.splitlines() if "megatron" in (words := shlex.split(line, comments=True)))
+    start = words.index("megatron")
+    env = dict(word.split("=", 1) for word in words[:start])
+    flags = [*words[start + 2 :], "--dataset", str(rows)]
+    config = {**CONFIG, "max_position_embeddings": 32768}
+    run = read_swift(words[start + 1], flags, env=env, config=config)
+    settings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").require_valid()
+    assert (settings.samples_per_step, settings.actor_train.samples_per_update) == (256, 64)
+    assert (settings.rollout.prompt_length, settings.rollout.max_response_length) == (1024, 8192)
+    assert settings.actor_infer.config["gpu_memory_utilization"] == 0.7
+
+
+# --- ms-swift's loss, as megatron/trainers/grpo_trainer.py of 4.6 writes it -------------------------------------------
+
+LOSSES = ["", "--loss_type bnpo", "--loss_type dapo --epsilon_high 0.28", "--loss_type dr_grpo --beta 0.1",
+          "--importance_sampling_level sequence --epsilon 0.01", "--delta 1.3 --beta 0"]  # fmt: skip
+
+
+def theirs(flags: str, log_probs: Tensor, values: dict[str, Tensor]) -> Tensor:
+    said = dict(zip(flags.split()[::2], flags.split()[1::2], strict=True))
+    low, mask = float(said.get("--epsilon", 0.2)), values["mask"]
+    log_ratio = log_probs - values["old_log_probs"]
+    if said.get("--importance_sampling_level") == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - low, 1 + float(said.get("--epsilon_high", low)))
+    if "--delta" in said:
+        ratio = ratio.clamp(max=float(said["--delta"]))
+    loss = -torch.min(ratio * values["advantages"], clipped * values["advantages"])
+    if beta := float(said.get("--beta", 0.04)):
+        difference = (values["reference_log_probs"] - log_probs).clamp(min=-20, max=20)
+        loss = loss + beta * (difference.exp() - difference - 1).clamp(min=-10, max=10)
+    match said.get("--loss_type", "grpo"):
+        case "grpo":
+            return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+        case "dr_grpo":
+            return (loss * mask).sum() / (len(mask) * 512)
+    return (loss * mask).sum() / mask.sum()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("flags", LOSSES)
+def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
+    settings = read(rows, f"{flags} --steps_per_generation 2")[0].require_valid()
+    torch.manual_seed(3)
+    shape, lengths = (16, 12), torch.arange(16) % 10 + 1
+    mask = (torch.arange(12) < lengths[:, None]).float()
+    values = {"mask": mask, "weights": torch.ones(shape), "advantages": torch.randn(16, 1).expand(shape)}
+    log_probs = (-torch.rand(shape)).requires_grad_()
+    for name, scale in (("old_log_probs", 0.2), ("reference_log_probs", 0.5)):
+        values[name] = log_probs.detach() + scale * torch.randn(shape)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    sequences = Sequences(
+        boundaries=(0, 12), position_ids=torch.arange(12), is_padding=mask == 0, normalizer=nothing, trained=nothing
+    )
+    batch = LocalBatch(torch.zeros(shape, dtype=torch.int64), mask.long() - 1, sequences, values, None)
+    objective = PolicyObjective(
+        settings.algorithm, norm_length=settings.rollout.max_sequence_length - 1, samples=len(mask)
+    )
+    divisor = mask.sum() if settings.algorithm.loss_agg_mode == "token-mean" else len(mask)
+    ours = objective(torch.stack((-log_probs, torch.zeros(shape)), -1), batch).loss / divisor
+    (gradient,) = torch.autograd.grad(ours, log_probs, retain_graph=True)
+    expected = theirs(flags, log_probs, values)
+    (wanted,) = torch.autograd.grad(expected, log_probs)
+    torch.testing.assert_close(ours.float(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path / "Qwen3-tiny")
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from swift.rewards import ORM, orms\n\n\nclass Even(ORM):\n"
+        "    def __call__(self, completions, response_token_ids, **kwargs):\n"
+        "        return [float(ids[0] % 2) for ids in response_token_ids]\n\n\norms['even'] = Even\n"
+    )
+    words = f"""megatron rlhf --rlhf_type grpo --model {tmp_path}/Qwen3-tiny --dataset {rows}#8 --train_iters 2
+    --num_generations 4 --global_batch_size 8 --micro_batch_size 2 --max_completion_length 6
+    --reward_funcs even accuracy --reward_weights 1 2 --external_plugins {plugin} --lr 1e-3 --fp16 false --bf16 false
+    --output_dir {tmp_path}/out
+    --logging_steps 1 --tensor_model_parallel_size 2 --vllm_mode colocate --temperature 1.0 --beta 0.1
+    --max_length 64"""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatune", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=1200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "swift      --num_generations 4" in done.stdout
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "reward" in line]
+    assert len(steps) == 2
+    assert all(0 <= line["reward"] <= 1 for line in steps)
+    assert any(line["grad_norm"] > 0 for line in steps)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    # The file in the output folder is one of `megatune rl`, and says the same.
+    again = read_file(str(tmp_path / "out" / "run.yaml"), [])
+    assert again.require_valid().rewards["grpo"].arguments["reward_weights"] == [1.0, 2.0]
+    assert again.require_valid().rollout.rollout_batch_size == 2
