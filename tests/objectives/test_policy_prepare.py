@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
-from megatune.objectives.policy.losses import k3
+from megatune.objectives.policy.losses import Terms, kl_terms, token_losses
 from megatune.objectives.policy.prepare import AlgorithmState, prepare
 from megatune.objectives.policy.samples import Prepared, StepSamples
 
@@ -298,9 +298,33 @@ def test_what_is_missing_is_named(part: AlgorithmSettings, what: str) -> None:
 def test_k3_has_a_finite_gradient_however_far_the_reference_is() -> None:
     log_probs = torch.tensor([-100.0, -3.0, -1.0, -0.5], requires_grad=True)
     reference = torch.tensor([-1.0, -1.0, -1.0, -99.0])
-    found = k3(log_probs, reference)
+    found = kl_terms(log_probs, reference, "k3")
     expected = [10.0, math.expm1(2) - 2, 0.0, 10.0]
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-6)
     found.sum().backward()
     assert log_probs.grad is not None
     np.testing.assert_allclose(log_probs.grad.numpy(), [0.0, 1 - math.exp(2), 0.0, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "of"), [("k1", lambda d: d), ("k2", lambda d: d**2 / 2), ("abs", np.abs)])
+def test_other_estimates_of_the_divergence(kind: Any, of: Any) -> None:
+    d = np.array([-2.0, -0.5, 0.25, 3.0])
+    found = kl_terms(torch.from_numpy(d), torch.zeros(4, dtype=torch.float64), kind)
+    np.testing.assert_allclose(found.numpy(), of(d))
+
+
+@pytest.mark.parametrize("variant", ["tis", "topr", "cispo"])
+def test_bounds_of_the_ratio(variant: Any) -> None:
+    ratios = torch.tensor([0.5, 0.95, 1.5, 9.0], dtype=torch.float64)
+    terms = Terms(torch.full((4,), -2.0), ratios.log(), torch.ones(4), torch.zeros(4, dtype=torch.bool))
+    usual = (0.9, 1.1) if variant == "cispo" else (0.0, 1.0)
+    for bounds, (low, high) in {(None, None): usual, (0.0, 5.0): (0.0, 5.0), (0.6, None): (0.6, usual[1])}.items():
+        found = token_losses(variant, terms, PLAIN, 1.0, 1.0, bounds)
+        np.testing.assert_allclose(found.numpy(), 2 * ratios.clamp(low, high).numpy(), rtol=1e-6)
+
+
+def test_the_bound_of_a_dual_clip() -> None:
+    terms = Terms(torch.zeros(2), torch.tensor([1.0, 3.0]).exp().log(), -torch.ones(2))
+    part = PLAIN.model_copy(update={"dual_clip_loss": True, "dual_clip_bound": 4.0})
+    np.testing.assert_allclose(token_losses(None, terms, part, 1.0, 1.0).numpy(), [math.e, 4.0], rtol=1e-6)
+    assert part.model_copy(update={"dual_clip_bound": None, "pg_clip": 0.3}).dual_clip == 1.6

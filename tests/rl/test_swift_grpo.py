@@ -118,7 +118,7 @@ def test_epochs_are_steps_of_the_rows(rows: Path) -> None:
 
 
 REFUSED = [
-    ("--loss_type cispo", "loss_type: cispo is not supported"),
+    ("--loss_type sapo", "loss_type: sapo is not supported"),
     ("--advantage_estimator reinforce_plus_plus", "advantage_estimator: reinforce_plus_plus is not supported"),
     ("--advantage_estimator rloo", "kl_in_reward: false is not supported"),
     ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
@@ -175,8 +175,19 @@ def test_the_example_is_understood(rows: Path) -> None:
 
 # --- ms-swift's loss, as megatron/trainers/grpo_trainer.py of 4.6 writes it -------------------------------------------
 
-LOSSES = ["", "--loss_type bnpo", "--loss_type dapo --epsilon_high 0.28", "--loss_type dr_grpo --beta 0.1",
-          "--importance_sampling_level sequence --epsilon 0.01", "--delta 1.3 --beta 0"]  # fmt: skip
+LOSSES = [
+    "",
+    "--loss_type bnpo",
+    "--loss_type dapo --epsilon_high 0.28",
+    "--loss_type dr_grpo --beta 0.1",
+    "--loss_type cispo --epsilon_high 1.1",
+    "--importance_sampling_level sequence --epsilon 0.01",
+    "--delta 1.3 --beta 0",
+]
+
+
+def clipped_above(ratio: Tensor, said: dict[str, str]) -> Tensor:
+    return ratio.clamp(max=float(said["--epsilon_high"])).detach()
 
 
 def theirs(flags: str, log_probs: Tensor, values: dict[str, Tensor]) -> Tensor:
@@ -189,7 +200,10 @@ def theirs(flags: str, log_probs: Tensor, values: dict[str, Tensor]) -> Tensor:
     clipped = ratio.clamp(1 - low, 1 + float(said.get("--epsilon_high", low)))
     if "--delta" in said:
         ratio = ratio.clamp(max=float(said["--delta"]))
-    loss = -torch.min(ratio * values["advantages"], clipped * values["advantages"])
+    if said.get("--loss_type") == "cispo":
+        loss = -clipped_above(ratio, said) * values["advantages"] * log_probs
+    else:
+        loss = -torch.min(ratio * values["advantages"], clipped * values["advantages"])
     if beta := float(said.get("--beta", 0.04)):
         difference = (values["reference_log_probs"] - log_probs).clamp(min=-20, max=20)
         loss = loss + beta * (difference.exp() - difference - 1).clamp(min=-10, max=10)
@@ -226,9 +240,11 @@ def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
         boundaries=(0, 12), position_ids=torch.arange(12), is_padding=mask == 0, normalizer=nothing, trained=nothing
     )
     batch = LocalBatch(torch.zeros(shape, dtype=torch.int64), mask.long() - 1, sequences, values, None)
+    role = settings.actor_train
     objective = PolicyObjective(
-        settings.algorithm, norm_length=settings.rollout.max_sequence_length - 1, samples=len(mask)
-    )
+        settings.algorithm, variant=role.pg_variant, norm_length=settings.rollout.max_sequence_length - 1,
+        samples=len(mask), ratio=(role.pg_ratio_low, role.pg_ratio_high),
+    )  # fmt: skip
     divisor = mask.sum() if settings.algorithm.loss_agg_mode == "token-mean" else len(mask)
     ours = objective(torch.stack((-log_probs, torch.zeros(shape)), -1), batch).loss / divisor
     (gradient,) = torch.autograd.grad(ours, log_probs, retain_graph=True)

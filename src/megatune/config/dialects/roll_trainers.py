@@ -181,4 +181,8 @@ def _variant(roles: Roles, part: Part, name: str) -> str | None:
     is_pg = (keys.worker_cls or "").endswith("ActorPGWorker")
     if keys.pg_variant and not is_pg and name == "actor_train":
         roles.reader.ignore(part.key("pg_variant"), "it takes effect with worker_cls of ActorPGWorker, as in ROLL")
-    return (keys.pg_variant or "vanilla") if is_pg else None
+    variant = (keys.pg_variant or "vanilla") if is_pg else None
+    for key in ("pg_ratio_low", "pg_ratio_high"):
+        if key in part.places and variant not in ("tis", "topr", "cispo"):
+            roles.reader.ignore(part.key(key), "it is of pg_variant tis, topr and cispo")
+    return variant

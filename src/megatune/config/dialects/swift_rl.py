@@ -36,6 +36,7 @@ _LOSSES = {
     "grpo": "seq-mean-token-mean",
     "bnpo": "token-mean",
     "dapo": "token-mean",
+    "cispo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 _WEIGHTS = {"token_truncate": "token", "sequence_truncate": "geometric"}  # rollout_importance_sampling_mode
@@ -228,11 +229,11 @@ def _clipping(keys: Keys) -> None:
     keys.put("use_pg_clip_range", True)
     keys.put("pg_clip_low", float(low), "epsilon")
     keys.put("pg_clip_high", float(low if high is None else high), "epsilon_high", "epsilon")
-    if (delta := keys.value("delta")) is not None:  # dual_clip_loss bounds by 1 + 2 × pg_clip
+    if (delta := keys.value("delta")) is not None:
         if not delta > 1 + (low if high is None else high):
             keys.refuse("delta", "it bounds what epsilon_high leaves, and is above 1 + epsilon_high", "write --delta 3")
             delta = 3
-        keys.put("pg_clip", (delta - 1) / 2, "delta")
+        keys.put("dual_clip_bound", float(delta), "delta")
         keys.put("dual_clip_loss", True, "delta")
     level = {"token": "token", "sequence": "seq"}.get(keys.value("importance_sampling_level"))
     if level is None:
@@ -255,6 +256,15 @@ def _loss(keys: Keys) -> None:
     if kind not in _LOSSES:
         keys.refuse("loss_type", "", f"write one of: {', '.join(_LOSSES)}")
     keys.put("loss_agg_mode", _LOSSES.get(kind, "token-mean"), "loss_type")
+    if kind == "cispo":
+        high = keys.value("epsilon_high")
+        keys.put("actor_train.worker_cls", "ActorPGWorker", "loss_type")
+        keys.put("actor_train.pg_variant", "cispo", "loss_type")
+        keys.put("actor_train.pg_ratio_low", 0.0, "loss_type")
+        bound = keys.number("epsilon") if high is None else high
+        keys.put("actor_train.pg_ratio_high", float(bound), "epsilon_high", "epsilon")
+        if keys.value("importance_sampling_level") != "token":
+            keys.refuse("importance_sampling_level", "cispo has the ratios of tokens", "remove it")
     if kind == "dr_grpo":
         # There the sum over tokens is divided by responses × max_completion_length, here by sequence_length - 1.
         whole = sum(_number(keys, name) for name in ("prompt_length", "response_length")) - 1

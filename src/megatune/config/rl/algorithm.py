@@ -136,8 +136,12 @@ class AlgorithmSettings(Group):
     When: 0.28 for clip-higher."""
     dual_clip_loss: bool = False
     """Bound the loss of responses with a negative advantage, too.
-    How: Where the advantage A is negative, the loss is at most (1 + 2 × pg_clip) × |A|; others bound it by 3 × |A|.
+    How: Where the advantage A is negative, the loss is at most dual_clip_bound × |A|.
     When: Against single tokens whose probability rose many times over."""
+    dual_clip_bound: Annotated[float, Field(gt=1)] | None = None
+    """How many times |A| dual_clip_loss allows. null is 1 + 2 × pg_clip, as in ROLL.
+    How: The bound of responses with a negative advantage A.
+    When: 3 is usual elsewhere."""
     value_clip: Positive | None = None
     """How far the critic's value may move from the one of the rollout before it has no more gradient. null is no bound.
     How: As pg_clip does for the policy.
@@ -169,13 +173,21 @@ class AlgorithmSettings(Group):
     How: It needs the reference, and the trainer's log-probabilities before its updates: two forward passes.
     When: Where the policy drifts into text that nobody reads; use_kl_loss is the alternative."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef times the divergence from the reference, in the form k3, to the loss.
+    """Add kl_loss_coef times the divergence from the reference to the loss.
     How: It needs the reference.
     When: GRPO's own form; with coefficients of 0.001 to 0.01."""
     kl_loss_coef: NonNegative = 0.0
     """The weight of use_kl_loss.
     How: The divergence is aggregated as the loss is.
     When: 0.001 is usual."""
+    kl_loss_type: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """The estimate of the divergence that use_kl_loss adds.
+    How: d is the log-probability of the token less the reference's; gradients go through it.
+    When: Leave it at k3; the gradient of k2 is that of the divergence itself.
+    - k1: d
+    - k2: d² / 2
+    - k3: exp(−d) − 1 + d, never negative, cut off at 10
+    - abs: the absolute value of d"""
     entropy_loss_coef: float = 0.0
     """The weight of the entropy, which is subtracted from the loss.
     How: Above 0 it keeps responses varied. The entropy is of the whole distribution, at the sampling temperature.
@@ -293,7 +305,7 @@ class AlgorithmSettings(Group):
 
     @property
     def dual_clip(self) -> float:
-        return 1 + 2 * self.pg_clip
+        return self.dual_clip_bound or 1 + 2 * self.pg_clip
 
     @property
     def rewards_kl(self) -> bool:

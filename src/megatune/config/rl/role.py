@@ -104,10 +104,18 @@ class RoleSettings(Group):
     When: To compare them.
     - vanilla: advantage times log-probability, without a ratio
     - ppo: the clipped ratio
-    - tis: vanilla, weighted by the ratio to the rollout, cut at 1
-    - topr: wrong responses weighted by the ratio, cut at 1; right ones as in vanilla
+    - tis: vanilla, weighted by the ratio to the rollout, cut at pg_ratio_high
+    - topr: wrong responses weighted by the ratio, cut at pg_ratio_high; right ones as in vanilla
     - cispo: vanilla, weighted by a clipped ratio that has no gradient
     - kimi15: vanilla, with the squared log-ratio as a penalty"""
+    pg_ratio_low: NonNegative | None = None
+    """The lowest ratio of pg_variant: tis, topr and cispo. null is 0, or 0.9 of cispo, as in ROLL.
+    How: Ratios below it are raised to it; they have no gradient.
+    When: 0 with cispo leaves that side open, as its paper does."""
+    pg_ratio_high: Positive | None = None
+    """The highest ratio of pg_variant: tis, topr and cispo. null is 1, or 1.1 of cispo, as in ROLL.
+    How: Ratios above it are cut to it; they have no gradient.
+    When: 5 is usual with cispo and pg_ratio_low 0."""
     topr_positive_weight: float = 1.0
     """The weight of responses with a positive advantage, with pg_variant: topr.
     How: It multiplies their losses.

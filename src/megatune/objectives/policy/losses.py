@@ -6,6 +6,7 @@ Legend: A advantages, constants; r the ratio π / π_old with gradient; all fp32
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch import Tensor
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
 
-# ROLL's ActorPGWorker can be given no others by a file.
+# What ROLL's ActorPGWorker has.
 _CISPO_RANGE = (0.9, 1.1)
 _TRUNCATION = (0.0, 1.0)
+KL = Literal["k1", "k2", "k3", "abs"]
+Range = tuple[float | None, float | None]
 _KIMI_TAU = 0.1
 _KL_LIMIT = 10.0
 
@@ -54,12 +57,12 @@ def truncated(terms: Terms, low: float, high: float) -> Tensor:
     return -weights * terms.advantages * terms.log_probs
 
 
-def topr(terms: Terms, positive_weight: float, negative_weight: float) -> Tensor:
+def topr(terms: Terms, positive_weight: float, negative_weight: float, low: float, high: float) -> Tensor:
     """TOPR (arXiv:2503.14286, equation 8): responses with a score above 0 as in supervised training, others with
     truncated ratios."""
     assert terms.is_positive is not None
     plain = -terms.advantages * terms.log_probs
-    return torch.where(terms.is_positive, positive_weight * plain, negative_weight * truncated(terms, *_TRUNCATION))
+    return torch.where(terms.is_positive, positive_weight * plain, negative_weight * truncated(terms, low, high))
 
 
 def token_losses(
@@ -68,26 +71,40 @@ def token_losses(
     settings: AlgorithmSettings,
     positive_weight: float,
     negative_weight: float,
+    ratio: Range = (None, None),
 ) -> Tensor:
-    """Return the loss of each token by its name; None is `clipped`, as "ppo" is."""
+    """Return the loss of each token by its name; None is `clipped`, as "ppo" is.
+
+    Args:
+        ratio: the bounds of r in "tis", "topr" and "cispo"; None is ROLL's.
+    """
+    usual = _CISPO_RANGE if variant == "cispo" else _TRUNCATION
+    low, high = (theirs if own is None else own for own, theirs in zip(ratio, usual, strict=True))
     match variant:
         case "vanilla":
             return -terms.advantages * terms.log_probs
-        case "tis":
-            return truncated(terms, *_TRUNCATION)
-        case "cispo":  # MiniMax-M1 (arXiv:2506.13585)
-            return truncated(terms, *_CISPO_RANGE)
+        case "tis" | "cispo":  # cispo: MiniMax-M1 (arXiv:2506.13585)
+            return truncated(terms, low, high)
         case "topr":
-            return topr(terms, positive_weight, negative_weight)
+            return topr(terms, positive_weight, negative_weight, low, high)
         case "kimi15":  # Kimi k1.5 (arXiv:2501.12599, equation 3)
             return -terms.advantages * terms.log_probs + _KIMI_TAU / 2 * terms.log_ratio.square()
     return clipped(terms, settings)
 
 
-def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(π, π_ref), never below 0, cut off at 10 as in ROLL, where its gradient ends, too.
+def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:
+    """Estimate KL(π, π_ref) of each token (joschu.net/blog/kl-approx.html), with gradient.
 
-    The exponent is bounded first: beyond 88 it overflows, and the gradient of the cut-off times infinity is NaN."""
+    k3 is never below 0, and cut off at 10 as in ROLL, where its gradient ends, too. Its exponent is bounded first:
+    beyond 88 it overflows, and the gradient of the cut-off times infinity is NaN.
+    """
     difference = reference - log_probs
+    match kind:
+        case "k1":
+            return -difference
+        case "k2":
+            return difference.square() / 2
+        case "abs":
+            return difference.abs()
     bounded = difference.clamp(max=_KL_LIMIT)  # e^10 - 11 is far above the limit
     return (torch.expm1(bounded) - difference).clamp(max=_KL_LIMIT)

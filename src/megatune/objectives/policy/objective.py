@@ -18,7 +18,7 @@ from megatune.engine.layers.cross_entropy import Head
 from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.policy import aggregation, correction
-from megatune.objectives.policy.losses import Terms, k3, token_losses
+from megatune.objectives.policy.losses import Range, Terms, kl_terms, token_losses
 
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
 # token of a response has a label, also where its mask is 0.
@@ -51,6 +51,7 @@ class PolicyObjective:
         topr_positive_weight, topr_negative_weight: of responses with a score above 0, and of others.
         norm_length: what seq-mean-token-sum-norm divides by; ROLL's is sequence_length - 1.
         samples: in the mini-batch, of all ranks; used by seq-mean-token-sum-norm alone.
+        ratio: see `token_losses`.
     """
 
     settings: AlgorithmSettings
@@ -60,6 +61,7 @@ class PolicyObjective:
     topr_negative_weight: float = 1.0
     norm_length: int = 1
     samples: int = 1
+    ratio: Range = (None, None)
 
     @property
     def head(self) -> Head:
@@ -103,12 +105,13 @@ class PolicyObjective:
             weights, of_tokens, metrics = self._corrected(old, weights, of_tokens, batch)
         log_ratio = torch.where(mask > 0, log_probs - old, 0.0)
         terms = self._terms(log_probs, log_ratio, batch)
-        of_policy = token_losses(self.variant, terms, settings, self.topr_positive_weight, self.topr_negative_weight)
+        weights_of_topr = self.topr_positive_weight, self.topr_negative_weight
+        of_policy = token_losses(self.variant, terms, settings, *weights_of_topr, self.ratio)
         policy = (of_tokens * weights * of_policy).sum()
         loss, kl = policy, torch.zeros_like(policy)
         if settings.use_kl_loss:
             reference = torch.where(mask > 0, extras[REFERENCE], log_probs)
-            kl = (of_tokens * k3(log_probs, reference)).sum()
+            kl = (of_tokens * kl_terms(log_probs, reference, settings.kl_loss_type)).sum()
             loss = loss + settings.kl_loss_coef * kl
         loss = settings.rl_loss_coef * loss
         if settings.entropy_loss_coef:

@@ -42,6 +42,7 @@ class PolicyWorker(TrainedWorker):
             role.topr_negative_weight,
             norm_length=self.rl.rollout.max_sequence_length - 1,
             samples=num_samples,
+            ratio=(role.pg_ratio_low, role.pg_ratio_high),
         )
 
     def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
