@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from digits import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 FILE = """
@@ -67,6 +69,24 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "checkpoint-2", "checkpoint-3"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
+    # Any checkpoint is evaluated as the run evaluates itself: with the same random numbers.
+    words += ["--evaluate", str(tmp_path / "out" / "checkpoint-3")]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "out" / "evaluation" / "checkpoint-3"
+    found = json.loads((folder / "metrics.json").read_text())
+    assert found["sampled"]["reward"] == pytest.approx(evaluations[-1]["eval_reward"], abs=1e-12)
+    assert found["sampled"]["pass@2"] == pytest.approx(evaluations[-1]["eval_pass@2"], abs=1e-12)
+    assert f"avg@2 {found['sampled']['accuracy']:.4f}" in done.stdout
+    # The likeliest tokens are those of Transformers.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-3")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "checkpoint-3")
+    for line in map(json.loads, (folder / "greedy.jsonl").read_text().splitlines()):
+        ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
+        expected = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+        assert line["response"] == tokenizer.decode(expected, skip_special_tokens=True)
     left = [process.name() for process in psutil.process_iter() if str(tmp_path) in " ".join(_words(process))]
     assert not left
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from megatune.cli.command import Command
-from megatune.config.options import Flag
+from megatune.config.options import Flag, Given
 from megatune.config.setting import Group
 from megatune.errors import Finding
 
@@ -18,6 +18,7 @@ _EPILOG = """A file has ROLL's keys, and runs here as it is. From a file, with c
 
     megatune rl rlvr.yaml max_steps=100 actor_train.training_args.learning_rate=2e-6
     megatune rl --config_path examples/qwen3-8B-rlvr_megatron --config_name rlvr_config
+    megatune rl rlvr.yaml --evaluate out/checkpoint-100
 
 A device is a GPU, or on a machine without any a process of the CPU, so that a file for many GPUs can be tried small:
 
@@ -34,6 +35,8 @@ class RLOptions(Group):
     """the folder of --config_name"""
     config_name: Annotated[str | None, Flag("NAME")] = None
     """the settings file in --config_path, as ROLL's launcher names it"""
+    evaluate: Annotated[str | None, Flag("MODEL")] = None
+    """train nothing: answer the problems of validation with this model, a folder or an id, and score the answers"""
 
 
 COMMAND = Command(
@@ -53,10 +56,16 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: whatever is wrong, all of it.
     """
-    source, overrides = _split(words)
+    given = COMMAND.read(words)
+    source, overrides = _split(given)
     from megatune.rl.reading import read_file
 
-    return begin(read_file(source, overrides, runs=True), "roll")
+    read = read_file(source, overrides, runs=True)
+    if given.options.evaluate is None:
+        return begin(read, "roll")
+    from megatune.rl.pipeline.evaluate import evaluate
+
+    return evaluate(read.require_valid(), given.options.evaluate)
 
 
 def begin(read: ReadRL, system: str) -> int:
@@ -79,13 +88,12 @@ def begin(read: ReadRL, system: str) -> int:
     return start(settings, run_yaml(read))
 
 
-def _split(words: Sequence[str]) -> tuple[str, list[str]]:
+def _split(given: Given[RLOptions]) -> tuple[str, list[str]]:
     """Return the file and the `key=value` words of a command line, which may name the file as ROLL's launcher does.
 
     Raises:
         MegatuneError: SETTINGS, where there is no file, or something else.
     """
-    given = COMMAND.read(words)
     overrides = [word for word in given.words if "=" in word or word.startswith("~")]
     sources = [word for word in given.words if word not in overrides]
     if (name := given.options.config_name) is not None:

@@ -14,7 +14,7 @@ from megatune.config.rl.settings import RLSettings
 from megatune.rl.cluster.group import Pending
 from megatune.rl.cluster.weights import Sync
 from megatune.rl.pipeline.collector import Collector, Taken
-from megatune.rl.pipeline.dumps import dump_step, record_step, replay_step
+from megatune.rl.pipeline.dumps import dump_samples, record_step, replay_step
 from megatune.rl.pipeline.groups import Sampling
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.phases import Phases
@@ -182,7 +182,7 @@ class Driver:
         """Write rollouts where that is asked for."""
         run = self.settings.run
         if run.rollout_dump_dir:
-            dump_step(Path(run.rollout_dump_dir), step + 1, taken.groups)
+            dump_samples(Path(run.rollout_dump_dir) / f"step-{step + 1:06d}.jsonl", step + 1, taken.groups)
         if run.rollout_mock.records:
             record_step(Path(run.rollout_mock.dump_dir), step + 1, taken.groups)
 

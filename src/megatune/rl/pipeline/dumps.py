@@ -16,11 +16,11 @@ from megatune.rl.samples import Problem
 from megatune.training.storage.files import write_atomically, writing
 
 
-def dump_step(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write a step's samples as text, a line each.
+def dump_samples(path: Path, step: int, groups: Sequence[Group]) -> None:
+    """Write samples as text, a line each.
 
     Args:
-        step: counted from 1.
+        step: that they are of, counted from 1.
     """
     lines = [
         {
@@ -40,7 +40,7 @@ def dump_step(folder: Path, step: int, groups: Sequence[Group]) -> None:
         for group in groups
         for sample in group.samples
     ]
-    _write(folder / f"step-{step:06d}.jsonl", lines)
+    _write(path, lines)
 
 
 def record_step(folder: Path, step: int, groups: Sequence[Group]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -145,18 +145,28 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
 
 def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | None]:
     """Read the problems of training and of validation."""
+    rollout, needs_difficulty = settings.rollout, settings.algorithm.difficulty_loss_weight
+    filtered: dict[str, Any] = {"dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
+    filtered |= _templates(settings)
+    found = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
+    return found, read_validation(settings, tokenizer)
+
+
+def read_validation(settings: RLSettings, tokenizer: Any) -> Problems | None:
+    """Read the problems of validation, None where there is none.
+
+    Raises:
+        MegatuneError: as `read_problems`.
+    """
     rollout, validation = settings.rollout, settings.validation
-    templates: Mapping[str, Any] = {
-        "template": rollout.global_template,
-        "tag_to_template": rollout.tag_to_template,
-    }
-    needs_difficulty = settings.algorithm.difficulty_loss_weight
-    filtered = {**templates, "dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
-    trained = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
     if validation is None:
-        return trained, None
+        return None
     length = rollout.val_prompt_length or rollout.prompt_length
-    return trained, read_problems(validation.data_args, settings.rewards, tokenizer, length, **templates)
+    return read_problems(validation.data_args, settings.rewards, tokenizer, length, **_templates(settings))
+
+
+def _templates(settings: RLSettings) -> dict[str, Any]:
+    return {"template": settings.rollout.global_template, "tag_to_template": settings.rollout.tag_to_template}
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.role import RoleSpec
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rewards.judge_client import judge_context
@@ -72,16 +74,26 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         settings,
         actor_train=actor,
         actor_infer=_sampled(infer),
-        rewards={
-            name: replace(role, judge=_judge(role.judge)) if role.judge else role
-            for name, role in settings.rewards.items()
-        },
-        reward_model=_judge(settings.reward_model) if settings.reward_model else None,
+        **_judges(settings),
         reference=trained(settings.reference, "reference") if settings.reference else None,
         critic=trained(settings.critic, "critic") if settings.critic else None,
         teachers={name: trained(role, name) for name, role in settings.teachers.items()},
     )
     return changed, Path(str(source))
+
+
+def with_own_weights(settings: RLSettings, model: Path) -> RLSettings:
+    """Return the settings with engines that sample from a model of their own, and with folders of the judges'."""
+    infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model)})
+    return replace(settings, actor_infer=_judge(infer), **_judges(settings))
+
+
+def _judges(settings: RLSettings) -> dict[str, Any]:
+    """Return the roles that judge, with folders of their models."""
+    rewards = {
+        name: replace(role, judge=_judge(role.judge)) if role.judge else role for name, role in settings.rewards.items()
+    }
+    return {"rewards": rewards, "reward_model": _judge(settings.reward_model) if settings.reward_model else None}
 
 
 def _sampled(role: InferRole) -> InferRole:
@@ -114,24 +126,40 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
     models = {name: role for name, role in trained.items() if role is not None}
     models |= {f"teacher.{name}": role for name, role in settings.teachers.items()}
     hosts = {"actor_train": "policy", "critic": "critic"}
-    judges = [role.judge for role in settings.rewards.values() if role.judge is not None]
-    samplers = [settings.actor_infer, *judges, *([settings.reward_model] if settings.reward_model else [])]
-    specs = [
-        *(_model_spec(settings, name, role, hosts.get(name, "frozen")) for name, role in models.items()),
-        *(_engine_spec(settings, role) for role in samplers),
-    ]
-    found = cluster.start(specs)
+    specs = [_model_spec(settings, name, role, hosts.get(name, "frozen")) for name, role in models.items()]
+    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in _samplers(settings))])
     groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
-    levels = {settings.actor_infer.name: settings.sleep_level}
-    engines = {role.name: EngineGroup(role, found[role.name], levels.get(role.name, 1)) for role in samplers}
+    engines, judges = _engines(settings, found, settings.sleep_level)
     return Roles(
-        engines.pop(settings.actor_infer.name),
+        engines,
         groups["actor_train"],
         groups.get("reference"),
         groups.get("critic"),
         {name: groups[f"teacher.{name}"] for name in settings.teachers},
-        engines,
+        judges,
     )
+
+
+def start_engines(cluster: Cluster, settings: RLSettings) -> tuple[EngineGroup, dict[str, EngineGroup]]:
+    """Start the engines alone: those that sample, and judges by their role's name.
+
+    Raises:
+        MegatuneError: see `Cluster.start`.
+    """
+    found = cluster.start([_engine_spec(settings, role) for role in _samplers(settings)])
+    return _engines(settings, found, 1)
+
+
+def _samplers(settings: RLSettings) -> list[InferRole]:
+    judges = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
+    return [settings.actor_infer, *(role for role in judges if role is not None)]
+
+
+def _engines(
+    settings: RLSettings, found: Mapping[str, RoleGroup], sleep_level: int
+) -> tuple[EngineGroup, dict[str, EngineGroup]]:
+    judges = {role.name: EngineGroup(role, found[role.name]) for role in _samplers(settings)[1:]}
+    return EngineGroup(settings.actor_infer, found[settings.actor_infer.name], sleep_level), judges
 
 
 def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> RoleSpec:

@@ -1,0 +1,116 @@
+"""`megatune rl FILE --evaluate MODEL`: the problems of a file's validation, answered by any model, and scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatune.config.rl.rollout import Generating
+from megatune.config.rl.settings import RLSettings
+from megatune.data.encode import load_tokenizer
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import is_hub_id, open_model
+from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.pipeline.dumps import dump_samples
+from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.run import read_validation
+from megatune.rl.pipeline.scoring import PoolScorer
+from megatune.rl.pipeline.startup import start_engines, stop_tokens, with_own_weights
+from megatune.rl.pipeline.validation import sample_all, validation_metrics
+from megatune.rl.rewards.judge_client import judge_clients
+from megatune.rl.rewards.pool import RewardPool, load_rewards
+from megatune.training.storage.files import write_atomically, writing
+
+_ADAPTER = "adapter_config.json"
+
+
+def evaluate(settings: RLSettings, model: str) -> int:
+    """Answer, score, and print: with the likeliest tokens, then as validation.generating_args says.
+
+    The numbers are written to OUTPUT/evaluation/NAME/metrics.json, and every response beside them.
+
+    Args:
+        model: a folder, such as a checkpoint of the run, or an id of a hub.
+
+    Returns:
+        DONE.
+
+    Raises:
+        MegatuneError: (INPUT) the model cannot be used; (SETTINGS) there is no validation; (DATA) its problems.
+    """
+    if settings.validation is None:
+        fix = "write validation: with data_args and generating_args"
+        raise MegatuneError(Finding("validation is missing", why="it has the problems", fix=fix), ExitCode.SETTINGS)
+    source, asked = _folder(model), settings.validation.generating_args
+    settings = with_own_weights(settings, source)
+    tokenizer = load_tokenizer(source)
+    problems = read_validation(settings, tokenizer)
+    assert problems is not None
+    load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
+    folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    rollout, run = settings.rollout, settings.run
+    stops = stop_tokens(source, tokenizer.eos_token_id)
+    print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
+    devices = {*settings.actor_infer.devices, *(each for role in _judges(settings) for each in role.devices)}
+    found: dict[str, dict[str, float]] = {}
+    with (
+        Cluster(
+            folder / "launch", devices, devices_per_node=run.num_gpus_per_node, call_limit=run.rpc_timeout
+        ) as cluster,
+        RewardPool(settings.rewards, log_dir=folder / "launch" / "logs", hosts=cluster.reward_hosts()) as pool,
+    ):
+        engines, judges = start_engines(cluster, settings)
+        pool.clients |= judge_clients(settings, judges)
+        scorer = PoolScorer(pool, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+        for name, generating in _ways(asked).items():
+            sampling = Sampling(generating, run.seed, rollout.val_max_response_length, "eval", stops)
+            groups = sample_all(
+                problems.all(), engines, scorer, sampling, rollout.max_running_requests, lambda group: None
+            )
+            found[name] = validation_metrics(groups, generating)
+            print(_line(name, found[name], groups), flush=True)
+            with writing(folder):
+                dump_samples(folder / f"{name}.jsonl", 0, groups)
+        for group in (engines, *judges.values()):
+            group.close()
+    with writing(folder):
+        write_atomically(folder / "metrics.json", json.dumps({"model": model, **found}, indent=1) + "\n")
+    print(f"numbers and responses are in {folder}", flush=True)
+    return ExitCode.DONE
+
+
+def _judges(settings: RLSettings) -> list[Any]:
+    own = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
+    return [role for role in own if role is not None]
+
+
+def _folder(model: str) -> Path:
+    """Return the folder of a model.
+
+    Raises:
+        MegatuneError: INPUT, where it has none.
+    """
+    path = open_model(model).fetch() if is_hub_id(model) else Path(model)
+    if (path / "config.json").is_file():
+        return path
+    fix, why = "name a folder with config.json, or an id of a hub", ""
+    if (path / _ADAPTER).is_file():
+        why, fix = "it is an adapter", f"megatune export --adapter_name_or_path {model} --export_dir MERGED"
+    raise MegatuneError(Finding(f"{model} is not a model", "--evaluate", why, fix), ExitCode.INPUT)
+
+
+def _ways(asked: Generating) -> dict[str, Generating]:
+    greedy = asked.model_copy(update={"do_sample": False, "num_return_sequences": 1})
+    return {"greedy": greedy} if not asked.do_sample else {"greedy": greedy, "sampled": asked}
+
+
+def _line(name: str, metrics: dict[str, float], groups: list[Group]) -> str:
+    size = groups[0].size
+    said = f"{name:<8} {'accuracy' if size == 1 else f'avg@{size}'} {metrics['accuracy']:.4f}"
+    others = {key: value for key, value in metrics.items() if key.startswith(("pass@", "accuracy/"))}
+    others |= {key: metrics[key] for key in ("reward", "response_length", "truncated")}
+    said += "".join(f"  {key} {value:.4g}" for key, value in others.items())
+    return said + f"  reward_errors {metrics['reward_errors']:.0f}" * bool(metrics["reward_errors"])
