@@ -1,46 +1,235 @@
-"""ms-swift's agent templates: how tools, calls of tools and what tools return are written, by name and version."""
+"""ms-swift's agent templates, by name and version: tools, their calls and their results from texts with placeholders.
+
+The texts are in agents.yaml.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agent_texts import ChatText, Keywords, TextTemplate
+from megatune.data.templates.agent_tools import TOOL_FIELDS, Tool, compact, prepared, tool_name
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
-__all__ = ["AGENT_TEMPLATES", "NOT_SUPPORTED", "AgentTemplate", "ChatText", "agent_template"]
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-class AgentTemplate(Protocol):
-    """A way of writing tools, their calls and their results."""
+class ChatText(NamedTuple):
+    """What agent templates need to know of the chat template that they write into.
+
+    Attributes:
+        prompt: a user's message, {content}, up to where the answer starts.
+        separator: what ends an answer that another message follows.
+    """
+
+    prompt: str
+    separator: str
+
+
+class Keywords(NamedTuple):
+    """What ReAct writes before the name of a tool, before its arguments and before its result."""
+
+    action: str
+    action_input: str
+    observation: str
+
+
+REACT = Keywords("Action:", "Action Input:", "Observation:")
+
+
+def _fill(text: str, **values: str) -> str:
+    """Replace {name} by a value; what has none, such as {"name": ...}, stays as it is."""
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def _fill_from(text: str, functions: Mapping[str, Callable[[Any], str]], source: Any) -> str:
+    """Replace {name} by what a function makes of `source`; only functions that the text names are called."""
+    return _PLACEHOLDER.sub(lambda found: functions[found[1]](source) if found[1] in functions else found[0], text)
+
+
+def _keep(before: str) -> tuple[str, str]:
+    return before, ""
+
+
+def _strip(before: str) -> tuple[str, str]:
+    return before.strip(), "\n\n" if before.strip() else ""
+
+
+def _strip_text(before: str) -> tuple[str, str]:
+    return (before.strip(), "\n") if before.strip() else (before, "")
+
+
+def _after_thought(before: str) -> tuple[str, str]:
+    return before, "\n\n" if before.split("</think>")[-1].strip() else ""
+
+
+# What becomes of the assistant's text before calls, and what separates the two.
+_BEFORE = {"keep": _keep, "strip": _strip, "strip_text": _strip_text, "after_thought": _after_thought}
+
+# How the value of an argument is written.
+_VALUES: dict[str, Callable[[Any], str]] = {
+    "json": lambda value: value if isinstance(value, str) else compact(value),
+    "python": str,
+    "ascii": lambda value: json.dumps(value) if isinstance(value, dict | list) else str(value),
+}
+
+# The placeholders of a call. ms-swift's ReAct writes arguments as Python does: with single quotes, None and True.
+_CALL_FIELDS: dict[str, Callable[[ToolCall], str]] = {
+    "name": lambda call: call.name,
+    "json": lambda call: compact(call.arguments),
+    "python": lambda call: str(call.arguments),
+    "object": lambda call: compact({"name": call.name, "arguments": call.arguments}),
+    "parameters_object": lambda call: compact({"name": call.name, "parameters": call.arguments}),
+}
+
+# The placeholders of a result.
+_RESULT_FIELDS: dict[str, Callable[[str], str]] = {
+    "content": str,
+    "content_object": lambda content: compact({"content": content}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTemplate:
+    """A way of writing tools, their calls and their results, which is nothing but texts.
+
+    Attributes:
+        system_message: with {system}, {tools}, {names} (those of the tools, with commas) and {instructions}.
+        system_part: what {system} becomes where the row has a system message.
+        no_system: what {no_system} becomes where it has none.
+        default_system: the system message of rows without one, be it empty.
+        strip_system: removes white space around the system message.
+        instructions: what {instructions} becomes, before anything else; templates share them.
+        question: the first user's message where the tools stand there, with {tools} and {question}; "": they do not.
+        tool, tool_joiner: one of {tools}, with the placeholders of TOOL_FIELDS, and what separates two.
+        call, call_joiner: one of {calls}, with the placeholders of _CALL_FIELDS, or with {name} and {values}.
+        value, value_joiner: one argument of {values}, with {key}, {value} and {is_string} (true or false); "": there is
+            no such placeholder.
+        values: how the value of an argument is written, a key of _VALUES.
+        all_calls: a run of {calls}.
+        before: what becomes of the assistant's text before calls, a key of _BEFORE.
+        result, result_joiner: one of {results}, with the placeholders of _RESULT_FIELDS.
+        results_within: what encloses {results} wherever they stand.
+        all_results: all text from the answer to the next one, with {results} or with {separator} and {user_message},
+            a user's message that holds them.
+        after_user: results that follow a user's message, with {results}, {separator} and {user_start}, which starts
+            another user's message; None: they are refused.
+        after_user_joiner: separates them where that is not result_joiner.
+        keywords: of answers in the way of ReAct, which results follow in that way, too; None: in no case.
+        version: of ms-swift, 3 or 4.
+    """
+
+    system_message: str
+    system_part: str = "{system}"
+    no_system: str = ""
+    default_system: str = ""
+    strip_system: bool = False
+    instructions: str = ""
+    question: str = ""
+    tool: str = "{tool}"
+    tool_joiner: str = "\n"
+    call: str
+    call_joiner: str = "\n"
+    value: str = ""
+    value_joiner: str = ""
+    values: str = "json"
+    all_calls: str = "{calls}"
+    before: str = "keep"
+    result: str = "{content}"
+    result_joiner: str = "\n"
+    results_within: str = "{results}"
+    all_results: str = "{results}"
+    after_user: str | None = None
+    after_user_joiner: str | None = None
+    keywords: Keywords | None = REACT
+    version: int
 
     def offer(self, tools: Sequence[Mapping[str, Any]], system: str | None, question: str) -> tuple[str, str]:
         """Return the system message and the first user's message, with the tools in one of them."""
-        ...
+        if not tools:
+            return system or "", question
+        written = self._written_tools(tools)
+        system = self.default_system if system is None else system
+        system = system.strip() if self.strip_system else system
+        message = _fill(
+            self.system_message.replace("{instructions}", self.instructions),
+            system=_fill(self.system_part, system=system) if system else "",
+            no_system="" if system else self.no_system,
+            **written,
+        )
+        return message, _fill(self.question, question=question, **written) if self.question else question
+
+    def _written_tools(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        try:
+            whole: list[Tool] = [prepared(tool, self.version) for tool in tools]
+            texts = self.tool_joiner.join(_fill_from(self.tool, TOOL_FIELDS, tool) for tool in whole)
+            names = ",".join(map(tool_name, whole)) if "{names}" in self.system_message else ""
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise RowError("bad-tools", "a tool that the agent template cannot describe", detail) from error
+        return {"tools": texts, "names": names}
 
     def calls(self, calls: Sequence[ToolCall], before: str | None) -> tuple[str | None, str]:
-        """Return the text of the assistant's message right before the calls (None: there is none; some templates
-        change it), and the text of a run of calls."""
-        ...
+        """Return the text of the assistant's message right before the calls, None where there is none, and the text of
+        a run of calls."""
+        try:
+            text = _fill(self.all_calls, calls=self.call_joiner.join(map(self._call, calls)))
+        except (AttributeError, TypeError, ValueError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise RowError("bad-tools", "a call whose arguments the agent template cannot write", detail) from error
+        if before is None:
+            return None, text
+        before, separator = _BEFORE[self.before](before)
+        return before, separator + text
+
+    def _call(self, call: ToolCall) -> str:
+        if not self.value:
+            return _fill_from(self.call, _CALL_FIELDS, call)
+        values = self.value_joiner.join(self._value(key, value) for key, value in call.arguments.items())
+        return _fill(self.call, name=call.name, values=values)
+
+    def _value(self, key: str, value: object) -> str:
+        is_string = "true" if isinstance(value, str) else "false"
+        return _fill(self.value, key=key, value=_VALUES[self.values](value), is_string=is_string)
 
     def results(self, answer: str, results: Sequence[str], chat: ChatText) -> tuple[str, str]:
-        """Return the answer before the results (ReAct ends it with "Observation:"), and all text from there to where
-        the next answer starts.
+        """Return the answer before the results, and all text from there to where the next answer starts.
 
         Where several messages of the assistant precede the results, ms-swift 3 takes all of their text for the answer,
         and ms-swift 4 the last of them.
         """
-        ...
+        if self.keywords and self.keywords.action in answer and self.keywords.action_input in answer:
+            return _react_results(self.keywords, answer, results)
+        joined = self._joined(results, self.result_joiner)
+        user_message = chat.prompt.replace("{content}", joined)
+        return answer, _fill(self.all_results, results=joined, separator=chat.separator, user_message=user_message)
 
     def standalone(self, results: Sequence[str], chat: ChatText) -> str | None:
-        """Return text to append to a user's message that results follow without a call; None where ms-swift refuses
-        that, which version 3 always does."""
-        ...
+        """Return text to append to a user's message that results follow; None where ms-swift refuses that."""
+        if self.after_user is None or self.version < 4:
+            return None
+        joined = self._joined(results, self.result_joiner if self.after_user_joiner is None else self.after_user_joiner)
+        user_start = chat.prompt.split("{content}", maxsplit=1)[0]
+        return _fill(self.after_user, results=joined, separator=chat.separator, user_start=user_start)
+
+    def _joined(self, results: Sequence[str], joiner: str) -> str:
+        joined = joiner.join(_fill_from(self.result, _RESULT_FIELDS, each) for each in results)
+        return _fill(self.results_within, results=joined)
+
+
+def _react_results(keywords: Keywords, answer: str, results: Sequence[str]) -> tuple[str, str]:
+    if not answer.endswith(keywords.observation):
+        answer += ("" if answer.endswith("\n") else "\n") + keywords.observation
+    return answer, keywords.observation.join(each if each.endswith("\n") else f"{each}\n" for each in results)
 
 
 # ms-swift's names that have no texts here: languages of their own, of models that are not supported.
@@ -67,20 +256,17 @@ def _texts(name: str, version: int) -> dict[str, Any]:
     return (_texts(like, version) if like else {}) | entry | (in_3 if version < 4 else {})
 
 
-def _names(version: int) -> dict[str, str]:
+def agent_names(version: int) -> dict[str, str]:
     """Return the names that a version of ms-swift has, each with the name of its entry."""
     names = {name: name for name, entry in _entries().items() if version >= entry.get("since", 3)}
     return names if version >= 4 else names | _NAMES_IN_3
 
 
-def _build(name: str, version: int) -> TextTemplate:
+def _build(name: str, version: int) -> AgentTemplate:
     texts = _texts(name, version)
     if texts.get("keywords"):
         texts["keywords"] = Keywords(*texts["keywords"])
-    return TextTemplate(**texts, version=version)
-
-
-AGENT_TEMPLATES: dict[str, AgentTemplate] = {name: _build(name, 4) for name in _names(4)}
+    return AgentTemplate(**texts, version=version)
 
 
 @cache
@@ -90,7 +276,7 @@ def agent_template(name: str, version: int) -> AgentTemplate:
     Raises:
         MegatuneError: the version has none of this name, or it is not supported.
     """
-    names = _names(version)
+    names = agent_names(version)
     if name in names:
         return _build(names[name], version)
     if name in NOT_SUPPORTED:
