@@ -2,20 +2,18 @@
 
     python -m megatune.data.streaming.producer PARENT FOLDER    (a pickled StreamRequest on stdin)
 
-It lives as long as its parent, local rank 0: it ends on SIGUSR1, and when the parent is gone. The signals that stop a
-run are the ranks' to handle; they need rows until their last step.
+It lives as long as its parent, local rank 0, which kills it at its end; the processes that it started end with it. The
+signals that stop a run are the ranks' to handle; they need rows until their last step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
+from megatune.data.processes import when_parent_ends
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
@@ -37,14 +36,10 @@ from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # of the last one that a rank has come to
-END_SIGNAL = signal.SIGUSR1
-END_SECONDS = 3.0  # from the signal to its end
 EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
-_POLL_SECONDS = 0.02
-_PARENT_SECONDS = 0.5  # between looks at whether the parent lives
-_TOUCH_SECONDS = 600.0  # between signs of life for other machines
+_POLL_SECONDS = 0.05
 _SAY_SECONDS = 0.5
 
 
@@ -142,6 +137,7 @@ def produce(request: StreamRequest) -> None:
         with contextlib.closing(stream):
             while True:
                 while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
+                    folder.touch()
                     time.sleep(_POLL_SECONDS)
                 request.write(stream)
     except Exception as error:
@@ -153,17 +149,18 @@ def produce(request: StreamRequest) -> None:
 
 def main() -> int:
     """Produce for the process that started this one, as long as it lives."""
-    parent, folder = int(sys.argv[1]), StreamFolder(Path(sys.argv[2]))
+    folder = StreamFolder(Path(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(END_SIGNAL, _stop)
-    try:
-        threading.Thread(target=_watch_parent, args=(parent, folder), daemon=True).start()
-        produce(pickle.load(sys.stdin.buffer))
-    except SystemExit:
-        if os.getppid() != parent:
+
+    def end() -> None:
+        for _ in range(10):  # while the other thread may write into it
             folder.remove()
-        return 0
+        os._exit(0)
+
+    when_parent_ends(int(sys.argv[1]), end)
+    try:
+        produce(pickle.load(sys.stdin.buffer))
     except MegatuneError as error:
         folder.fail(error)
     except BaseException as error:
@@ -197,29 +194,6 @@ def _as_finding(error: BaseException, folder: Path) -> MegatuneError:
     code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)
-
-
-def _stop(*_: object) -> None:
-    """End the present work in good order, with the processes that tokenise."""
-    signal.signal(END_SIGNAL, signal.SIG_IGN)
-    raise SystemExit
-
-
-def _watch_parent(parent: int, folder: StreamFolder) -> None:
-    touched = time.monotonic()
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
-        if time.monotonic() - touched > _TOUCH_SECONDS:
-            touched = time.monotonic()
-            folder.touch()
-    os.kill(os.getpid(), END_SIGNAL)
-    time.sleep(END_SECONDS)
-    folder.remove()
-    # It hangs: end it and those that it started, whatever they are doing.
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError):
-            child.kill()
-    os._exit(0)
 
 
 if __name__ == "__main__":
