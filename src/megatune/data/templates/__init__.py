@@ -14,7 +14,7 @@ from megatune.data.templates.named import NamedTemplate, is_template_file, read_
 from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.swift_table import named_swift_template
 from megatune.data.templates.table import NAMED_TEMPLATES
-from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
+from megatune.data.templates.tools import tool_format as tool_format_of
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
 from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, check_vocabulary
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
@@ -68,7 +68,7 @@ def load_template(
     if missing := [texts.get(token, token) for token in template.special_tokens if not _has_token(tokenizer, token)]:
         raise _refused_by(tokenizer, name, _without(missing))
     if tool_format is not None:
-        template = template.with_tools(LLAMAFACTORY_TOOLS[tool_format])
+        template = template.with_tools(tool_format_of(tool_format))
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
     if default_system is not None:
         template = replace(template, default_system=default_system)

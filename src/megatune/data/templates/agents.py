@@ -5,8 +5,6 @@ The texts are in agents.yaml.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +13,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agent_tools import TOOL_FIELDS, Tool, compact, prepared, tool_name
+from megatune.data.templates.tool_texts import ToolTexts, compact, fill, fill_from, prepared, tool_name
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
-
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class ChatText(NamedTuple):
@@ -46,16 +41,6 @@ class Keywords(NamedTuple):
 REACT = Keywords("Action:", "Action Input:", "Observation:")
 
 
-def _fill(text: str, **values: str) -> str:
-    """Replace {name} by a value; what has none, such as {"name": ...}, stays as it is."""
-    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
-
-
-def _fill_from(text: str, functions: Mapping[str, Callable[[Any], str]], source: Any) -> str:
-    """Replace {name} by what a function makes of `source`; only functions that the text names are called."""
-    return _PLACEHOLDER.sub(lambda found: functions[found[1]](source) if found[1] in functions else found[0], text)
-
-
 def _keep(before: str) -> tuple[str, str]:
     return before, ""
 
@@ -75,22 +60,6 @@ def _after_thought(before: str) -> tuple[str, str]:
 # What becomes of the assistant's text before calls, and what separates the two.
 _BEFORE = {"keep": _keep, "strip": _strip, "strip_text": _strip_text, "after_thought": _after_thought}
 
-# How the value of an argument is written.
-_VALUES: dict[str, Callable[[Any], str]] = {
-    "json": lambda value: value if isinstance(value, str) else compact(value),
-    "python": str,
-    "ascii": lambda value: json.dumps(value) if isinstance(value, dict | list) else str(value),
-}
-
-# The placeholders of a call. ms-swift's ReAct writes arguments as Python does: with single quotes, None and True.
-_CALL_FIELDS: dict[str, Callable[[ToolCall], str]] = {
-    "name": lambda call: call.name,
-    "json": lambda call: compact(call.arguments),
-    "python": lambda call: str(call.arguments),
-    "object": lambda call: compact({"name": call.name, "arguments": call.arguments}),
-    "parameters_object": lambda call: compact({"name": call.name, "parameters": call.arguments}),
-}
-
 # The placeholders of a result.
 _RESULT_FIELDS: dict[str, Callable[[str], str]] = {
     "content": str,
@@ -99,7 +68,7 @@ _RESULT_FIELDS: dict[str, Callable[[str], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentTemplate:
+class AgentTemplate(ToolTexts):
     """A way of writing tools, their calls and their results, which is nothing but texts.
 
     Attributes:
@@ -110,12 +79,6 @@ class AgentTemplate:
         strip_system: removes white space around the system message.
         instructions: what {instructions} becomes, before anything else; templates share them.
         question: the first user's message where the tools stand there, with {tools} and {question}; "": they do not.
-        tool, tool_joiner: one of {tools}, with the placeholders of TOOL_FIELDS, and what separates two.
-        call, call_joiner: one of {calls}, with the placeholders of _CALL_FIELDS, or with {name} and {values}.
-        value, value_joiner: one argument of {values}, with {key}, {value} and {is_string} (true or false); "": there is
-            no such placeholder.
-        values: how the value of an argument is written, a key of _VALUES.
-        all_calls: a run of {calls}.
         before: what becomes of the assistant's text before calls, a key of _BEFORE.
         result, result_joiner: one of {results}, with the placeholders of _RESULT_FIELDS.
         results_within: what encloses {results} wherever they stand.
@@ -135,14 +98,6 @@ class AgentTemplate:
     strip_system: bool = False
     instructions: str = ""
     question: str = ""
-    tool: str = "{tool}"
-    tool_joiner: str = "\n"
-    call: str
-    call_joiner: str = "\n"
-    value: str = ""
-    value_joiner: str = ""
-    values: str = "json"
-    all_calls: str = "{calls}"
     before: str = "keep"
     result: str = "{content}"
     result_joiner: str = "\n"
@@ -157,49 +112,27 @@ class AgentTemplate:
         """Return the system message and the first user's message, with the tools in one of them."""
         if not tools:
             return system or "", question
-        written = self._written_tools(tools)
+        whole = (prepared(tool, self.version) for tool in tools)
+        described, names = self.written_tools(whole, tool_name if "{names}" in self.system_message else None)
+        written = {"tools": described, "names": ",".join(names)}
         system = self.default_system if system is None else system
         system = system.strip() if self.strip_system else system
-        message = _fill(
+        message = fill(
             self.system_message.replace("{instructions}", self.instructions),
-            system=_fill(self.system_part, system=system) if system else "",
+            system=fill(self.system_part, system=system) if system else "",
             no_system="" if system else self.no_system,
             **written,
         )
-        return message, _fill(self.question, question=question, **written) if self.question else question
-
-    def _written_tools(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        try:
-            whole: list[Tool] = [prepared(tool, self.version) for tool in tools]
-            texts = self.tool_joiner.join(_fill_from(self.tool, TOOL_FIELDS, tool) for tool in whole)
-            names = ",".join(map(tool_name, whole)) if "{names}" in self.system_message else ""
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise RowError("bad-tools", "a tool that the agent template cannot describe", detail) from error
-        return {"tools": texts, "names": names}
+        return message, fill(self.question, question=question, **written) if self.question else question
 
     def calls(self, calls: Sequence[ToolCall], before: str | None) -> tuple[str | None, str]:
         """Return the text of the assistant's message right before the calls, None where there is none, and the text of
         a run of calls."""
-        try:
-            text = _fill(self.all_calls, calls=self.call_joiner.join(map(self._call, calls)))
-        except (AttributeError, TypeError, ValueError) as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise RowError("bad-tools", "a call whose arguments the agent template cannot write", detail) from error
+        text = self.written_calls(calls)
         if before is None:
             return None, text
         before, separator = _BEFORE[self.before](before)
         return before, separator + text
-
-    def _call(self, call: ToolCall) -> str:
-        if not self.value:
-            return _fill_from(self.call, _CALL_FIELDS, call)
-        values = self.value_joiner.join(self._value(key, value) for key, value in call.arguments.items())
-        return _fill(self.call, name=call.name, values=values)
-
-    def _value(self, key: str, value: object) -> str:
-        is_string = "true" if isinstance(value, str) else "false"
-        return _fill(self.value, key=key, value=_VALUES[self.values](value), is_string=is_string)
 
     def results(self, answer: str, results: Sequence[str], chat: ChatText) -> tuple[str, str]:
         """Return the answer before the results, and all text from there to where the next answer starts.
@@ -211,7 +144,7 @@ class AgentTemplate:
             return _react_results(self.keywords, answer, results)
         joined = self._joined(results, self.result_joiner)
         user_message = chat.prompt.replace("{content}", joined)
-        return answer, _fill(self.all_results, results=joined, separator=chat.separator, user_message=user_message)
+        return answer, fill(self.all_results, results=joined, separator=chat.separator, user_message=user_message)
 
     def standalone(self, results: Sequence[str], chat: ChatText) -> str | None:
         """Return text to append to a user's message that results follow; None where ms-swift refuses that."""
@@ -219,11 +152,11 @@ class AgentTemplate:
             return None
         joined = self._joined(results, self.result_joiner if self.after_user_joiner is None else self.after_user_joiner)
         user_start = chat.prompt.split("{content}", maxsplit=1)[0]
-        return _fill(self.after_user, results=joined, separator=chat.separator, user_start=user_start)
+        return fill(self.after_user, results=joined, separator=chat.separator, user_start=user_start)
 
     def _joined(self, results: Sequence[str], joiner: str) -> str:
-        joined = joiner.join(_fill_from(self.result, _RESULT_FIELDS, each) for each in results)
-        return _fill(self.results_within, results=joined)
+        joined = joiner.join(fill_from(self.result, _RESULT_FIELDS, each) for each in results)
+        return fill(self.results_within, results=joined)
 
 
 def _react_results(keywords: Keywords, answer: str, results: Sequence[str]) -> tuple[str, str]:
