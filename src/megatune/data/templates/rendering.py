@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, wraps
 from types import BuiltinMethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
@@ -38,7 +38,6 @@ _WORK = 512  # units between looks at the clock: a step is one, and so are these
 _UNIT_SIZE = 2**13
 
 Chat = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
 
 
 class RenderLimitError(TemplateError):
@@ -106,20 +105,7 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
 class _Measured(NodeTransformer):
     """Makes a template measure what it puts together, where that can be put together again: x ~ x, of that y ~ y."""
 
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802 - Jinja's name, as below
-        """Leave sums that are written at once, and measured then."""
-        for index, child in enumerate(node.nodes):
-            if isinstance(child, nodes.Add) and _is_text(child):
-                while isinstance(child, nodes.Add):
-                    child.right = self.visit(child.right)
-                    if not isinstance(child.left, nodes.Add):
-                        child.left = self.visit(child.left)
-                    child = child.left
-            else:
-                node.nodes[index] = self.visit(child)
-        return node
-
-    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802 - Jinja's name, as below
         self.generic_visit(node)
         if not isinstance(node.node, nodes.Const):
             node.node = _filtered(node.node, "megatune_made")
@@ -130,26 +116,13 @@ class _Measured(NodeTransformer):
         node.iter = _filtered(node.iter, "megatune_each")
         return node
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        # What equals a text of the template is as short.
-        is_short = all(each.op in ("eq", "ne") and isinstance(each.expr, nodes.Const) for each in node.ops)
-        return node if is_short else _filtered(node, "megatune_made")
-
     def _visit_value(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
         is_constant = not any(map(node.find, (nodes.Name, nodes.Filter, nodes.Call)))
         return node if is_target or is_constant else _filtered(node, "megatune_made")
 
-    visit_Add = visit_Concat = visit_List = visit_Tuple = visit_Dict = _visit_value  # noqa: N815
-
-
-def _is_text(node: nodes.Node) -> bool:
-    """Tell whether a sum can only be a text, and no list that holds another."""
-    if isinstance(node, nodes.Add):
-        return _is_text(node.left) or _is_text(node.right)
-    return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Const) and isinstance(node.value, str))
+    visit_Add = visit_Concat = visit_Compare = visit_List = visit_Tuple = visit_Dict = _visit_value  # noqa: N815
 
 
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -295,29 +268,19 @@ def render(source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = 
         RenderLimitError: it takes too much time or memory.
         Exception: what the template raises; see `template_errors`.
     """
-    return _within_limits(lambda template, options: template.render(options), source, chat, tools, given)
+    return render_marked(source, chat, tools, **given)[0]
 
 
 def render_marked(
     source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None, **given: Any
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat template, and return the spans between {% generation %} and its end, too."""
-
-    def write(template: Template, options: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        for piece in template.generate(options):
+    _run.begin()
+    options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
+    try:
+        for piece in _compiled(source).generate(options):
             _run.pieces.append(piece)
         return _concat(_run.pieces), _run.spans
-
-    return _within_limits(write, source, chat, tools, given)
-
-
-def _within_limits(
-    write: Callable[[Template, Mapping[str, Any]], T], source: str, chat: Chat, tools: Any, given: Mapping[str, Any]
-) -> T:
-    _run.begin()
-    try:
-        options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
-        return write(_compiled(source), options)
     except MemoryError:
         raise RenderLimitError("it takes more memory to render than there is") from None
 
