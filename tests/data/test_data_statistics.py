@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loader_kit import step_batches
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import (
@@ -20,7 +21,6 @@ from megatune.config.settings import (
 )
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.loader import step_batches
 from megatune.data.prepare import Prepared
 from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Document, TokenRows
