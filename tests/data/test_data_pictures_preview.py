@@ -16,8 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from megatune.data.preview import Preview, read_preview, show_preview, write_page
-from megatune.data.statistics.counts import describe
-from megatune.data.statistics.page import lines
+from megatune.data.statistics import describe, lines
 from megatune.errors import ExitCode, MegatuneError
 
 

@@ -24,8 +24,7 @@ from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.prepare import Prepared
 from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Document, TokenRows
-from megatune.data.statistics.counts import Statistics, describe, refuse_streaming, step_tokens
-from megatune.data.statistics.page import draw, lines
+from megatune.data.statistics import Statistics, describe, draw, lines, refuse_streaming, step_tokens
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, MegatuneError
 
