@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,8 +186,7 @@ class DataReport:
         ]
         if tokens is not None:
             head.append("tokens an epoch")
-            for row, count in zip_longest(cells, tokens, fillvalue=0):
-                row.append(f"{count:,}")
+            cells = [[*row, f"{count:,}"] for row, count in zip(cells, [*tokens, *repeat(0, len(cells))], strict=False)]
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         for name, *numbers in (head, *cells):
             yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
