@@ -21,16 +21,19 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data import workers
+from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.batches import Batch, Collator
 from megatune.data.encode import Encoder
 from megatune.data.loader import StepLoader
 from megatune.data.mixing import mixed_order
+from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
 from megatune.data.rows import TokenRows
+from megatune.data.samples import Facts
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
-from megatune.data.streaming.sharing import Exchange, Machines, open_store
+from megatune.data.streaming.sharing import Exchange, Machines, _from_bytes, _to_bytes, open_store
 from megatune.data.streaming.stream import Stream, StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
 
@@ -330,6 +333,19 @@ def test_a_machine_that_read_other_rows_tokenises_them_itself(tmp_path: Path, mo
     found, _ = together(2, asked, 3)
     assert found == [list(islice(blocks(asked(number)), 3)) for number in range(2)]
     assert [["seven"] in rows for _, rows in found[1]] == [False, True, False]
+
+
+def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
+    pictures = (DocumentPicture(1, 2, (1, 2, 4), None, False, b"ab"), DocumentPicture(3, 2, (2, 2, 2), 0.5, True, b"c"))
+    results = [(1, True, 7, 0.5), LengthError("too-long", "longer", "9 tokens", 9), RowError("bad", "wrong", "\ud800"),
+               UnsupportedRow("audio", "none")]  # fmt: skip
+    facts = [Facts(("{{name}}",), True, 2**64 - 1, True), Facts()]
+    tokens = np.arange(7, dtype=np.int32)
+    rows, found = _from_bytes(_to_bytes("digest", (tokens, -tokens, [5, 2], [pictures, ()], results, facts)))
+    assert (rows, found[0].tolist(), found[1].tolist()) == ("digest", tokens.tolist(), (-tokens).tolist())
+    assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], facts)
+    assert found[4][0] == results[0]
+    assert [(type(each), vars(each)) for each in found[4][1:]] == [(type(each), vars(each)) for each in results[1:]]
 
 
 def test_the_failure_of_another_machine_is_named() -> None:
