@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,30 +121,16 @@ def _name(determining: Any) -> str:
 
 def _template_content(name: str | None) -> Any:
     """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
-    from megatune.data.templates import template_source
+    from megatune.data.templates import template_source, tool_texts
     from megatune.data.templates.table import NAMED_TEMPLATES
 
     if name in NAMED_TEMPLATES:
-        return _declared(NAMED_TEMPLATES[name])
+        texts = {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}
+        return [texts, inspect.getsource(tool_texts)]  # whose functions describe tools in the texts
     try:
         return template_source(name)
     except (OSError, ValueError):
         return name  # what is wrong with the file is said where it is used
-
-
-def _declared(value: Any) -> Any:
-    """Return a declaration as JSON can hold it: functions by their names and sources, which change under a name."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in fields(value) if field.name not in _UNKEYED)
-        return {name: _declared(getattr(value, name)) for name in names}
-    if isinstance(value, tuple | list):
-        return [_declared(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): _declared(item) for name, item in value.items()}
-    if not callable(value):
-        return value
-    code = value if hasattr(value, "__qualname__") else type(value)
-    return [code.__qualname__, inspect.getsource(code)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
