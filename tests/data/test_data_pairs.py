@@ -251,11 +251,6 @@ def test_columns_of_rows(rows: TokenRows, tmp_path: Path) -> None:
             assert values.per == "document"
             assert values.values.tolist() == [v for row in chosen for v in expected[row]]
     assert rows.extras([0]) == {}
-    lengths = rows.spans[:, 1] - rows.spans[:, 0]
-    np.save(tmp_path / "tokens.npy", np.arange(lengths.sum()))
-    both = more.with_column("places", tmp_path / "tokens.npy", per="token").extras([0])
-    assert list(both) == [REFERENCE, "places"]
-    assert both["places"].values.tolist() == list(range(int(rows.row_lengths()[0])))
 
 
 def test_columns_that_do_not_fit(rows: TokenRows, tmp_path: Path) -> None:

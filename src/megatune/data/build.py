@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,6 @@ from megatune.data.rows import (
     TRAINED_FILE,
     Arrangement,
     Document,
-    ExtraColumn,
-    TokenRows,
-    write_extra,
     write_rows,
 )
 from megatune.data.store import ColumnWriter
@@ -47,24 +44,15 @@ class RowShape:
         return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraSource:
-    """Extra values that are kept beside prepared rows."""
-
-    digest: str  # of all that determines the values, such as the weights of a reference model; part of the rows' key
-    compute: Callable[[TokenRows], ExtraColumn]  # makes the values of all documents of a part, in its order
-
-
 class RowsBuilder:
     """Fills a folder: `add` every sample, then `write_part` for each part; use as a context manager.
 
     Args:
         folder: exists, and has no token files.
-        extras: what is kept beside the rows of every part, by name.
     """
 
-    def __init__(self, folder: Path, shape: RowShape, extras: Mapping[str, ExtraSource] | None = None) -> None:
-        self._folder, self._shape, self._extras = folder, shape, extras or {}
+    def __init__(self, folder: Path, shape: RowShape) -> None:
+        self._folder, self._shape = folder, shape
         self._tokens = ColumnWriter(folder / TOKENS_FILE, np.int32)
         self._labelled = ColumnWriter(folder / TRAINED_FILE, np.uint8)
         self._pictures = PictureWriter(folder)
@@ -145,20 +133,15 @@ class RowsBuilder:
         documents += np.arange(len(documents))
         ends = np.asarray(self._ends)
         spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
-        part = self._folder / name
-        write_rows(part, spans, rows, arrangement)
+        extras: dict[str, np.ndarray] = {}
         desirable: int | None = None
         if self._shape.stage == "kto":
-            tags = np.asarray(self._desirable, dtype=bool)[documents]
-            desirable = int(tags.sum())
-            write_extra(part, DESIRABLE, ExtraColumn("document", tags))
+            extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents]
+            desirable = int(extras[DESIRABLE].sum())
         if self._shape.stage == "rm":
             of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
-            write_extra(part, MARGIN, ExtraColumn("document", np.asarray(self._margins)[of_spans]))
-        for extra, source in self._extras.items():
-            write_extra(part, extra, source.compute(TokenRows(part)))
-        written = TokenRows(part)
-        written.write_digest()
+            extras[MARGIN] = np.asarray(self._margins)[of_spans]
+        written = write_rows(self._folder / name, spans, rows, arrangement, extras)
         lengths = spans[:, 1] - spans[:, 0]
         return TokenReport(
             samples=len(samples),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +40,6 @@ class MismatchedRows(TokenRows):
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.directory, self._cutoff_len, self._columns)
-
-    def with_column(self, name: str, path: Path, per: Literal["token", "document"] = "document") -> MismatchedRows:
-        assert per == "document", "tokens are others than the folder's"
-        return MismatchedRows(self.directory, self._cutoff_len, (*self._columns, ColumnFile(name, Path(path), per)))
 
     @property
     def digest(self) -> str:

@@ -43,7 +43,6 @@ class RowsKey:
 def prepared_key(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
-    extras: Mapping[str, str] | None = None,
     vision: VisionInput | None = None,
     *,
     file_digest: Callable[[Path], str] = remembered_digest,
@@ -51,7 +50,6 @@ def prepared_key(
     """Return the key of prepared rows.
 
     Args:
-        extras: digests of what is kept beside the rows, by name.
         vision: what makes pictures into tokens; None for a language model. Files of pictures count by their names: the
             rows know how many bytes each had (see `data.pictures`).
         file_digest: names the content of a file; by default see there.
@@ -89,9 +87,8 @@ def prepared_key(
         "the template": _name(made_by["template"]),
         "the settings of the data": _name([chosen, [source.name for source in sources]]),
         **({"the processor of images and videos": _name(pictures)} if pictures else {}),
-        **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
     }
-    return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)
+    return RowsKey(_name({**chosen, **content, **made_by}), parts)
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> RowsKey:
