@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, ParallelSettings, RunSettings, Settings
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import ANSWER_TOKEN_WEIGHTS, Batch, Collator, scored_tokens
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.extras import ANSWER_TOKEN_WEIGHTS, scored_tokens
 from megatune.data.loader import StepLoader
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport

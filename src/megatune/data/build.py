@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.extras import MARGIN
 from megatune.data.packing import concatenate, pack
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
     DESIRABLE,
     IGNORE_INDEX,
+    MARGIN,
     TOKENS_FILE,
     TRAINED_FILE,
     Arrangement,

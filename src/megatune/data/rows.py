@@ -30,7 +30,9 @@ from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
 from megatune.data.store import Column
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-DESIRABLE = "desirable"  # an extra of documents, of stage kto: whether the answer is one that is wanted, bool
+# Extras of documents: of stage kto, whether the answer is one that is wanted, bool; of stage rm, by how much the chosen
+# answer is to be ahead, in both documents of a pair.
+DESIRABLE, MARGIN = "desirable", "margin"
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
 TOKENS_FILE = "tokens.bin"
