@@ -303,7 +303,7 @@ class Encoder:
             keep_first = prompt[:1] == [self._bos]
             prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
         if completions[0] == completions[1]:
-            raise _lost("same-answers", "chosen and rejected are the same", length, truncated=truncated)
+            raise _same_answers(length, truncated=truncated)
         documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
@@ -419,12 +419,19 @@ def _context(turns: list[_TurnStretches]) -> list[int]:
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
     """Refuse a document without a trained token besides its first, which is never predicted."""
     if not has_trained(stretches):
-        reason = "nothing left to train on" if truncated else "nothing to train on"
-        raise _lost("nothing-to-train", reason, length, truncated=truncated)
+        raise _nothing_left(length, truncated=truncated)
 
 
-def _lost(code: str, reason: str, length: int, *, truncated: bool) -> RowError:
-    """Return what is wrong with an example, if nothing was cut off; else it is lost to cutoff_len."""
-    if not truncated:
-        return RowError(code, reason)
+def _nothing_left(length: int, *, truncated: bool) -> RowError:
+    return (
+        _lost("nothing left to train on", length) if truncated else RowError("nothing-to-train", "nothing to train on")
+    )
+
+
+def _same_answers(length: int, *, truncated: bool) -> RowError:
+    same = "chosen and rejected are the same"
+    return _lost(same, length) if truncated else RowError("same-answers", same)
+
+
+def _lost(reason: str, length: int) -> LengthError:
     return LengthError("nothing-left", f"{reason} after cutting to cutoff_len", f"{length} tokens", length)
