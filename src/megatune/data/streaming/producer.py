@@ -2,8 +2,8 @@
 
     python -m megatune.data.streaming.producer PARENT FOLDER    (a pickled StreamRequest on stdin)
 
-It lives as long as its parent, local rank 0, which kills it at its end; the processes that it started end with it. The
-signals that stop a run are the ranks' to handle; they need rows until their last step.
+It lives as long as its parent, local rank 0: it ends on SIGUSR1, and when the parent is gone. The signals that stop a
+run are the ranks' to handle; they need rows until their last step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # of the last one that a rank has come to
+END_SIGNAL = signal.SIGUSR1
+END_SECONDS = 3.0  # from the signal to its end
 EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
+_POLLS_A_TOUCH = 10_000  # signs of life for other machines
 _SAY_SECONDS = 0.5
 
 
@@ -136,8 +139,11 @@ def produce(request: StreamRequest) -> None:
     try:
         with contextlib.closing(stream):
             while True:
+                polls = 0
                 while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
-                    folder.touch()
+                    if polls % _POLLS_A_TOUCH == 0:
+                        folder.touch()
+                    polls += 1
                     time.sleep(_POLL_SECONDS)
                 request.write(stream)
     except Exception as error:
@@ -152,15 +158,20 @@ def main() -> int:
     folder = StreamFolder(Path(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, lambda *_: sys.exit())  # in good order, with the processes that tokenise
 
     def end() -> None:
-        for _ in range(10):  # while the other thread may write into it
-            folder.remove()
-        os._exit(0)
+        os.kill(os.getpid(), END_SIGNAL)
+        time.sleep(END_SECONDS)
+        folder.remove()
+        os._exit(0)  # it hangs
 
-    when_parent_ends(int(sys.argv[1]), end)
     try:
+        when_parent_ends(int(sys.argv[1]), end)
         produce(pickle.load(sys.stdin.buffer))
+    except SystemExit:
+        folder.remove()
+        return 0
     except MegatuneError as error:
         folder.fail(error)
     except BaseException as error:

@@ -19,7 +19,7 @@ from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import READY_NOTE, BlockPlace, Meanwhile, StreamFolder
-from megatune.data.streaming.producer import EVALUATION, HeldOut, StreamRequest
+from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, EVALUATION, HeldOut, StreamRequest
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _MOST_OPEN = 4  # blocks
@@ -57,10 +57,15 @@ class Stream:
 
     def close(self) -> None:
         """End the producer, and remove what it made, in the rank that started it."""
-        if self._process is not None:
+        if self._process is None:
+            return
+        self._process.send_signal(END_SIGNAL)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self.folder.remove()
+        self.folder.remove()
 
     def _failure(self) -> MegatuneError | None:
         """Return why the producer has ended, which is noted for all ranks; None while it lives, and in other ranks."""
