@@ -107,10 +107,10 @@ def test_reading_ends_in_time(folder, model, monkeypatch):
     assert found.words.startswith("of the first 50 rows")
 
 
-@pytest.mark.parametrize("name", ["far", "hf::owner/name", "nothing.jsonl"])
+@pytest.mark.parametrize("name", ["far", "hf::owner/name"])
 def test_what_is_not_in_files_here_is_not_fetched(folder, model, name):
     settings = settings_for(folder, model, f"dataset=[chat.jsonl,'{name}']")
-    assert not_here(settings.data) == name
+    assert not_here(settings) == name
     found = data_rows(settings, planned(model))
     assert found.lengths is None
     assert found.note == (
@@ -119,9 +119,10 @@ def test_what_is_not_in_files_here_is_not_fetched(folder, model, name):
     )
 
 
-def test_what_cannot_be_read_is_a_note(folder, model):
+@pytest.mark.parametrize("name", ["chat.jsonl", "nothing.jsonl"])
+def test_what_cannot_be_read_is_a_note(folder, model, name):
     (folder / "chat.jsonl").write_text("not json\n")
-    found = data_rows(settings_for(folder, model, "dataset=chat.jsonl"), planned(model))
+    found = data_rows(settings_for(folder, model, f"dataset={name}"), planned(model))
     assert found.lengths is None
     assert "(--document_length and --longest_document say otherwise)" in found.note
 

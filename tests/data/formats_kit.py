@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatune.data.formats import Columns, Form, Tags
+from megatune.data.formats.form import Columns, Form, Tags
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
 ALPACA = Form()

@@ -12,7 +12,7 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agents import AGENT_TEMPLATES, NOT_SUPPORTED, AgentTemplate, ChatText, agent_template
+from megatune.data.templates.agents import NOT_SUPPORTED, AgentTemplate, ChatText, agent_names, agent_template
 from megatune.errors import ExitCode, MegatuneError
 
 GOLDEN = json.loads(gzip.decompress((Path(__file__).parents[1] / "swift_golden/agents.json.gz").read_bytes()))
@@ -60,7 +60,7 @@ def test_every_name_of_ms_swift_is_written_or_refused() -> None:
             with pytest.raises(MegatuneError, match=f"agent template {name} is not supported") as error:
                 agent_template(name, int(version))
             assert error.value.exit_code is ExitCode.SETTINGS
-    assert AGENT_TEMPLATES.keys() == {name for name, outputs in GOLDEN["versions"]["4"].items() if outputs}
+    assert agent_names(4).keys() == {name for name, outputs in GOLDEN["versions"]["4"].items() if outputs}
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
@@ -71,5 +71,5 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 
 
 def test_templates_go_to_worker_processes() -> None:
-    for template in AGENT_TEMPLATES.values():
+    for template in (agent_template(name, 4) for name in agent_names(4)):
         assert pickle.loads(pickle.dumps(template)) == template

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_kit import step_batches
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.loader import StepLoader, step_batches
+from megatune.data.loader import StepLoader
 from megatune.data.order import epoch_order, grouped_order
 from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
@@ -83,7 +84,8 @@ class Listed:
 
 def one_step(rows: TokenRows, row_ids: Sequence[int], **placed: Any) -> list[Batch]:
     """The micro-batches of a step of these rows."""
-    return step_batches(Listed(rows, [row_ids]), 0, **placed)
+    size = placed["data_parallel_size"] * placed["collator"].micro_batch_size * placed["num_micro_batches"]
+    return step_batches(Listed(rows, [row_ids], size), 0, **placed)
 
 
 def layout(micro_batch_size: int = 2, **overrides: Any) -> dict[str, Any]:

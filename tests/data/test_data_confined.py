@@ -12,8 +12,7 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation
-from megatune.data.formats import Form
-from megatune.data.formats.form import DEFAULT_FORMS
+from megatune.data.formats.form import DEFAULT_FORMS, Form
 from megatune.data.readers import files, json_array, lines, read_rows
 from megatune.data.samples import RowReader
 from megatune.data.sources import resolve_datasets

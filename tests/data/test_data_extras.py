@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatune.config.groups.data import DataSettings
-from megatune.config.groups.run import RunSettings
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator, DocumentValues, TokenValues
-from megatune.data.build import ExtraSource, RowsBuilder, RowShape
-from megatune.data.cache.key import prepared_key
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader
-from megatune.data.prepare import prepare
 from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps
 
@@ -24,30 +21,26 @@ CP2 = ParallelSettings(context_parallel_size=2)
 NUM_DOCUMENTS = 21
 
 
-def log_probabilities(rows: TokenRows) -> ExtraColumn:
-    """One of every token, which shows which token it is."""
-    tokens = np.concatenate([document.input_ids for row in rows for document in row])
-    return ExtraColumn("token", -tokens.astype(np.float32))
+class WithLogProbabilities(TokenRows):
+    """Rows with a value of every token, which shows which token it is."""
 
-
-def rewards(rows: TokenRows) -> ExtraColumn:
-    """Two of every document: its first token, and its length."""
-    values = [(int(document.input_ids[0]), len(document.input_ids)) for row in rows for document in row]
-    return ExtraColumn("document", np.array(values, dtype=np.float64))
-
-
-SOURCES = {"ref_logps": ExtraSource("of a model", log_probabilities), "reward": ExtraSource("v1", rewards)}
+    def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
+        tokens = np.concatenate([np.empty(0), *(document.input_ids for row in rows for document in self[int(row)])])
+        return {**super().extras(rows), "ref_logps": ExtraColumn("token", -tokens.astype(np.float32))}
 
 
 @pytest.fixture(params=[False, True], ids=["single", "packed"])
 def rows(request: pytest.FixtureRequest, tmp_path: Path) -> TokenRows:
     """Document i has i % 7 + 2 tokens; no token is in two documents."""
-    with RowsBuilder(tmp_path, RowShape("sft", 24, request.param, 0), SOURCES) as builder:
+    with RowsBuilder(tmp_path, RowShape("sft", 24, request.param, 0)) as builder:
         for number in range(NUM_DOCUMENTS):
             tokens = 100 * (number + 1) + np.arange(number % 7 + 2, dtype=np.int32)
             builder.add([Document(tokens, tokens)])
         builder.write_part("train", range(NUM_DOCUMENTS))
-    return TokenRows(tmp_path / "train")
+    made = WithLogProbabilities(tmp_path / "train")
+    values = [(int(document.input_ids[0]), len(document.input_ids)) for row in made for document in row]
+    np.save(tmp_path / "rewards.npy", np.array(values, dtype=np.float64))
+    return made.with_column("reward", tmp_path / "rewards.npy")
 
 
 def batches(rows: TokenRows, num_workers: int = 0) -> list[Batch]:
@@ -120,34 +113,3 @@ def test_batches_made_by_hand_carry_what_they_are_given() -> None:
     assert collator(documents, 4).extras == {}
     with pytest.raises(ValueError, match="5 extra values for 2 documents"):
         collator(documents, 4, {"advantages": advantages._replace(per="document")})
-
-
-def test_values_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
-    few = ExtraSource("", lambda rows: ExtraColumn("token", np.zeros(2)))
-    with RowsBuilder(tmp_path, RowShape("sft", 8, False, 0), {"few": few}) as builder:
-        builder.add([Document(*[np.ones(3, np.int32)] * 2)])
-        with pytest.raises(Exception, match="2 values of few for 3 tokens"):
-            builder.write_part("train", [0])
-
-
-def test_extras_are_part_of_the_key_and_of_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenizer_kit import plain_tokenizer
-
-    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "texts.txt").write_text("one\ntwo and three\nfour")
-    data = DataSettings(dataset=[str(tmp_path / "texts.txt")], packing=False)
-    settings = Settings(run=RunSettings(stage="pt"), data=data)
-    tokenizer = plain_tokenizer()
-    keys = [
-        prepared_key(settings, tokenizer, extras).name
-        for extras in (None, {}, {"reward": "v1"}, {"reward": "v2"}, {"margin": "v1"})
-    ]
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 4
-    plain, extended = prepare(settings, tokenizer), prepare(settings, tokenizer, SOURCES)
-    assert plain.key == keys[0] != extended.key
-    assert plain.train.digest != extended.train.digest
-    assert plain.train.extras([0]) == {}
-    one = prepare(settings, tokenizer, SOURCES).train.extras([1, 1])
-    assert one["reward"].values.tolist() == rewards(plain.train).values[[1, 1]].tolist()
-    assert len(one["ref_logps"].values) == 2 * plain.train.row_lengths()[1]

@@ -9,7 +9,8 @@ import pytest
 from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, TEXT, openai, said, sharegpt
 
 from megatune.data.conversation import Conversation, Message, ToolCall, fill_placeholders
-from megatune.data.formats import Columns, Form, to_example
+from megatune.data.formats import to_example
+from megatune.data.formats.form import Columns, Form
 
 
 def conversation(row: dict[str, Any], source: Form = ALPACA) -> Conversation:

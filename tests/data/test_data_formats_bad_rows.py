@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import megatune.data
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.formats import Form, detect, to_example
+from megatune.data.formats import to_example
+from megatune.data.formats.form import Form, detect
 
 HALF = "\ud83d"  # of a surrogate pair
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatune.data.formats import Columns, Form, Tags, detect
+from megatune.data.formats.form import Columns, Form, Tags, detect
 
 OPENAI = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
 BY_NAME = Columns(prompt=None, query=None, response=None)

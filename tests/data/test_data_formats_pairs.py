@@ -8,7 +8,8 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Message, PreferencePair, ToolCall
-from megatune.data.formats import Columns, Form, detect, to_example
+from megatune.data.formats import to_example
+from megatune.data.formats.form import Columns, Form, detect
 
 Q, GOOD, BAD = Message("user", "q"), Message("assistant", "good"), Message("assistant", "bad")
 

@@ -9,7 +9,8 @@ from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, openai, said, sharegpt
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, PreferencePair, RowPicture
-from megatune.data.formats import Columns, Form, to_example
+from megatune.data.formats import to_example
+from megatune.data.formats.form import Columns, Form
 
 URL = "data:image/png;base64,iVBORw0KGgo="
 FIRST, SECOND = RowPicture("image", "1.jpg"), RowPicture("image", "2.jpg")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loader_kit import step_batches
 from rich.console import Console
 from tokenizer_kit import qwen_tokenizer
 
@@ -19,8 +20,8 @@ from megatune.data.bad_rows import RowError
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats import Columns, Form, Tags, detect, to_example
-from megatune.data.loader import step_batches
+from megatune.data.formats import to_example
+from megatune.data.formats.form import Columns, Form, Tags, detect
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.pictures import DocumentPicture
 from megatune.data.prepare import prepare

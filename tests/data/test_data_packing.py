@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_kit import step_batches
 
 from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.loader import StepLoader, step_batches
+from megatune.data.loader import StepLoader
 from megatune.data.packing import pack
 from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.steps import PreparedSteps

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, ParallelSettings, RunSettings, Settings
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import ANSWER_TOKEN_WEIGHTS, Batch, Collator, scored_tokens
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.extras import ANSWER_TOKEN_WEIGHTS, scored_tokens
 from megatune.data.loader import StepLoader
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
@@ -251,11 +250,6 @@ def test_columns_of_rows(rows: TokenRows, tmp_path: Path) -> None:
             assert values.per == "document"
             assert values.values.tolist() == [v for row in chosen for v in expected[row]]
     assert rows.extras([0]) == {}
-    lengths = rows.spans[:, 1] - rows.spans[:, 0]
-    np.save(tmp_path / "tokens.npy", np.arange(lengths.sum()))
-    both = more.with_column("places", tmp_path / "tokens.npy", per="token").extras([0])
-    assert list(both) == [REFERENCE, "places"]
-    assert both["places"].values.tolist() == list(range(int(rows.row_lengths()[0])))
 
 
 def test_columns_that_do_not_fit(rows: TokenRows, tmp_path: Path) -> None:

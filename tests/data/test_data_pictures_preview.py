@@ -16,8 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from megatune.data.preview import Preview, read_preview, show_preview, write_page
-from megatune.data.statistics.counts import describe
-from megatune.data.statistics.page import lines
+from megatune.data.statistics import describe, lines
 from megatune.errors import ExitCode, MegatuneError
 
 
@@ -108,7 +107,8 @@ def test_a_page_has_everything_in_it(model: Model, data: Path, tmp_path: Path) -
     assert sizes == [(128, 64)] * 5 + [(64, 64)]
     assert "What, <b>?<|im_end|>" in page.text, "escaped"
     assert f"{data}/<b>.jpg): 64 × 64 pixels" in page.text
-    assert '<span class="trained">A wide one.</span>' in content
+    (trained,) = re.findall(r'<span class="(\w+)">A wide one\.</span>', content)
+    assert re.search(rf"\.{trained} {{color: #008000", content), "what is trained is green"
     assert "picture-missing" in page.text
 
 

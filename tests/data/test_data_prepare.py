@@ -125,9 +125,9 @@ def test_no_row_is_lost_silently(folder: Path) -> None:
 def test_the_report_in_words(folder: Path) -> None:
     result = prepared(folder, "mixed", "good", cutoff_len=69, truncation_strategy="drop", val_size=2.0)
     assert [line.replace(f"{folder}/", "") for line in result.report.lines()] == [
-        "data set  rows read  trained  held out  dropped  cut to cutoff_len  samples an epoch",
-        "mixed             7        2         1        4                  0                 2",
-        "good             40        9         1       30                  0                 9",
+        "data set  rows read  trained  held out  dropped  cut  samples an epoch",
+        "mixed             7        2         1        4    0                 2",
+        "good             40        9         1       30    0                 9",
         "mixed: dropped 2: field 'messages': expected a list of messages, got a string [messages-not-a-list]",
         "mixed: dropped 1: invalid JSON [invalid-json]",
         "mixed: dropped 1: the last message is not the assistant's [no-answer]",

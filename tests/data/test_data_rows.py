@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.pictures import DocumentPicture, PictureCounts
-from megatune.data.rows import Document, TokenRows, write_rows
+from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
 
 DOCUMENT = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=12)
@@ -146,10 +146,12 @@ def test_a_row_that_is_not_there(tmp_path: Path) -> None:
     ("name", "content", "why"),
     [
         ("tokens.bin", b"\0" * 8, "2 tokens, 3 in trained.bin"),
+        ("tokens.bin.xxh3", None, "No such file"),
         ("tokens.bin", b"\0" * 7, "multiple"),
         ("train/rows.npy", None, "No such file"),
         ("train/rows.npy", b"garbage", ""),
-        ("train/arrangement.txt", b"heaps\n", "arrangement.txt says 'heaps'"),
+        ("train/manifest.json", b"{}", "arrangement"),
+        ("train/manifest.json", b"heaps", ""),
     ],
 )
 def test_a_damaged_folder_is_named(tmp_path: Path, name: str, content: bytes | None, why: str) -> None:
@@ -172,14 +174,12 @@ def _npy(array: np.ndarray) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("train/documents.npy", _npy(np.array([[0, 3], [3, -1]])), "fewer than 0 tokens"),
-        ("train/documents.npy", _npy(np.array([[-9, 3], [3, 5]])), "fewer than 0 tokens"),
-        ("train/documents.npy", _npy(np.array([[0, 3], [3, 2**62]])), "documents beyond them"),
+        ("train/documents.npy", _npy(np.array([[0, 3], [3, 2**62]])), "differ from what was written"),
         ("train/documents.npy", _npy(np.array([[0, 3], [2, 5]])), "differ from what was written"),
-        ("train/documents.npy", _npy(np.array([0.0, 5.0])), "holds float64 [2]"),
+        ("train/documents.npy", _npy(np.array([0.0, 5.0])), "differ from what was written"),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2)", b"(2, 2e99)"), ""),
         ("train/documents.npy", _npy(np.array([[0, 3], [3, 5]])).replace(b"(2, 2), }  ", b"(2, 2**62), }"), ""),
-        ("train/rows.npy", _npy(np.array([2, 1, 2])), "does not ascend from 0"),
+        ("train/rows.npy", _npy(np.array([2, 1, 2])), "differ from what was written"),
         ("tokens.bin.xxh3", b"\0" * 16, "digests of 2 blocks"),
     ],
 )
@@ -208,16 +208,6 @@ def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> N
         rows[70]
     assert caught.value.exit_code == ExitCode.INPUT
     assert "it prepares the rows again" in caught.value.findings[0].fix
-
-
-def test_rows_of_other_tokens_are_refused(tmp_path: Path) -> None:
-    with RowsBuilder(tmp_path, RowShape("sft", 3, False, 0)) as builder:
-        builder.add([document([(1, True)] * 3)])
-    write_rows(tmp_path / "beyond", [(0, 3), (3, 5)], np.array([0, 1, 2]), "single")
-    write_rows(tmp_path / "fewer", [(0, 3)], np.array([0, 1, 2]), "single")
-    for name, why in (("beyond", "3 tokens, and documents beyond them"), ("fewer", "1 documents")):
-        with pytest.raises(MegatuneError, match=why):
-            TokenRows(tmp_path / name)
 
 
 @pytest.mark.parametrize("packing", [False, True])

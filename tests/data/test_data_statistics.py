@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loader_kit import step_batches
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import (
@@ -20,12 +21,10 @@ from megatune.config.settings import (
 )
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.loader import step_batches
 from megatune.data.prepare import Prepared
 from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Document, TokenRows
-from megatune.data.statistics.counts import Statistics, describe, refuse_streaming, step_tokens
-from megatune.data.statistics.page import draw, lines
+from megatune.data.statistics import Statistics, describe, draw, lines, refuse_streaming, step_tokens
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, MegatuneError
 

@@ -201,8 +201,7 @@ def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) 
         (
             {"name": "get", "parameters": {"properties": {"a": {1}}}},
             {
-                "a tool or a call of one that JSON cannot hold",
-                "a tool whose parameters are not a JSON schema",
+                "a tool that the template cannot describe",
                 "the chat template refuses the conversation",
             },
         ),

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, load_template
 from megatune.data.templates.chat_template import CALL_FORMS, as_dicts
-from megatune.data.templates.tools import call_id
+from megatune.data.templates.tool_texts import call_id
 
 
 def user(text: str) -> Message:

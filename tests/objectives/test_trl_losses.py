@@ -22,7 +22,7 @@ from test_pair_losses import NUM_PAIRS, SHAPE, random_pairs
 from torch import Tensor
 from trl import DPOTrainer
 
-from megatune.data.extras import answer_token_weights
+from megatune.data.batches import answer_token_weights
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.objectives.pair_losses import SEPARABLE, Pairs, Shape, negative_log_likelihood, odds_ratio
 

@@ -25,8 +25,7 @@ from megatune.bridge.save import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator, DocumentValues
-from megatune.data.extras import MARGIN
-from megatune.data.rows import IGNORE_INDEX
+from megatune.data.rows import IGNORE_INDEX, MARGIN
 from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards

@@ -115,10 +115,10 @@ def test_other_tokens_of_the_same_files_are_noticed(pool: RankPool, model: Path,
     content = bytearray(tokens.read_bytes())
     content[40] ^= 1
     tokens.write_bytes(content)
-    (tokens.parent / "train" / "digest.txt").unlink()
-    sizes = json.loads((tokens.parent / "files.json").read_text())
-    del sizes["train/digest.txt"]
-    (tokens.parent / "files.json").write_text(json.dumps(sizes))
+    manifest, sizes = tokens.parent / "train" / "manifest.json", tokens.parent / "files.json"
+    manifest.write_text(json.dumps({"arrangement": json.loads(manifest.read_text())["arrangement"]}))
+    noted = json.loads(sizes.read_text()) | {"train/manifest.json": manifest.stat().st_size}
+    sizes.write_text(json.dumps(noted))
     code, message, _ = pool.run(2, open_data, by_machine, model, tmp_path)[0]
     assert code == ExitCode.DATA
     assert "why: the digest of the training rows differs; the same files and settings gave other tokens" in message

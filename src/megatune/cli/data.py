@@ -152,8 +152,7 @@ def _stats(words: Sequence[str]) -> int:
     settings = given.load().require_valid(rules=DATA_RULES)
 
     from megatune.data.prepare import prepare
-    from megatune.data.statistics.counts import describe, refuse_streaming
-    from megatune.data.statistics.page import draw, lines
+    from megatune.data.statistics import describe, draw, lines, refuse_streaming
 
     refuse_streaming(settings)
     tokenizer, vision = _model_input(settings)

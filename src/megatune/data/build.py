@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.checked import write_digests
-from megatune.data.extras import MARGIN
 from megatune.data.packing import concatenate, pack
-from megatune.data.pictures import SOURCES_FILE, PictureWriter
+from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
     DESIRABLE,
     IGNORE_INDEX,
+    MARGIN,
     TOKENS_FILE,
     TRAINED_FILE,
     Arrangement,
     Document,
-    ExtraColumn,
-    TokenRows,
-    write_extra,
     write_rows,
 )
+from megatune.data.store import ColumnWriter
 
 _FLUSH_TOKENS = 2**20
 
@@ -49,29 +44,19 @@ class RowShape:
         return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraSource:
-    """Extra values that are kept beside prepared rows."""
-
-    digest: str  # of all that determines the values, such as the weights of a reference model; part of the rows' key
-    compute: Callable[[TokenRows], ExtraColumn]  # makes the values of all documents of a part, in its order
-
-
 class RowsBuilder:
     """Fills a folder: `add` every sample, then `write_part` for each part; use as a context manager.
 
     Args:
         folder: exists, and has no token files.
-        extras: what is kept beside the rows of every part, by name.
     """
 
-    def __init__(self, folder: Path, shape: RowShape, extras: Mapping[str, ExtraSource] | None = None) -> None:
-        self._folder, self._shape, self._extras = folder, shape, extras or {}
-        self._open = ExitStack()
-        self._tokens = self._open.enter_context((folder / TOKENS_FILE).open("wb"))
-        self._labelled = self._open.enter_context((folder / TRAINED_FILE).open("wb"))
-        self._pictures = PictureWriter(folder, self._open)
-        self._files = (self._tokens, self._labelled, *self._pictures.files)
+    def __init__(self, folder: Path, shape: RowShape) -> None:
+        self._folder, self._shape = folder, shape
+        self._tokens = ColumnWriter(folder / TOKENS_FILE, np.int32)
+        self._labelled = ColumnWriter(folder / TRAINED_FILE, np.uint8)
+        self._pictures = PictureWriter(folder)
+        self._columns = (self._tokens, self._labelled, *self._pictures.columns)
         # Flat arrays, a few bytes a sample, so that tens of millions of samples fit.
         self._ends = array("q", [0])  # of each document's tokens
         self._samples = array("q", [0])  # where each sample's documents begin
@@ -85,12 +70,9 @@ class RowsBuilder:
     def __enter__(self) -> RowsBuilder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._open:
-            if kind is None:
-                self._flush()
-                for file in self._files:
-                    os.fsync(file.fileno())
+    def __exit__(self, *_: object) -> None:
+        for column in self._columns:
+            column.close()
 
     def __len__(self) -> int:
         """Samples added."""
@@ -127,15 +109,13 @@ class RowsBuilder:
             tokens = np.concatenate([document.input_ids for document in self._unwritten], dtype=np.int32)
             labels = np.concatenate([document.labels for document in self._unwritten], dtype=np.int32)
             trained = labels != IGNORE_INDEX
-            self._tokens.write(tokens.tobytes())
-            self._labelled.write(trained.astype(np.uint8).tobytes())
+            self._tokens.append(tokens)
+            self._labelled.append(trained)
             starts = np.cumsum([0, *(len(document.input_ids) for document in self._unwritten[:-1])])
             trained[starts] = False  # a document's first token has nothing before it to be predicted from
             self._trained.frombytes(np.add.reduceat(trained, starts, dtype=np.int32).tobytes())
             self._largest.frombytes(np.maximum.reduceat(tokens, starts).tobytes())
             self._unwritten, self._num_unwritten = [], 0
-        for file in self._files:
-            file.flush()
 
     def write_part(self, name: str, samples: Sequence[int] | np.ndarray) -> TokenReport:
         """Write the rows of these samples.
@@ -144,8 +124,8 @@ class RowsBuilder:
             samples: numbers that `add` returned, in the order of the rows; one may come several times.
         """
         self._flush()
-        for checked in (TOKENS_FILE, TRAINED_FILE, SOURCES_FILE):
-            write_digests(self._folder / checked)
+        for column in self._columns:
+            column.seal()
         samples = np.asarray(samples, dtype=np.int64)
         starts = np.asarray(self._samples, dtype=np.int64)
         per_sample = starts[samples + 1] - starts[samples]
@@ -153,23 +133,15 @@ class RowsBuilder:
         documents += np.arange(len(documents))
         ends = np.asarray(self._ends)
         spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
-        part = self._folder / name
-        write_rows(part, spans, rows, arrangement)
+        extras: dict[str, np.ndarray] = {}
         desirable: int | None = None
         if self._shape.stage == "kto":
-            tags = np.asarray(self._desirable, dtype=bool)[documents]
-            desirable = int(tags.sum())
-            write_extra(part, DESIRABLE, ExtraColumn("document", tags))
+            extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents]
+            desirable = int(extras[DESIRABLE].sum())
         if self._shape.stage == "rm":
             of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
-            write_extra(part, MARGIN, ExtraColumn("document", np.asarray(self._margins)[of_spans]))
-        for extra, source in self._extras.items():
-            write_extra(part, extra, source.compute(TokenRows(part)))
-        written = TokenRows(part)
-        written.write_digest()
-        for path in part.iterdir():  # a folder that is renamed must not come back from a crash with empty files
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            extras[MARGIN] = np.asarray(self._margins)[of_spans]
+        written = write_rows(self._folder / name, spans, rows, arrangement, extras)
         lengths = spans[:, 1] - spans[:, 0]
         return TokenReport(
             samples=len(samples),

@@ -17,7 +17,7 @@ from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
-from megatune.data.templates.files import check_template
+from megatune.data.templates import check_template
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")

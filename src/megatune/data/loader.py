@@ -16,56 +16,19 @@ from megatune.data.steps import StepRows
 WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker process
 
 
-def step_batches(
-    rows: StepRows,
-    step: int,
-    collator: Collator,
-    *,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    num_micro_batches: int,
-    same_length: bool,
-    share: Share | None = None,
-) -> list[Batch]:
-    """Return the micro-batches of one step that belong to one data-parallel rank.
-
-    Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
-    and its row i. Slots beyond the rows (the short batch at the end of an epoch) become padding that trains nothing.
-
-    Args:
-        same_length: pad all micro-batches of the step, on all ranks, to one length.
-        share: which of the pictures this rank decodes; None for none of them.
-    """
-    lengths = rows.lengths(step)
-    everyone = _places(len(lengths), collator.micro_batch_size, num_micro_batches * data_parallel_size)
-    needed = [collator.length([int(t) for place in places for t in lengths[place]]) for places in everyone]
-    if same_length:
-        needed = [max(needed)] * len(needed)
-    mine = slice(data_parallel_rank, None, data_parallel_size)
-    return [
-        collator([*chain.from_iterable(rows.documents(step, places))], length, rows.extras(step, places), share)
-        for places, length in zip(everyone[mine], needed[mine], strict=True)
-    ]
-
-
-def _places(num_rows: int, size: int, num_micro_batches: int) -> list[range]:
-    """Return which rows of a global batch each micro-batch of all ranks has, in the order of their slots."""
-    slots = num_micro_batches * size
-    if num_rows > slots:
-        raise ValueError(f"{num_rows} rows for {slots} slots")
-    return [range(start, min(start + size, num_rows)) for start in range(0, slots, size)]
-
-
 @dataclass(eq=False)
 class StepLoader(Dataset[tuple[int, list[Batch]]]):
     """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
 
-    A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any
-    number of workers and for any start.
+    Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
+    and its row i. Slots beyond the rows (the short batch at the end of an epoch) become padding that trains nothing.
+    A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any number
+    of workers and for any start.
 
     Attributes:
         rows: of which step; `rows.global_batch_size` is what the layout below takes.
-        same_length: as pipeline schedules with fixed shapes need, and whatever gathers tokens of several ranks.
+        same_length: pad all micro-batches of a step, on all ranks, to one length, as pipeline schedules with fixed
+            shapes need, and whatever gathers tokens of several ranks.
         start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
         share: which of the pictures this rank decodes; None for none of them.
         num_workers: processes that build batches ahead; 0 builds them in this process.
@@ -107,19 +70,30 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
 
     def places(self, step: int) -> list[range]:
         """Return which rows of a step each of this rank's micro-batches has, by their places in its global batch."""
-        num_micro_batches = self.num_micro_batches * self.data_parallel_size
-        everyone = _places(len(self.rows.lengths(step)), self.collator.micro_batch_size, num_micro_batches)
-        return everyone[self.data_parallel_rank :: self.data_parallel_size]
+        return self._everyone(len(self.rows.lengths(step)))[self._mine]
 
     def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
         """Return one step, as torch's DataLoader asks for it."""
-        return step, step_batches(
-            self.rows,
-            step,
-            self.collator,
-            data_parallel_rank=self.data_parallel_rank,
-            data_parallel_size=self.data_parallel_size,
-            num_micro_batches=self.num_micro_batches,
-            same_length=self.same_length,
-            share=self.share,
-        )
+        lengths = self.rows.lengths(step)
+        everyone = self._everyone(len(lengths))
+        needed = [self.collator.length([int(t) for place in places for t in lengths[place]]) for places in everyone]
+        if self.same_length:
+            needed = [max(needed)] * len(needed)
+        batches = []
+        for places, length in zip(everyone[self._mine], needed[self._mine], strict=True):
+            documents = [*chain.from_iterable(self.rows.documents(step, places))]
+            batches.append(self.collator(documents, length, self.rows.extras(step, places), self.share))
+        return step, batches
+
+    @property
+    def _mine(self) -> slice:
+        """Which of the micro-batches of all ranks are this one's."""
+        return slice(self.data_parallel_rank, None, self.data_parallel_size)
+
+    def _everyone(self, num_rows: int) -> list[range]:
+        """Return which rows of a global batch each micro-batch of all ranks has, in the order of their slots."""
+        size = self.collator.micro_batch_size
+        slots = self.num_micro_batches * self.data_parallel_size * size
+        if num_rows > slots:
+            raise ValueError(f"{num_rows} rows for {slots} slots")
+        return [range(start, min(start + size, num_rows)) for start in range(0, slots, size)]

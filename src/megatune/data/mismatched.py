@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -41,10 +41,6 @@ class MismatchedRows(TokenRows):
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.directory, self._cutoff_len, self._columns)
 
-    def with_column(self, name: str, path: Path, per: Literal["token", "document"] = "document") -> MismatchedRows:
-        assert per == "document", "tokens are others than the folder's"
-        return MismatchedRows(self.directory, self._cutoff_len, (*self._columns, ColumnFile(name, Path(path), per)))
-
     @property
     def digest(self) -> str:
         return f"{super().digest} with other answers, {self._cutoff_len}"
@@ -61,7 +57,7 @@ class MismatchedRows(TokenRows):
     @cached_property
     def _prompts(self) -> np.ndarray:
         """Tokens of each document before its first trained one: int64 [rows]."""
-        trained = np.asarray(self._trained) != 0
+        trained = self._trained.values != 0
         begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1  # one for almost every document
         starts, stops = self._documents[:, 0], self._documents[:, 1]
         firsts = np.append(begins, len(trained))[np.searchsorted(begins, starts, side="right")]
@@ -97,6 +93,6 @@ class MismatchedRows(TokenRows):
     def _is_same_prompt(self, row: int) -> bool:
         """Return whether this row and the next, whose prompts are equally long, have the same prompt."""
         (start, other), size = self._documents[row : row + 2, 0], self._prompts[row]
-        if not np.array_equal(self._tokens[start : start + size], self._tokens[other : other + size]):
+        if not np.array_equal(self._tokens.values[start : start + size], self._tokens.values[other : other + size]):
             return False
         return self._pictures.between(start, start + size) == self._pictures.between(other, other + size)

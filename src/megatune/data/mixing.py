@@ -6,6 +6,7 @@ is its first_exhausted, interleave_over its all_exhausted, interleave_once its a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, cycle
@@ -51,9 +52,7 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
         shares = probabilities or [1 / len(sizes)] * len(sizes)
         why = "interleave_over draws until every data set is used up, and one is drawn from too rarely for its size"
         _check_length(max(map(truediv, sizes, shares)), "interleave_probs", why)
-    if probabilities is None:
-        return _in_turn(sizes, strategy)
-    return _by_probability(sizes, strategy, probabilities, seed)
+    return _interleaved(sizes, strategy, probabilities, seed)
 
 
 def draws(num_sets: int, probabilities: _Shares, seed: int) -> Iterator[int]:
@@ -63,7 +62,14 @@ def draws(num_sets: int, probabilities: _Shares, seed: int) -> Iterator[int]:
     """
     if probabilities is None:
         return cycle(range(num_sets))
-    return (drawn for chunk in _draw_chunks(probabilities, seed) for drawn in chunk.tolist())
+    return _drawn(probabilities, seed)
+
+
+def _drawn(probabilities: Sequence[float], seed: int) -> Iterator[int]:
+    shares = [Fraction(share) for share in probabilities]
+    thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
+    for bits in mixing_bits(seed, _CHUNK):
+        yield from np.searchsorted(np.asarray(thresholds, dtype=np.uint64), bits, side="right").tolist()
 
 
 def _concatenated(sizes: Sequence[int], weights: Sequence[float], seed: int) -> np.ndarray:
@@ -84,53 +90,22 @@ def _check_length(samples: float, key: str, why: str) -> None:
         raise MegatuneError(Finding(what, why=why, fix=f"change {key}"), ExitCode.SETTINGS)
 
 
-def _in_turn(sizes: Sequence[int], strategy: str) -> np.ndarray:
-    """Return whole rounds: as many as the smallest data set has samples, or the largest."""
-    size = np.asarray(sizes, dtype=np.int64)
-    rounds = size.min() if strategy == "interleave_under" else size.max()
-    ordinal = np.repeat(np.arange(rounds, dtype=np.int64)[:, None], len(size), axis=1)
-    return _numbers(ordinal, size, np.cumsum(size) - size, repeat=strategy == "interleave_over")
-
-
-def _by_probability(sizes: Sequence[int], strategy: str, probabilities: Sequence[float], seed: int) -> np.ndarray:
-    size = np.asarray(sizes, dtype=np.int64)
-    first = np.cumsum(size) - size
-    taken = np.zeros_like(size)
-    parts: list[np.ndarray] = []
-    for drawn in _draw_chunks(probabilities, seed):
-        left = np.flatnonzero(taken < size)
+def _interleaved(sizes: Sequence[int], strategy: str, probabilities: _Shares, seed: int) -> np.ndarray:
+    """Draw data sets until one is used up (interleave_under), or all are; in turn, to the end of that round."""
+    first = [reached - size for reached, size in zip(accumulate(sizes), sizes, strict=True)]
+    taken, left = [0] * len(sizes), {number for number, size in enumerate(sizes) if size}
+    samples = array("q")
+    for count, drawn in enumerate(draws(len(sizes), probabilities, seed)):
+        is_round = probabilities is not None or count % len(sizes) == 0
+        if is_round and (len(left) < len(sizes) if strategy == "interleave_under" else not left):
+            break
         if strategy == "interleave_once" and len(left) == 1:  # whatever is drawn meanwhile, the rest comes in order
-            (last,) = left.tolist()
-            parts.append(np.arange(first[last] + taken[last], first[last] + size[last], dtype=np.int64))
+            (last,) = left
+            samples.extend(range(first[last] + taken[last], first[last] + sizes[last]))
             break
-        ordinal = np.empty(len(drawn), dtype=np.int64)
-        used_up_at = {}
-        for number in range(len(size)):
-            places = np.flatnonzero(drawn == number)
-            ordinal[places] = taken[number] + np.arange(len(places))
-            missing = size[number] - taken[number]
-            if 0 < missing <= len(places):
-                used_up_at[number] = int(places[missing - 1])
-            taken[number] += len(places)
-        under = strategy == "interleave_under"
-        ends = bool(used_up_at) if under else bool((taken >= size).all())
-        stop = (min if under else max)(used_up_at.values()) + 1 if ends else len(drawn)
-        kept = drawn[:stop]
-        parts.append(_numbers(ordinal[:stop], size[kept], first[kept], repeat=strategy == "interleave_over"))
-        if ends:
-            break
-    return np.concatenate(parts)
-
-
-def _numbers(ordinal: np.ndarray, size: np.ndarray, first: np.ndarray, *, repeat: bool) -> np.ndarray:
-    """Return the numbers of the samples with these ordinals in their data sets, less those beyond their ends; flat."""
-    within = (ordinal % np.maximum(size, 1)) if repeat else ordinal
-    return (first + within)[within < size]
-
-
-def _draw_chunks(probabilities: Sequence[float], seed: int) -> Iterator[np.ndarray]:
-    """Yield draws, int64 [_CHUNK] each, without end."""
-    shares = [Fraction(share) for share in probabilities]
-    thresholds = [int(reached * 2**64 / sum(shares)) for reached in accumulate(shares)][:-1]
-    for bits in mixing_bits(seed, _CHUNK):
-        yield np.searchsorted(np.asarray(thresholds, dtype=np.uint64), bits, side="right")
+        if drawn in left or (strategy == "interleave_over" and sizes[drawn]):
+            samples.append(first[drawn] + taken[drawn] % sizes[drawn])
+            taken[drawn] += 1
+            if taken[drawn] == sizes[drawn]:
+                left.remove(drawn)
+    return np.asarray(samples)

@@ -15,7 +15,6 @@ import os
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatune.data.checked import CheckedFile, map_file
 from megatune.data.media.processor import Measured
 from megatune.data.media.sources import PictureSource, files_in
+from megatune.data.store import Column, ColumnWriter
 
 PICTURES_FILE = "pictures.bin"
 SOURCES_FILE = "sources.bin"
@@ -131,9 +130,8 @@ class PictureTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._records = map_file(folder / PICTURES_FILE, _RECORD)
-        self._sources = map_file(folder / SOURCES_FILE, np.dtype(np.uint8))
-        self._checked = CheckedFile(folder / SOURCES_FILE)
+        self._records = Column(folder / PICTURES_FILE, _RECORD).values
+        self._sources = Column(folder / SOURCES_FILE, np.uint8)
         held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
         if held != len(self._sources):
             raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
@@ -176,7 +174,7 @@ class PictureTable:
 
     def digested(self) -> Sequence[np.ndarray]:
         """Return the content, for a digest."""
-        return (self._records, self._sources)
+        return (self._records, self._sources.values)
 
     @cached_property
     def _tokens(self) -> np.ndarray:
@@ -184,8 +182,6 @@ class PictureTable:
 
     def _picture(self, record: np.void, start: int) -> DocumentPicture:
         offset, size = int(record["offset"]), int(record["size"])
-        if (place := self._checked.damaged(offset, offset + size)) is not None:
-            raise ValueError(f"{SOURCES_FILE} differs from what was written from byte {place} on")
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
         return DocumentPicture(
@@ -194,14 +190,12 @@ class PictureTable:
             grid=(t, h, w),
             seconds_per_grid=None if np.isnan(seconds) else seconds,
             is_video=bool(record["is_video"]),
-            packed=self._content(record),
+            packed=self._sources.read(offset, offset + size).data,
         )
 
-    def _content(self, record: np.void) -> memoryview:
-        return self._sources[record["offset"] : record["offset"] + record["size"]].data
-
     def _has_its_bytes(self, number: int) -> bool:
-        content = self._content(self._records[number])
+        record = self._records[number]
+        content = self._sources.values[record["offset"] : record["offset"] + record["size"]].data
         size, measures = _HEADER.unpack_from(content)
         files, held = files_in(content[_HEADER.size + measures :])
         try:
@@ -211,12 +205,12 @@ class PictureTable:
 
 
 class PictureWriter:
-    """Writes the pictures of a folder of token rows, in the order of their tokens; closes with `open_files`."""
+    """Writes the pictures of a folder of token rows, in the order of their tokens."""
 
-    def __init__(self, folder: Path, open_files: ExitStack) -> None:
-        self._records = open_files.enter_context((folder / PICTURES_FILE).open("wb"))
-        self._sources = open_files.enter_context((folder / SOURCES_FILE).open("wb"))
-        self.files = (self._records, self._sources)
+    def __init__(self, folder: Path) -> None:
+        self._records = ColumnWriter(folder / PICTURES_FILE, _RECORD)
+        self._sources = ColumnWriter(folder / SOURCES_FILE, np.uint8)
+        self.columns = (self._records, self._sources)
         self._offset = 0
 
     def add(self, start: int, pictures: Sequence[DocumentPicture]) -> None:
@@ -224,6 +218,6 @@ class PictureWriter:
         for each in pictures:
             seconds = np.nan if each.seconds_per_grid is None else each.seconds_per_grid
             place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)
-            self._records.write(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD).tobytes())
-            self._sources.write(each.packed)
+            self._records.append(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD))
+            self._sources.append(each.packed)
             self._offset += len(each.packed)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
-from megatune.data.build import ExtraSource, RowsBuilder
+from megatune.data.build import RowsBuilder
 from megatune.data.cache.folder import KEY_FILE, built, mark_damaged
 from megatune.data.cache.key import prepared_key
 from megatune.data.mismatched import MismatchedRows
@@ -57,13 +57,11 @@ class Prepared:
 def prepare(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
-    extras: Mapping[str, ExtraSource] | None = None,
     vision: VisionInput | None = None,
 ) -> Prepared:
     """Make the token rows of a run, or open them where they are made already.
 
     Args:
-        extras: values to keep beside the rows, by name; the loader puts them into `Batch.extras`.
         vision: what makes pictures into tokens; None for a language model.
 
     Raises:
@@ -71,11 +69,10 @@ def prepare(
             the settings refuse or a file that cannot be read as a whole (65), a missing file or a tokenizer that does
             not fit (66), a full or read-only disk (73).
     """
-    extras = extras or {}
-    key = prepared_key(settings, tokenizer, {name: source.digest for name, source in extras.items()}, vision)
+    key = prepared_key(settings, tokenizer, vision)
 
     def built_folder() -> Path:
-        return built(settings, key.name, lambda it: _build(Pipeline.of(settings, tokenizer, vision), it, extras))
+        return built(settings, key.name, lambda it: _build(Pipeline.of(settings, tokenizer, vision), it))
 
     folder = built_folder()
     try:
@@ -118,12 +115,12 @@ class _Collected:
         return np.arange(self.first, self.first + len(self.copies), dtype=np.int64)
 
 
-def _build(pipeline: Pipeline, folder: Path, extras: Mapping[str, ExtraSource]) -> None:
+def _build(pipeline: Pipeline, folder: Path) -> None:
     """Fill an empty folder: every sample's tokens once, then the rows of each part."""
     settings, data = pipeline.settings, pipeline.settings.data
     # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
     policy = "error" if data.on_bad_row == "error" else "quarantine"
-    with RowsBuilder(folder, pipeline.shape, extras) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
+    with RowsBuilder(folder, pipeline.shape) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
         lengths = array("i")  # before cutting, those that were too long included
         sources = (*pipeline.training, *pipeline.evaluation)
         collected = [_collect(pipeline, source, builder, bad_rows, lengths) for source in sources]

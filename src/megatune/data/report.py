@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,14 +162,8 @@ class DataReport:
 
     def lines(self) -> Iterable[str]:
         """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
-        head = ("data set", "rows read", "trained", "held out", "dropped", "cut to cutoff_len", "samples an epoch")
-        numbers = ((d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples) for d in self.datasets)
-        yield from table(head, [(d.name, *map(str, row)) for d, row in zip(self.datasets, numbers, strict=True)])
-        for dataset in self.datasets:
-            for reason, count in dataset.dropped.most_common():
-                yield f"{dataset.name}: dropped {count}: {reason} [{dataset.codes[reason]}]"
-            yield from (f"    {example}" for example in dataset.examples)
-            yield from ([f"note: {note}"] if (note := dataset.tags_note()) else [])
+        yield from self.dataset_lines()
+        yield from (f"note: {note}" for dataset in self.datasets if (note := dataset.tags_note()))
         if self.lengths is not None:
             yield self.lengths.line()
         for name, tokens in (("train", self.train), ("evaluation", self.evaluation)):
@@ -178,6 +172,28 @@ class DataReport:
         yield from (f"note: {note}" for note in self.notes)
         if warning := self.cut_warning():
             yield f"warning: {warning}"
+
+    def dataset_lines(self, tokens: Sequence[int] | None = None) -> Iterator[str]:
+        """Write a table of the data sets, and what was wrong with rows of each.
+
+        Args:
+            tokens: that an epoch trains of each data set, for a column of its own; those only evaluated on have none.
+        """
+        head = ["data set", "rows read", "trained", "held out", "dropped", "cut", "samples an epoch"]
+        cells = [
+            [d.name, *(f"{n:,}" for n in (d.read, d.trained, d.evaluation, d.dropped.total(), d.truncated, d.samples))]
+            for d in self.datasets
+        ]
+        if tokens is not None:
+            head.append("tokens an epoch")
+            cells = [[*row, f"{count:,}"] for row, count in zip(cells, [*tokens, *repeat(0, len(cells))], strict=False)]
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        for name, *numbers in (head, *cells):
+            yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
+        for dataset in self.datasets:
+            for reason, count in dataset.dropped.most_common():
+                yield f"{dataset.name}: dropped {count:,}: {reason} [{dataset.codes[reason]}]"
+            yield from (f"    {example}" for example in dataset.examples)
 
     def summary(self) -> str:
         """Return what there is to train, and what became of the other rows, in a line."""
@@ -231,14 +247,6 @@ def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None
     most = data.max_bad_rows if data.on_bad_row != "error" else None
     if findings := [finding for report in reports if (finding := report.too_many_bad(most)) is not None]:
         raise MegatuneError(findings, ExitCode.DATA)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Write a table whose first column is aligned left, the others right."""
-    cells = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for name, *numbers in cells:
-        yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
 
 
 def counted(number: int, noun: str) -> str:

@@ -2,45 +2,46 @@
 
     FOLDER/tokens.bin                   int32, sample after sample
     FOLDER/trained.bin                  uint8, 1 where a token is trained
-    FOLDER/tokens.bin.xxh3, trained.bin.xxh3    digests of their blocks, see `data.checked`
     FOLDER/pictures.bin, sources.bin    the pictures among the tokens, see `data.pictures`
+    FOLDER/*.bin.xxh3                   digests of their blocks, see `data.store`
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
-    FOLDER/PART/arrangement.txt         what a row is
-    FOLDER/PART/extra-NAME.token.npy    values of every token, [tokens of documents.npy, ...]
-    FOLDER/PART/extra-NAME.document.npy values of every document, [documents, ...]
-    FOLDER/PART/digest.txt              of all of this
-    FOLDER/PART/index.txt               of all but the tokens, which is checked when the part is opened
+    FOLDER/PART/extra-NAME.npy          values of every document, [documents, ...]
+    FOLDER/PART/manifest.json           what a row is, a digest of all of this, and one of all but the tokens, which is
+                                        compared when the part is opened
 
 A part (train, evaluation) may use a sample several times, in any order, or in overlapping pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, Self, cast
 
 import numpy as np
 import xxhash
 
 from megatune.data.cache.folder import mark_damaged
-from megatune.data.checked import CheckedFile, map_file
 from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
+from megatune.data.store import Column
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-DESIRABLE = "desirable"  # an extra of documents, of stage kto: whether the answer is one that is wanted, bool
+# Extras of documents: of stage kto, whether the answer is one that is wanted, bool; of stage rm, by how much the chosen
+# answer is to be ahead, in both documents of a pair.
+DESIRABLE, MARGIN = "desirable", "margin"
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
 TOKENS_FILE = "tokens.bin"
 TRAINED_FILE = "trained.bin"
 _DOCUMENTS_FILE = "documents.npy"
 _ROWS_FILE = "rows.npy"
-_ARRANGEMENT_FILE = "arrangement.txt"
-_DIGEST_FILE = "digest.txt"
-_INDEX_FILE = "index.txt"
+_MANIFEST_FILE = "manifest.json"
+# What numpy raises where a file says that it has more than there is, or is no array at all.
+_UNREADABLE = (OSError, ValueError, KeyError, OverflowError, MemoryError, EOFError, SyntaxError, TypeError)
 
 # What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected; of
 # pairs, too, several can be side by side.
@@ -62,12 +63,7 @@ class ExtraColumn(NamedTuple):
     values: np.ndarray  # one document after the other: [tokens, ...] or [documents, ...]
 
 
-class ColumnFile(NamedTuple):
-    """Extra values of documents that are not in the folder of their rows."""
-
-    name: str
-    path: Path  # an .npy file
-    per: Literal["token", "document"]
+ColumnFile = tuple[str, Path]  # the name of extra values of documents, and an .npy file outside the folder of the rows
 
 
 class TokenRows:
@@ -83,41 +79,24 @@ class TokenRows:
     def __init__(self, directory: Path | str, columns: Sequence[ColumnFile] = ()) -> None:
         self.directory, self._columns = Path(directory), tuple(columns)
         try:
-            self.arrangement = _arrangement(self.directory / _ARRANGEMENT_FILE)
+            self._manifest: dict[str, str] = json.loads((self.directory / _MANIFEST_FILE).read_text(encoding="ascii"))
+            self.arrangement: Arrangement = self._manifest["arrangement"]  # type: ignore[assignment]
             self._documents = _load(self.directory / _DOCUMENTS_FILE)
             self._rows = _load(self.directory / _ROWS_FILE)
-            self._tokens = map_file(self.directory.parent / TOKENS_FILE, np.dtype(np.int32))
-            self._trained = map_file(self.directory.parent / TRAINED_FILE, np.dtype(np.uint8))
-            self._files = {name: CheckedFile(self.directory.parent / name) for name in (TOKENS_FILE, TRAINED_FILE)}
+            self._tokens = Column(self.directory.parent / TOKENS_FILE, np.int32)
+            self._trained = Column(self.directory.parent / TRAINED_FILE, np.uint8)
             self._pictures = PictureTable(self.directory.parent)
-            self._extras: dict[str, ExtraColumn] = {}
-            for path in sorted(self.directory.glob("extra-*.npy")):
-                name, per, _ = path.name.removeprefix("extra-").rsplit(".", 2)
-                self._extras[name] = ExtraColumn("token" if per == "token" else "document", _load(path))
-        # What numpy raises where a file says that it has more than there is, or is no array at all.
-        except (OSError, ValueError, OverflowError, MemoryError, EOFError, SyntaxError, TypeError) as error:
+            files = sorted(self.directory.glob("extra-*.npy"))
+            self._extras = {file.stem.removeprefix("extra-"): _load(file) for file in files}
+            if self._manifest.get("index") not in (None, self._content_digest(tokens=False)):
+                raise ValueError("documents, rows or their other values differ from what was written")
+        except _UNREADABLE as error:
             raise self._not_whole(str(error)) from error
-        for name, array, width in ((_DOCUMENTS_FILE, self._documents, 2), (_ROWS_FILE, self._rows, None)):
-            if array.dtype != np.int64 or array.shape[1:] != (() if width is None else (width,)) or not array.ndim:
-                raise self._not_whole(f"{name} holds {array.dtype} {list(array.shape)}")
         if len(self._tokens) != len(self._trained):
             raise self._not_whole(f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
-        if not len(self._rows) or self._rows[-1] != len(self._documents):
-            raise self._not_whole(f"{len(self._documents)} documents, more or fewer in {_ROWS_FILE}")
         if self._documents.size and self._documents.max() > len(self._tokens):
             raise self._not_whole(f"{len(self._tokens)} tokens, and documents beyond them")
-        starts, stops = self._documents[:, 0], self._documents[:, 1]
-        if (starts < 0).any() or (stops < starts).any():
-            raise self._not_whole("a document has fewer than 0 tokens")
-        if self._rows[0] != 0 or (np.diff(self._rows) < 0).any():
-            raise self._not_whole(f"{_ROWS_FILE} does not ascend from 0")
-        for name, column in self._extras.items():
-            if why := self._misfit(name, column):
-                raise self._not_whole(why)
-        index = self.directory / _INDEX_FILE
-        if index.exists() and index.read_text(encoding="ascii", errors="replace") != self._content_digest(tokens=False):
-            raise self._not_whole("documents, rows or their other values differ from what was written")
-        self._added = {file.name: self._added_column(file) for file in self._columns}
+        self._added = {name: self._added_column(name, path) for name, path in self._columns}
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -134,16 +113,17 @@ class TokenRows:
     def __reduce__(self) -> tuple[type, tuple[Path, tuple[ColumnFile, ...]]]:
         return type(self), (self.directory, self._columns)
 
-    def with_column(self, name: str, path: Path, per: Literal["token", "document"] = "document") -> TokenRows:
+    def with_column(self, name: str, path: Path) -> Self:
         """Return the same rows with extra values from a file, which `digest` is without.
 
         Args:
-            path: an .npy file, [documents, ...] in the order of `spans`, or [tokens, ...].
+            path: an .npy file, [documents, ...] in the order of `spans`.
 
         Raises:
             MegatuneError: the file cannot be read, or has more or fewer values (exit code 66).
         """
-        return TokenRows(self.directory, (*self._columns, ColumnFile(name, Path(path), per)))
+        kind, arguments = self.__reduce__()  # of which the columns are the last
+        return cast(Self, kind(*arguments[:-1], (*self._columns, (name, Path(path)))))
 
     @property
     def is_packed(self) -> bool:
@@ -163,25 +143,13 @@ class TokenRows:
     @property
     def digest(self) -> str:
         """128 bits of the content of the rows, in hexadecimal: as noted when they were written, or computed here."""
-        path = self.directory / _DIGEST_FILE
-        return path.read_text(encoding="ascii") if path.exists() else self._content_digest()
-
-    def write_digest(self) -> None:
-        """Compute the digest, and that of all but the tokens, and keep them beside the rows."""
-        (self.directory / _DIGEST_FILE).write_text(self._content_digest(), encoding="ascii")
-        (self.directory / _INDEX_FILE).write_text(self._content_digest(tokens=False), encoding="ascii")
+        return self._manifest.get("digest") or self._content_digest()
 
     def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
         """Return the extra values of the documents of these rows, row by row, by name."""
-        documents = [(self._rows[row], self._rows[row + 1]) for row in rows]
-        spans = {"document": documents}
+        numbers = self.document_numbers(rows)
         extras = {**self._extras, **self._added}
-        if any(column.per == "token" for column in extras.values()):
-            spans["token"] = [(self._ends[start], self._ends[stop]) for start, stop in documents]
-        return {
-            name: ExtraColumn(per, np.concatenate([values[:0], *(values[start:stop] for start, stop in spans[per])]))
-            for name, (per, values) in extras.items()
-        }
+        return {name: ExtraColumn("document", values[numbers]) for name, values in extras.items()}
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
@@ -217,45 +185,33 @@ class TokenRows:
 
     def _content_digest(self, *, tokens: bool = True) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
-        extras = (column.values for column in self._extras.values())
+        extras = self._extras.values()
         records, sources = self._pictures.digested()
         places = (self._documents, self._rows, records)
-        whole = (self._tokens, self._trained, *places, sources) if tokens else places
+        whole = (self._tokens.values, self._trained.values, *places, sources) if tokens else places
         for array in (*whole, *extras):
             state.update(f"{array.dtype.str}{array.shape}".encode())
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
 
     def _document(self, start: int, stop: int) -> Document:
-        for name, size in ((TOKENS_FILE, self._tokens.itemsize), (TRAINED_FILE, 1)):
-            if (place := self._files[name].damaged(int(start) * size, int(stop) * size)) is not None:
-                raise self._not_whole(
-                    f"{name} differs from what was written from byte {place} on: a disk or memory failed"
-                )
-        input_ids = self._tokens[start:stop]
-        labels = np.where(self._trained[start:stop] != 0, input_ids, np.int32(IGNORE_INDEX))
         try:
+            input_ids, trained = self._tokens.read(start, stop), self._trained.read(start, stop)
             pictures = self._pictures.between(start, stop)
         except ValueError as error:
             raise self._not_whole(str(error)) from error
+        labels = np.where(trained != 0, input_ids, np.int32(IGNORE_INDEX))
         return Document(np.asarray(input_ids), labels, pictures)
 
-    def _added_column(self, file: ColumnFile) -> ExtraColumn:
+    def _added_column(self, name: str, path: Path) -> np.ndarray:
         try:
-            column = ExtraColumn(file.per, _load(file.path))
-            if why := self._misfit(file.name, column):
-                raise ValueError(why)
+            values = _load(path)
+            if len(values) != len(self._documents):
+                raise ValueError(f"{len(values)} values of {name} for {len(self._documents)} documents")
         except (OSError, ValueError) as error:
             what, fix = "values of token rows are incomplete", "delete the file; it is recreated"
-            raise MegatuneError(Finding(what, str(file.path), str(error), fix), ExitCode.INPUT) from error
-        return column
-
-    def _misfit(self, name: str, column: ExtraColumn) -> str | None:
-        """Return what is wrong with the number of a column's values, None where it is right."""
-        size = len(self._documents) if column.per == "document" else self._ends[-1]
-        if len(column.values) == size:
-            return None
-        return f"{len(column.values)} values of {name} for {size} {column.per}s"
+            raise MegatuneError(Finding(what, str(path), str(error), fix), ExitCode.INPUT) from error
+        return values
 
     def _not_whole(self, why: str) -> MegatuneError:
         mark_damaged(self.directory.parent)
@@ -264,31 +220,30 @@ class TokenRows:
 
 
 def write_rows(
-    directory: Path, spans: Sequence[tuple[int, int]] | np.ndarray, rows: np.ndarray, arrangement: Arrangement
-) -> None:
+    directory: Path,
+    spans: np.ndarray,
+    rows: np.ndarray,
+    arrangement: Arrangement,
+    extras: Mapping[str, np.ndarray],
+) -> TokenRows:
     """Write one part: rows that refer to the tokens of the folder above.
 
     Args:
         spans: [documents, 2], where each document's tokens begin and end, row after row.
         rows: [rows + 1], where each row's documents begin in `spans`.
+        extras: extra values of all documents, in their order, by name.
     """
     directory.mkdir()
-    documents = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
-    np.save(directory / _DOCUMENTS_FILE, documents, allow_pickle=False)
+    np.save(directory / _DOCUMENTS_FILE, np.asarray(spans, dtype=np.int64), allow_pickle=False)
     np.save(directory / _ROWS_FILE, np.asarray(rows, dtype=np.int64), allow_pickle=False)
-    (directory / _ARRANGEMENT_FILE).write_text(f"{arrangement}\n", encoding="ascii")
-
-
-def write_extra(directory: Path, name: str, column: ExtraColumn) -> None:
-    """Keep extra values beside the rows of a part that `write_rows` wrote, in the order of their documents."""
-    np.save(directory / f"extra-{name}.{column.per}.npy", column.values, allow_pickle=False)
-
-
-def _arrangement(path: Path) -> Arrangement:
-    text = path.read_text(encoding="ascii").strip()
-    if text not in get_args(Arrangement):
-        raise ValueError(f"{_ARRANGEMENT_FILE} says {text!r}")
-    return cast(Arrangement, text)
+    for name, values in extras.items():
+        np.save(directory / f"extra-{name}.npy", values, allow_pickle=False)
+    path = directory / _MANIFEST_FILE
+    path.write_text(json.dumps({"arrangement": arrangement}), encoding="ascii")
+    written = TokenRows(directory)
+    written._manifest |= {"digest": written._content_digest(), "index": written._content_digest(tokens=False)}
+    path.write_text(json.dumps(written._manifest), encoding="ascii")
+    return written
 
 
 def _load(path: Path) -> np.ndarray:

@@ -12,12 +12,11 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example, PreferencePair, texts
 from megatune.data.encode import Encoder
 from megatune.data.samples import RowReader, Sample, read_samples, replacements, with_examples
-from megatune.data.sources import DATASET_INFO, ONLINE, REMOTE, DatasetSource, datasets_of
-from megatune.data.sources.registry import parse_entry, parse_reference, read_registry
+from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.workers import encode_all
 
 if TYPE_CHECKING:
-    from megatune.config.settings import DataSettings, Settings
+    from megatune.config.settings import Settings
 
 # Returns the tokens of each text.
 Counter = Callable[[Sequence[str]], Sequence[int]]
@@ -65,23 +64,14 @@ class SampledLengths:
         return chosen if self.is_exact else f"{chosen}, about {_AROUND} tokens of the template a message"
 
 
-def not_here(data: DataSettings) -> str:
-    """Return the first data set that is not in files here, "" where all are."""
-    if data.dataset_dir == ONLINE or data.dataset_dir.startswith(REMOTE):
-        return next(iter(data.dataset), "")
-    folder = Path(data.dataset_dir)
-    path = folder / DATASET_INFO
-    info = read_registry(path, str(path)) if path.exists() else {}
+def not_here(settings: Settings) -> str:
+    """Return the first data set that is not in files here, "" where all are.
 
-    def is_path(name: str) -> bool:
-        return Path(name).exists() or (folder / name).exists()
-
-    for text in data.dataset:
-        reference = parse_reference(text, lambda name: name in info or is_path(name))
-        entry = parse_entry(info[reference.name], reference.name) if reference.name in info else None
-        if reference.hub or (entry is not None and entry.hub is not None) or not (entry or is_path(reference.name)):
-            return text
-    return ""
+    Raises:
+        MegatuneError: as `datasets_of`.
+    """
+    here = {source.name for source in datasets_of(settings, hubs=False)}
+    return next((name for name in settings.data.dataset if name not in here), "")
 
 
 def text_counter(folder: Path) -> Counter | None:

@@ -11,7 +11,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _OWN_FILE = "the tokenizer that was published with the weights"
 # Read tokenizer.json as it is, whatever the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
@@ -37,9 +37,9 @@ def check_vocabulary(folder: Path) -> None:
 def cannot_load(folder: Path, error: Exception) -> MegatuneError:
     """Return the error of a tokenizer that Transformers cannot load; it names a class that is another model's."""
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    fix = f"put {_FILE} and {_CONFIG} next to the weights"
+    fix = f"put {TOKENIZER} and {TOKENIZER_CONFIG} next to the weights"
     if (name := _foreign_class(folder)) is not None:
-        why = f"tokenizer_class: {name} of {_CONFIG} belongs to another model: {why}"
+        why = f"tokenizer_class: {name} of {TOKENIZER_CONFIG} belongs to another model: {why}"
         fix = f"use {_OWN_FILE}"
     return MegatuneError(Finding("the tokenizer cannot be loaded", str(folder), why, fix), ExitCode.INPUT)
 
@@ -51,7 +51,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         MegatuneError: INPUT, with ids and texts.
     """
     name = _foreign_class(folder)
-    if name is not None and (folder / _FILE).is_file():
+    if name is not None and (folder / TOKENIZER).is_file():
         _check_class(name, tokenizer, folder)
     _check_ids(tokenizer, folder)
 
@@ -60,15 +60,15 @@ def _check_class(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
     """Refuse a class, which is another model's, that makes other tokens than tokenizer.json."""
     from tokenizers import Tokenizer
 
-    of_file = Tokenizer.from_file(str(folder / _FILE)).encode(_PROBE, add_special_tokens=False).ids
+    of_file = Tokenizer.from_file(str(folder / TOKENIZER)).encode(_PROBE, add_special_tokens=False).ids
     of_class = tokenizer.encode(_PROBE, add_special_tokens=False)
     if of_file != of_class:
         place = next((at for at, pair in enumerate(zip(of_file, of_class, strict=False)) if pair[0] != pair[1]), 0)
         first, other = (tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (of_class, of_file))
-        why = f"it makes {first} of what {_FILE} makes {other}"
+        why = f"it makes {first} of what {TOKENIZER} makes {other}"
         what = f"tokenizer_class: {name} belongs to another model"
-        fix = f"use {_OWN_FILE}, or write tokenizer_class: {_GENERAL[0]}, which reads {_FILE} as it is"
-        raise MegatuneError(Finding(what, str(folder / _CONFIG), why, fix), ExitCode.INPUT)
+        fix = f"use {_OWN_FILE}, or write tokenizer_class: {_GENERAL[0]}, which reads {TOKENIZER} as it is"
+        raise MegatuneError(Finding(what, str(folder / TOKENIZER_CONFIG), why, fix), ExitCode.INPUT)
 
 
 def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -92,7 +92,7 @@ def _foreign_class(folder: Path) -> str | None:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     model_type = _read(folder / "config.json").get("model_type")
-    name = _read(folder / _CONFIG).get("tokenizer_class")
+    name = _read(folder / TOKENIZER_CONFIG).get("tokenizer_class")
     own = TOKENIZER_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     if not isinstance(name, str) or own is None or name in _GENERAL:
         return None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatune.data.extras import MARGIN, SCORED
+from megatune.data.batches import SCORED
+from megatune.data.rows import MARGIN
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.base import TrainingObjective

@@ -13,7 +13,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE, TOO_LONG
 from megatune.data.check import Checked, check_data
 from megatune.data.report import DataReport, counted
-from megatune.data.templates.files import check_template
+from megatune.data.templates import check_template
 from megatune.doctor.check import Verdict as Looked
 from megatune.doctor.folders import folders
 from megatune.errors import ExitCode, Finding, MegatuneError

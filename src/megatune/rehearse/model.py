@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatune.architecture import Architecture
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.data.templates.files import TOKENIZER, TOKENIZER_CONFIG, check_template
+from megatune.data.templates import check_template
 from megatune.data.templates.named import is_template_file, read_template
+from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
 from megatune.demo.family import FAMILIES as DEMO_FAMILIES
 from megatune.demo.family import DemoFamily
 from megatune.errors import ExitCode, Finding, MegatuneError

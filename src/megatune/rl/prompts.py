@@ -12,7 +12,8 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import template_of_swift
-from megatune.data.formats import Form, to_swift_example
+from megatune.data.formats.form import Form
+from megatune.data.formats.swift import to_swift_example
 from megatune.data.templates import Thinking, load_template, template_names
 from megatune.data.templates.chat_template import FIXED_DATE
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors

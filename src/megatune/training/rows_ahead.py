@@ -32,7 +32,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     try:
         if (prepared := _prepared(settings)) is not None:
             return prepared
-        if missing := not_here(settings.data):
+        if missing := not_here(settings):
             return PlannedRows(note=f"{missing} is not in files here: {whole} ({_OTHERWISE})")
         folder = _model_folder(settings)
         if model.architecture.vision is None:

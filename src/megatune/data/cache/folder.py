@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 KEY_FILE = "key.txt"
 FILES_FILE = "files.json"
 
-_Identity = tuple[int, int] | None  # of a folder, None where there is none
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
@@ -126,17 +124,18 @@ class _Place:
     key: str
     named: bool = False  # by the user, who may have something else in it
     private: bool = False  # in a folder that others can write to, so that its owner counts
-    outdated: bool = False  # the rows that are there do not fit the files of pictures
 
     def made(self, build: Callable[[Path], None]) -> Path:
         """Return the folder, whole; raise _CannotWriteError where it is not whole and cannot be made."""
         self._check_content()
-        before = _identity(self.folder)
-        if is_whole(self.folder, self.key) and not self.outdated and self._is_trusted():
+        if is_whole(self.folder, self.key) and self._is_trusted():
             if are_current(self.folder):
                 return self.folder
             _say(f"image or video files were removed or changed: the prepared rows in {self.folder} are recreated")
-            return replace(self, outdated=True).made(build)
+            with _writing(self.folder):
+                (self.folder / FILES_FILE).unlink()
+        elif _stored_key(self.folder) == self.key:
+            _say(f"the prepared rows in {self.folder} are damaged and are recreated")
         with ExitStack() as stack:
             with _writing(self.folder):
                 self._make_parent()
@@ -144,18 +143,11 @@ class _Place:
                 lock = self.folder.with_name(f".{self.folder.name}.lock")
                 stack.enter_context(locked(lock, lambda holder: _say(waiting.format(holder))))
             self._check_content()
-            if not self._made_since(before, again=self.outdated):
+            if not is_whole(self.folder, self.key):  # another run may have made it meanwhile
                 self._make(build)
         return self.folder
 
-    def _made_since(self, before: _Identity, *, again: bool) -> bool:
-        """Return whether it is whole and, if `again`, not the one of before: one that another run just made will do."""
-        return is_whole(self.folder, self.key) and not (again and _identity(self.folder) == before)
-
     def _make(self, build: Callable[[Path], None]) -> None:
-        before = _identity(self.folder)
-        if _stored_key(self.folder) == self.key and not self.outdated:
-            _say(f"the prepared rows in {self.folder} are damaged and are recreated")
         with ExitStack() as stack:
             with _writing(self.folder):
                 remove_abandoned(self.folder.parent)
@@ -167,7 +159,7 @@ class _Place:
                 sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
                 (partial / FILES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
                 (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
-                if not self._made_since(before, again=True):  # where there are no locks, it may be
+                if not is_whole(self.folder, self.key):  # where there are no locks, it may be
                     publish(partial, self.folder)
 
     def _check_content(self) -> None:
@@ -227,14 +219,6 @@ def _holds_something(path: Path) -> bool:
         return any(path.iterdir()) if path.is_dir() else path.exists()
     except OSError:
         return True
-
-
-def _identity(folder: Path) -> _Identity:
-    """Return what is another whenever another folder takes the name."""
-    with suppress(OSError):
-        status = folder.stat()
-        return status.st_ino, status.st_ctime_ns
-    return None
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
@@ -43,7 +43,6 @@ class RowsKey:
 def prepared_key(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
-    extras: Mapping[str, str] | None = None,
     vision: VisionInput | None = None,
     *,
     file_digest: Callable[[Path], str] = remembered_digest,
@@ -51,7 +50,6 @@ def prepared_key(
     """Return the key of prepared rows.
 
     Args:
-        extras: digests of what is kept beside the rows, by name.
         vision: what makes pictures into tokens; None for a language model. Files of pictures count by their names: the
             rows know how many bytes each had (see `data.pictures`).
         file_digest: names the content of a file; by default see there.
@@ -89,9 +87,8 @@ def prepared_key(
         "the template": _name(made_by["template"]),
         "the settings of the data": _name([chosen, [source.name for source in sources]]),
         **({"the processor of images and videos": _name(pictures)} if pictures else {}),
-        **{f"the extra {name}": digest for name, digest in (extras or {}).items()},
     }
-    return RowsKey(_name({**chosen, **content, **made_by, **({"extras": extras} if extras else {})}), parts)
+    return RowsKey(_name({**chosen, **content, **made_by}), parts)
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> RowsKey:
@@ -121,30 +118,16 @@ def _name(determining: Any) -> str:
 
 def _template_content(name: str | None) -> Any:
     """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
-    from megatune.data.templates import template_source
+    from megatune.data.templates import template_source, tool_texts
     from megatune.data.templates.table import NAMED_TEMPLATES
 
     if name in NAMED_TEMPLATES:
-        return _declared(NAMED_TEMPLATES[name])
+        texts = {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}
+        return [texts, inspect.getsource(tool_texts)]  # whose functions describe tools in the texts
     try:
         return template_source(name)
     except (OSError, ValueError):
         return name  # what is wrong with the file is said where it is used
-
-
-def _declared(value: Any) -> Any:
-    """Return a declaration as JSON can hold it: functions by their names and sources, which change under a name."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in fields(value) if field.name not in _UNKEYED)
-        return {name: _declared(getattr(value, name)) for name in names}
-    if isinstance(value, tuple | list):
-        return [_declared(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): _declared(item) for name, item in value.items()}
-    if not callable(value):
-        return value
-    code = value if hasattr(value, "__qualname__") else type(value)
-    return [code.__qualname__, inspect.getsource(code)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -33,41 +33,11 @@ from megatune.data.formats.fields import (
     string,
     tools,
 )
-from megatune.data.formats.form import (
-    QUERY_NAMES,
-    REJECTED_NAMES,
-    RESPONSE_NAMES,
-    SYSTEM_NAMES,
-    TEXT_NAMES,
-    USUAL_NAMES,
-    Columns,
-    Form,
-    Tags,
-    by_own_name,
-    detect,
-    detect_named,
-    own_names,
-)
+from megatune.data.formats.form import QUERY_NAMES, REJECTED_NAMES, RESPONSE_NAMES, SYSTEM_NAMES, TEXT_NAMES, Form
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.readers import json_type
-
-__all__ = [
-    "USUAL_NAMES",
-    "Columns",
-    "Form",
-    "Question",
-    "Tags",
-    "by_own_name",
-    "detect",
-    "detect_named",
-    "own_names",
-    "to_example",
-    "to_question",
-    "to_swift_example",
-]
-
 
 # ms-swift's tags for the objects of a picture and where they are, which its `objects` field lists.
 _GROUNDING = ("<bbox>", "<ref-object>")

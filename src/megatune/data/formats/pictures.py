@@ -15,7 +15,7 @@ from megatune.data.media.sources import Kind
 IMAGE, VIDEO = "<image>", "<video>"
 
 TAG = re.compile(f"{IMAGE}|{VIDEO}")
-_KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
+KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 # Types of OpenAI's parts of messages, and of Transformers' chat templates.
 PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
 
@@ -32,7 +32,7 @@ def tags_of(text: str) -> list[str]:
 
 def part_value(part: Mapping[str, Any]) -> object:
     """Return the file, URL or bytes that a part of a message gives; None where it leaves them to the columns."""
-    kind = _KINDS[PARTS[part["type"]]]
+    kind = KINDS[PARTS[part["type"]]]
     names = (part["type"], kind, f"{kind}_url", "url", "path", "base64")
     value = next((part[name] for name in names if part.get(name) is not None), None)
     return value["url"] if isinstance(value, dict) and "url" in value else value
@@ -52,7 +52,8 @@ def pictures_of(
         RowError: there are more or fewer tags than files.
         UnsupportedRow: there are pictures, and the model takes none.
     """
-    files = {IMAGE: _listed(row, columns.images), VIDEO: _listed(row, columns.videos)}
+    named = {IMAGE: columns.images, VIDEO: columns.videos}
+    files = {tag: files_of(column and row.get(column)) for tag, column in named.items()}
     if not any(files.values()) and not inline:
         return tuple(messages), ()
     if not wanted:
@@ -77,13 +78,13 @@ def pictures_of(
         check_count(tag, sum(each == (tag, None) for each in tagged), len(listed))
     left = {tag: iter(listed) for tag, listed in files.items()}
     found = ((tag, next(left[tag]) if value is None else value) for tag, value in tagged)
-    return tuple(messages), tuple(RowPicture(_KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
+    return tuple(messages), tuple(RowPicture(KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
 
 
 def check_count(tag: str, tags: int, files: int) -> None:
     """Refuse a row that has not as many tags as files."""
     if tags != files:
-        reason = f"the row has different numbers of {tag} tags and {_KINDS[tag]}s"
+        reason = f"the row has different numbers of {tag} tags and {KINDS[tag]}s"
         raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
 
 
@@ -114,8 +115,8 @@ def check_without(messages: Sequence[Message]) -> None:
         raise RowError("picture-in-answer", "an answer of a preference pair has an image or video")
 
 
-def _listed(row: Mapping[str, Any], column: str | None) -> list[object]:
-    value = row.get(column) if column is not None else None
+def files_of(value: Any) -> list[Any]:
+    """Return the files that a column's value names: one, a list of them, or none."""
     if value is None or value == "":
         return []
     return value if isinstance(value, list) else [value]

@@ -22,7 +22,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowPicture, ToolCall
 from megatune.data.formats.fields import encodable, encodable_json, listed, margin, short
 from megatune.data.formats.form import Form
-from megatune.data.formats.pictures import IMAGE, PARTS, VIDEO, part_value, tags_of
+from megatune.data.formats.pictures import IMAGE, KINDS, PARTS, files_of, part_value, tags_of
 from megatune.data.media.sources import Kind
 
 _MESSAGES = ("messages", "conversation", "conversations")
@@ -51,7 +51,6 @@ _ROLES = {
 }
 _SWITCHES = ("enable_thinking", "preserve_thinking")  # of a row's chat_template_kwargs, those that change training
 _TAGGED_PATH = re.compile("<img>(.+?)</img>")
-_KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 
 Row = dict[str, Any]
 Raw = list[dict[str, Any]]  # messages with a role, content, and maybe whether they are trained
@@ -287,7 +286,7 @@ def _part(part: Any, inline: list[tuple[Kind, Any]]) -> str:
         raise RowError("bad-content-part", "a part of a message is not text, an image or a video", short(part))
     value = part_value(part)
     if value is not None:
-        inline.append((_KINDS[PARTS[kind]], value))
+        inline.append((KINDS[PARTS[kind]], value))
     return PARTS[kind]
 
 
@@ -328,8 +327,8 @@ def _pictures(
 ) -> tuple[RowPicture, ...]:
     """Return the pictures of a conversation in the order of their tags; what has no tag gets one at the start."""
     files: dict[str, list[Any]] = {}
-    for tag, kind in _KINDS.items():
-        files[tag] = _listed(shared[f"{kind}s"])
+    for tag, kind in KINDS.items():
+        files[tag] = files_of(shared[f"{kind}s"])
         if own := [value for each, value in inline if each == kind]:
             if files[tag]:
                 raise RowError("picture-count", f"{kind}s are in the messages and in a column")
@@ -337,15 +336,15 @@ def _pictures(
     if not files[IMAGE]:
         files[IMAGE] = _tagged_paths(messages)
     text = "\n".join((system or "", *(message.content for message in messages)))
-    added = {tag: len(files[tag]) - text.count(tag) for tag in _KINDS}
-    for tag in reversed(_KINDS):
+    added = {tag: len(files[tag]) - text.count(tag) for tag in KINDS}
+    for tag in reversed(KINDS):
         if added[tag] > 0:
             first = messages[0]
             messages[0] = replace(first, content=tag * added[tag] + first.content)
     left = {tag: iter(values) for tag, values in files.items()}
     tags = [tag for text in (system or "", *(message.content for message in messages)) for tag in tags_of(text)]
     found = [(tag, next(left[tag], None)) for tag in tags]
-    return tuple(RowPicture(_KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
+    return tuple(RowPicture(KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
 
 
 def _tagged_paths(messages: list[Message]) -> list[Any]:
@@ -357,12 +356,6 @@ def _tagged_paths(messages: list[Message]) -> list[Any]:
             content = _TAGGED_PATH.sub(IMAGE, message.content)
             messages[index] = replace(message, content=content)
     return paths
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None or value == "":
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def _text(value: Any, role: str) -> str:

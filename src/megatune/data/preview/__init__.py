@@ -1,8 +1,6 @@
 """Rows as the model will see them, before anything is trained."""
 
-from megatune.data.preview.as_json import json_lines
-from megatune.data.preview.page import write_page
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument, read_preview
-from megatune.data.preview.show import show_preview
+from megatune.data.preview.show import json_lines, show_preview, write_page
 
 __all__ = ["Preview", "PreviewRow", "RowDocument", "json_lines", "read_preview", "show_preview", "write_page"]

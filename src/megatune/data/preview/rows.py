@@ -14,12 +14,11 @@ from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
 from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
 from megatune.data.encode import Encoder, make_encoder
-from megatune.data.extras import MARGIN
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.report import counted
-from megatune.data.rows import DESIRABLE, Arrangement, Document
+from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
 from megatune.data.samples import RowReader, read_samples, replacements
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note

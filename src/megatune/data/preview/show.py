@@ -1,24 +1,33 @@
-"""Rows on a terminal or in a file: what is trained is green, or between ⟦ and ⟧ where there are no colours."""
+"""Rows on a terminal, on a page of HTML or as JSON: what is trained is green, or between ⟦ and ⟧ without colours."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS
-from megatune.data.preview.pictures import describe
+from megatune.data.media.images import open_image
+from megatune.data.media.video import decode_frames
+from megatune.data.pictures import DocumentPicture, unpacked
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
 from megatune.data.report import counted
 from megatune.data.rows import IGNORE_INDEX, Document
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,10 +36,20 @@ _OPEN, _CLOSE = "⟦", "⟧"
 _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
 _PLACES_PER_REASON = 3
 _COLUMNS = 80  # of a line that has room for two answers
+_PAGE_COLUMNS = 160  # of a page
+_SIDE = 160  # pixels of the longest side of a small copy of a picture
+_MOST_FRAMES = 4  # of a video that a page shows
 _MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # of emojis: invisible, and left as they are
 _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
+# Where a picture of this number is on a page until it is written: characters that `visible` never leaves in a text.
+_PICTURE = "\N{PARAGRAPH SEPARATOR}{}\N{PARAGRAPH SEPARATOR}"
+_PAGE = """<!DOCTYPE html>
+<html><head><meta charset="utf-8"><title>data preview</title><style>{stylesheet}
+body {{ color: {foreground}; background: {background} }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+</style></head><body><pre>{code}</pre></body></html>
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +82,71 @@ def show_preview(
     """
     # Where nobody knows how wide lines may be, columns would break them at a guess.
     columns = (wraps or console.is_terminal) and not ids and console.width >= _COLUMNS
-    for line in _Page(tokenizer, ids, console.is_terminal and not console.no_color, columns).lines(preview):
+    page = _Page(tokenizer, ids, console.is_terminal and not console.no_color, columns)
+    _print(page.lines(preview), console, wraps=wraps)
+
+
+def write_page(preview: Preview, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write the rows of a preview as a page of HTML with everything in one file, small copies of pictures too.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE.
+    """
+    options: dict[str, Any] = {"force_terminal": True, "no_color": False, "width": _PAGE_COLUMNS}
+    console = Console(file=io.StringIO(), record=True, **options)
+    page = _Page(tokenizer, ids=False, coloured=True, columns=True, small_copies=True)
+    _print(page.lines(preview), console, wraps=False)
+    content = console.export_html(code_format=_PAGE)
+    for number, images in enumerate(page.images):
+        content = content.replace(_PICTURE.format(number), images)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        finding = Finding("cannot write the page", str(path), error.strerror or str(error))
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
+
+
+def json_lines(preview: Preview, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Write each row for other tools: ids, labels, text and place of its sample; of a pair, those of chosen and
+    rejected; of a packed row, the list of its sequences.
+
+    The place is null where only prepared rows are left of a sample.
+    """
+    for row in preview.rows:
+        written: list[dict[str, Any]] = []
+        for each in row.documents:
+            ids = each.document.input_ids.tolist()
+            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            labels = each.document.labels.tolist()
+            written.append({"place": each.where or None, "ids": ids, "labels": labels, "text": text})
+        if "pairs" in preview.arrangement:
+            pairs = zip(row.pairs, written[::2], written[1::2], strict=True)
+            written = [
+                {"place": first.where or None, "chosen": chosen, "rejected": rejected}
+                for (first, _), chosen, rejected in pairs
+            ]
+        named: dict[str, Any] = {"dataset": row.name or None, "row": row.number}
+        named |= {"sequences": written} if preview.arrangement.startswith("packed") else written[0]
+        yield json.dumps(named, ensure_ascii=False)
+
+
+def _print(lines: Iterable[Text | Table], console: Console, *, wraps: bool) -> None:
+    for line in lines:
         breaks = wraps or isinstance(line, Table)
         console.print(line, soft_wrap=not breaks, highlight=False, overflow="fold" if breaks else None)
 
 
 class _Page:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: bool, coloured: bool, columns: bool) -> None:
+    """The lines of a preview; `images` has the small copies of each picture as HTML, where they are asked for."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ids: bool, coloured: bool, columns: bool, small_copies: bool = False
+    ) -> None:
         self._tokenizer, self._ids, self._coloured, self._columns = tokenizer, ids, coloured, columns
         self._wrong = _WRONG if coloured else ""
+        self._small_copies = small_copies
+        self.images: list[str] = []
 
     def lines(self, preview: Preview) -> Iterator[Text | Table]:
         for note in preview.notes:
@@ -124,10 +199,11 @@ class _Page:
         if shared:
             yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
             yield self._shown(chosen.document, stop=shared)
-        answers = [
-            (self._heading(f"╌╌ {answer_title(name, document, shared)} ╌╌"), self._shown(document, start=shared))
-            for name, document in (("chosen", chosen.document), ("rejected", rejected.document))
-        ]
+        answers = []
+        for name, document in (("chosen", chosen.document), ("rejected", rejected.document)):
+            size = counted(len(document.input_ids) - shared, "token")
+            heading = self._heading(f"╌╌ {name}: {size}, {_num_trained(document):,} trained ╌╌")
+            answers.append((heading, self._shown(document, start=shared)))
         if self._columns:
             table = Table.grid(padding=(0, 3), expand=True)
             for _ in answers:
@@ -141,7 +217,15 @@ class _Page:
 
     def _pictures(self, document: Document) -> Iterator[Text]:
         for number, picture in enumerate(document.pictures, 1):
-            yield Text(visible(describe(number, picture)))
+            yield Text(visible(_described(number, picture)))
+            if self._small_copies:
+                try:
+                    copies = [f'<img src="{each}" alt=""> ' for each in _small_copies_of(picture)]
+                except RowError as error:
+                    yield Text(visible(str(error)), self._wrong)
+                    continue
+                yield Text(_PICTURE.format(len(self.images)))
+                self.images.append("".join(copies))
 
     def _shown(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
         """Show a document from one of its tokens to another."""
@@ -195,17 +279,43 @@ class _Page:
                 yield Text(f"        {where}{detail}")
 
 
+def _described(number: int, picture: DocumentPicture) -> str:
+    """Write a document's picture of this number in words: its name, size, patches and tokens."""
+    source, measured = unpacked(picture.packed)
+    frames = f"{counted(len(measured.frames), 'frame')} of " if picture.is_video else ""
+    size = f"{frames}{' × '.join(map(str, measured.size))} pixels"
+    patches = f"{' × '.join(map(str, picture.grid[0 if picture.is_video else 1 :]))} patches"
+    return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(picture.num_tokens, 'token')}"
+
+
+def _small_copies_of(picture: DocumentPicture) -> Iterator[str]:
+    """Yield data URLs of small copies: of an image, or of some frames of a video.
+
+    Raises:
+        RowError: it cannot be decoded.
+    """
+    source, measured = unpacked(picture.packed)
+    images: Iterable[Image.Image]
+    chosen = sorted({place * (len(measured.frames) - 1) // (_MOST_FRAMES - 1) for place in range(_MOST_FRAMES)})
+    if source.kind == "image":
+        images = [open_image(source)]
+    elif source.frames is not None:
+        images = (open_image(source.frames[place]) for place in chosen)
+    else:
+        images = decode_frames(source, tuple(measured.frames[place] for place in chosen))
+    for image in images:
+        image.thumbnail((_SIDE, _SIDE))
+        content = io.BytesIO()
+        image.convert("RGB").save(content, "JPEG")
+        yield f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
 def shared_prompt(chosen: Document, rejected: Document) -> int:
     """Count the tokens at the beginning of both that are the same and not trained."""
     size = min(len(chosen.input_ids), len(rejected.input_ids))
     differ = chosen.input_ids[:size] != rejected.input_ids[:size]
     differ |= trained_tokens(chosen.labels)[:size] | trained_tokens(rejected.labels)[:size]
     return int(differ.argmax()) if differ.any() else size
-
-
-def answer_title(name: str, document: Document, shared: int) -> str:
-    """Write how long an answer is behind its prompt of `shared` tokens, and what of it is trained."""
-    return f"{name}: {counted(len(document.input_ids) - shared, 'token')}, {_num_trained(document):,} trained"
 
 
 def title(row: PreviewRow, preview: Preview) -> str:

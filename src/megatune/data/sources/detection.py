@@ -10,8 +10,7 @@ from pathlib import Path
 import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.formats import USUAL_NAMES, Form, by_own_name, detect_named, own_names
-from megatune.data.formats.form import RESPONSE_NAMES
+from megatune.data.formats.form import RESPONSE_NAMES, USUAL_NAMES, Form, by_own_name, detect_named, own_names
 from megatune.data.readers import read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference
 from megatune.data.sources.source import DatasetSource, source_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatune.data.formats import Form
+from megatune.data.formats.form import Form
 from megatune.data.readers import Position, RawRow, read_rows
 
 

@@ -4,8 +4,7 @@
     FOLDER/ready.json                what was made before the first block
     FOLDER/reached-NUMBER            a rank has come to this block
     FOLDER/doing.json                what the producer does, in words
-    FOLDER/failure.json              why the producer ended
-    FOLDER/alive                     is locked by the producer as long as it lives
+    FOLDER/failure.json              why the producer ended, by itself or by the rank that started it
 
 The listing is the index: no file is read to find a row's block. Everything comes into being by a rename.
 """
@@ -13,7 +12,6 @@ The listing is the index: no file is read to find a row's block. Everything come
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -23,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatune.data.cache.files import owned_folder, remove_abandoned
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -34,16 +32,14 @@ Meanwhile = Callable[[], None]  # called now and then while waiting
 _BLOCK = re.compile(r"block-(\d+)-(\d+)-(\d+)")
 _REACHED = "reached-"
 _POLL_SECONDS = 0.02
-_LOOK_SECONDS = 0.5  # between looks at whether the producer lives
+_LOOK_SECONDS = 0.5  # between looks at whether the producer has failed
 
-ALIVE_FILE = "alive"
 READY_NOTE = "ready.json"
 _DOING_NOTE = "doing.json"
 _FAILURE_NOTE = "failure.json"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BlockPlace:
+class BlockPlace(NamedTuple):
     """Where a block is, and which rows of the run it holds."""
 
     number: int
@@ -140,6 +136,11 @@ class StreamFolder:
         findings = [asdict(finding) for finding in error.findings]
         self.note(_FAILURE_NOTE, {"findings": findings, "exit_code": int(error.exit_code)})
 
+    def failure(self) -> MegatuneError | None:
+        """Return what `fail` noted, None while there is nothing."""
+        raw = self.noted(_FAILURE_NOTE)
+        return raw and MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
+
     # Waiting, never without an end, and never for a producer that is gone
 
     def wait_for(
@@ -155,28 +156,26 @@ class StreamFolder:
         Raises:
             MegatuneError: the producer failed (with its own exit code), died, or is too slow (76).
         """
-        found = look()
         look_at = time.monotonic()
         deadline = look_at + limit
         doing = self.doing()
-        while found is None:
+        failure: MegatuneError | None = None
+        while (found := look()) is None:
+            if failure is not None:
+                raise failure
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_SECONDS
                 meanwhile()
                 if patient and doing != (doing := self.doing()):
                     deadline = now + limit
-                if not self.is_alive():
-                    if (found := look()) is not None:
-                        return found
-                    raise self.failure(wanted)
+                failure = self.failure()  # what came before it is looked for once more
             if now > deadline:
                 why = f"{self.doing()}; ddp_timeout is {limit:g} seconds"
                 fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
                 what = f"{wanted} has not arrived from the process that reads the data"
                 raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
-            found = look()
         return found
 
     def wait_for_row(self, row: int, limit: float, meanwhile: Meanwhile) -> BlockPlace:
@@ -191,40 +190,7 @@ class StreamFolder:
 
         return self.wait_for(look, limit, "the next block of rows", meanwhile)
 
-    def failure(self, wanted: str, how: str = "died") -> MegatuneError:
-        """Return why the producer is gone while something is wanted of it: what it said, or that it said nothing."""
-        raw = self.noted(_FAILURE_NOTE)
-        if raw is not None:
-            return MegatuneError([Finding(**finding) for finding in raw["findings"]], ExitCode(raw["exit_code"]))
-        what = f"the process that reads the data {how}, and {wanted} is missing"
-        why, resume = f"its last report: {self.doing()}", "the same command continues from the last checkpoint"
-        fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
-        return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
-
-    # Life
-
     def touch(self) -> None:
-        """Show other machines, which see no process and perhaps no lock of this one, that the folder is in use."""
+        """Show other machines, which see no process of this one, that the folder is in use."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
-
-    def lock(self) -> int:
-        """Open and lock the file that shows that the producer lives; it does while anyone has this descriptor."""
-        descriptor = os.open(self.path / ALIVE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with contextlib.suppress(OSError):  # no locks here: then only its parent sees it die
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-
-    def is_alive(self) -> bool:
-        """Return whether the producer lives."""
-        try:
-            descriptor = os.open(self.path / ALIVE_FILE, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
+from megatune.data.processes import when_parent_ends
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
 from megatune.data.streaming.folder import READY_NOTE, StreamFolder
@@ -43,8 +42,7 @@ EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
 _POLL_SECONDS = 0.02
-_PARENT_SECONDS = 0.5  # between looks at whether the parent lives
-_TOUCH_SECONDS = 600.0  # between signs of life for other machines
+_POLLS_A_TOUCH = 10_000  # signs of life for other machines
 _SAY_SECONDS = 0.5
 
 
@@ -141,7 +139,11 @@ def produce(request: StreamRequest) -> None:
     try:
         with contextlib.closing(stream):
             while True:
+                polls = 0
                 while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
+                    if polls % _POLLS_A_TOUCH == 0:
+                        folder.touch()
+                    polls += 1
                     time.sleep(_POLL_SECONDS)
                 request.write(stream)
     except Exception as error:
@@ -153,16 +155,22 @@ def produce(request: StreamRequest) -> None:
 
 def main() -> int:
     """Produce for the process that started this one, as long as it lives."""
-    parent, folder = int(sys.argv[1]), StreamFolder(Path(sys.argv[2]))
+    folder = StreamFolder(Path(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(END_SIGNAL, _stop)
+    signal.signal(END_SIGNAL, lambda *_: sys.exit())  # in good order, with the processes that tokenise
+
+    def end() -> None:
+        os.kill(os.getpid(), END_SIGNAL)
+        time.sleep(END_SECONDS)
+        folder.remove()
+        os._exit(0)  # it hangs
+
     try:
-        threading.Thread(target=_watch_parent, args=(parent, folder), daemon=True).start()
+        when_parent_ends(int(sys.argv[1]), end)
         produce(pickle.load(sys.stdin.buffer))
     except SystemExit:
-        if os.getppid() != parent:
-            folder.remove()
+        folder.remove()
         return 0
     except MegatuneError as error:
         folder.fail(error)
@@ -197,29 +205,6 @@ def _as_finding(error: BaseException, folder: Path) -> MegatuneError:
     code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)
-
-
-def _stop(*_: object) -> None:
-    """End the present work in good order, with the processes that tokenise."""
-    signal.signal(END_SIGNAL, signal.SIG_IGN)
-    raise SystemExit
-
-
-def _watch_parent(parent: int, folder: StreamFolder) -> None:
-    touched = time.monotonic()
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
-        if time.monotonic() - touched > _TOUCH_SECONDS:
-            touched = time.monotonic()
-            folder.touch()
-    os.kill(os.getpid(), END_SIGNAL)
-    time.sleep(END_SECONDS)
-    folder.remove()
-    # It hangs: end it and those that it started, whatever they are doing.
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError):
-            child.kill()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import READY_NOTE, BlockPlace, Meanwhile, StreamFolder
 from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, EVALUATION, HeldOut, StreamRequest
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 _MOST_OPEN = 4  # blocks
 
@@ -46,15 +47,9 @@ class Stream:
     @classmethod
     def start(cls, request: StreamRequest) -> Stream:
         """Start the producer. It ends with `close`, and with this process."""
-        lock = request.folder.lock()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", producer.__name__, str(os.getpid()), str(request.folder.path)],
-                stdin=subprocess.PIPE,
-                pass_fds=[lock],
-            )
-        finally:
-            os.close(lock)
+        place = (str(os.getpid()), str(request.folder.path))
+        command = [sys.executable, "-P", "-m", producer.__name__, *place]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin as pipe, contextlib.suppress(BrokenPipeError):
             pickle.dump(request, pipe)
@@ -72,6 +67,26 @@ class Stream:
             self._process.wait()
         self.folder.remove()
 
+    def _failure(self) -> MegatuneError | None:
+        """Return why the producer has ended, which is noted for all ranks; None while it lives, and in other ranks."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return None
+        if (noted := self.folder.failure()) is not None:
+            return noted
+        what = f"the process that reads the data {f'was killed by signal {-code}' if code < 0 else 'ended'}"
+        why, resume = f"its last report: {self.folder.doing()}", "the same command continues from the last checkpoint"
+        fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
+        died = MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
+        self.folder.fail(died)
+        return died
+
+    def _watching(self, meanwhile: Meanwhile) -> Meanwhile:
+        def watch() -> None:
+            meanwhile()
+            self._failure()
+
+        return watch
+
     def wait_ready(self, meanwhile: Meanwhile) -> TokenRows | None:
         """Wait for the evaluation rows. They may take any time, as long as the producer makes progress.
 
@@ -79,7 +94,7 @@ class Stream:
             MegatuneError: as `StreamFolder.wait_for`.
         """
         look = partial(self.folder.noted, READY_NOTE)
-        ready = self.folder.wait_for(look, self._limit, "evaluation data", meanwhile, patient=True)
+        ready = self.folder.wait_for(look, self._limit, "evaluation data", self._watching(meanwhile), patient=True)
         if ready["evaluation"] is None:
             return None
         self.held_out = HeldOut.load(Path(ready["evaluation"]))
@@ -103,14 +118,12 @@ class Stream:
         Raises:
             MegatuneError: as `StreamFolder.wait_for`, and as soon as the producer is gone and the run needs more of it.
         """
-        if self._process is not None and (code := self._process.poll()) is not None:
-            blocks = self.folder.blocks()
-            if not blocks or blocks[-1].stop_row < last:
-                how = f"was killed by signal {-code}" if code < 0 else "ended"
-                raise self.folder.failure("the next block of rows", how)
+        failure = self._failure()
+        if failure is not None and max((block.stop_row for block in self.folder.blocks()), default=0) < last:
+            raise failure
         while self._meta is None or self._meta.stop_row < stop:
             row = first if self._meta is None else self._meta.stop_row
-            place = self.folder.wait_for_row(row, self._limit, meanwhile)
+            place = self.folder.wait_for_row(row, self._limit, self._watching(meanwhile))
             self._meta = BlockMeta.load(place.folder)
             yield self._meta, place.folder
 

@@ -1,7 +1,9 @@
-"""Chat templates: how a conversation is written for a model."""
+"""Chat templates: how a conversation is written for a model, and whether one fits a model's tokenizer."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,15 +12,30 @@ from megatune.data.bad_rows import RowError
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
 from megatune.data.templates.rendering import template_errors
+from megatune.data.templates.swift_table import named_swift_template
 from megatune.data.templates.table import NAMED_TEMPLATES
-from megatune.data.templates.tool_formats import LLAMAFACTORY_TOOLS
+from megatune.data.templates.tools import tool_format as tool_format_of
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note
+from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, check_vocabulary
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Template", "Thinking", "Turn", "load_template", "stop_note", "template_names", "template_source"]
+__all__ = [
+    "Template",
+    "Thinking",
+    "Turn",
+    "check_template",
+    "load_template",
+    "stop_note",
+    "template_names",
+    "template_source",
+]
+
+_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_OWN = {"{bos}": "a bos_token", "{eos}": "an eos_token"}  # tokens that any tokenizer may have
+_Has = Callable[[str], bool]  # tells whether a tokenizer has a special token of a template as one token
 
 
 def template_names() -> tuple[str, ...]:
@@ -47,10 +64,11 @@ def load_template(
         return _from_tokenizer(tokenizer, default_system)
     own = bool(tokenizer.chat_template)
     template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=own)
-    if missing := _missing_tokens(template, tokenizer):
-        raise _refused(name, tokenizer, f"the tokenizer does not have {', '.join(missing)} as one token")
+    texts = {"{bos}": tokenizer.bos_token or _OWN["{bos}"], "{eos}": tokenizer.eos_token or _OWN["{eos}"]}
+    if missing := [texts.get(token, token) for token in template.special_tokens if not _has_token(tokenizer, token)]:
+        raise _refused_by(tokenizer, name, _without(missing))
     if tool_format is not None:
-        template = template.with_tools(LLAMAFACTORY_TOOLS[tool_format])
+        template = template.with_tools(tool_format_of(tool_format))
     template = template.bound(tokenizer.bos_token or "", tokenizer.eos_token or "")
     if default_system is not None:
         template = replace(template, default_system=default_system)
@@ -88,51 +106,101 @@ def named_template(name: str, *, tokenizer_has_own: bool = False) -> NamedTempla
     raise MegatuneError(Finding(f"template: {name!r} is unknown", why=why, fix=fix), ExitCode.SETTINGS)
 
 
+def check_template(name: str | None, folder: Path | None, *, is_swift: bool = False) -> None:
+    """Refuse a template that is unknown, or that cannot fit a tokenizer as far as its files show it.
+
+    Nothing of Transformers is imported.
+
+    Args:
+        name: as `load_template` takes it.
+        folder: of the tokenizer; None where it is not here yet.
+        is_swift: it is a name of ms-swift's.
+
+    Raises:
+        MegatuneError: as `load_template`.
+    """
+    template, own = None, folder is not None and _has_chat_template(folder)
+    if is_swift:
+        if name is not None:
+            named_swift_template(name)
+    elif name is not None:
+        template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=own)
+    if folder is None:
+        return
+    check_vocabulary(folder)
+    try:
+        text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = None
+
+    def has(token: str) -> bool:
+        forms = json.dumps(token, ensure_ascii=False), json.dumps(token)
+        return token in _OWN or text is None or any(form in text for form in forms)
+
+    fitting = _fitting(has) if text is not None else []
+    if template is None:
+        if not is_swift and not own:
+            raise _refused("null", str(folder), "the tokenizer has no chat template", fitting)
+    elif missing := [token for token in template.special_tokens if not has(token)]:
+        raise _refused(template.name, str(folder), _without(missing), fitting, has_own=own)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in _CHAT_TEMPLATES):
+        return True
+    try:
+        return bool(json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True  # what reads the tokenizer says what is wrong with it
+
+
 def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
     if not tokenizer.chat_template:
-        raise _refused("null", tokenizer, "the tokenizer has no chat template")
+        raise _refused_by(tokenizer, "null", "the tokenizer has no chat template")
     template = ChatTemplate(tokenizer, default_system or "")
     try:
         template.render(PROBE, Thinking())
     except RowError as error:
-        raise _refused("null", tokenizer, f"answers cannot be separated from prompts: {error}") from error
+        raise _refused_by(tokenizer, "null", f"answers cannot be separated from prompts: {error}") from error
     try:
         unasked = template.unasked()
     except template_errors() as error:
-        raise _refused("null", tokenizer, f"it cannot be rendered: {error}") from error
+        raise _refused_by(tokenizer, "null", f"it cannot be rendered: {error}") from error
     if unasked:
         why = f"the chat template has no generation prompt: the model would have to write {unasked!r} before an answer"
-        raise _refused("null", tokenizer, why)
-    fitting = _fitting(tokenizer)
+        raise _refused_by(tokenizer, "null", why)
+    fitting = _fitting(lambda token: _has_token(tokenizer, token))
     choice = f", or choose a template by name: {', '.join(fitting)}" if fitting else ""
     check_tokens(template, tokenizer, f"let the chat template write a special token after each answer{choice}")
     return template
 
 
-def _missing_tokens(template: NamedTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find special tokens of the template that are not one token of the tokenizer."""
-    own = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}
-    missing = []
-    for token in template.special_tokens:
-        text = own.get(token, token)
-        ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-        if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-            missing.append(text or {"{bos}": "a bos_token", "{eos}": "an eos_token"}[token])
-    return missing
+def _has_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
+    text = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}.get(token, token)
+    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    return len(ids) == 1 and ids[0] != tokenizer.unk_token_id
 
 
-def _fitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _fitting(has: _Has) -> list[str]:
     """Name the templates whose own tokens the tokenizer has; ones that need only a bos and an eos prove nothing."""
-    own = {name: each for name, each in NAMED_TEMPLATES.items() if set(each.special_tokens) - {"{bos}", "{eos}"}}
-    return [name for name, template in own.items() if not _missing_tokens(template, tokenizer)]
+    own = (template for template in NAMED_TEMPLATES.values() if set(template.special_tokens) - set(_OWN))
+    return [template.name for template in own if all(map(has, template.special_tokens))]
 
 
-def _refused(name: str, tokenizer: PreTrainedTokenizerBase, why: str) -> MegatuneError:
-    fitting = _fitting(tokenizer)
-    if tokenizer.chat_template and name != "null":
-        fitting.insert(0, "null")
+def _without(missing: list[str]) -> str:
+    return f"the tokenizer does not have {', '.join(missing)} as one token"
+
+
+def _refused_by(tokenizer: PreTrainedTokenizerBase, name: str, why: str) -> MegatuneError:
+    fitting = _fitting(lambda token: _has_token(tokenizer, token))
+    return _refused(name, tokenizer.name_or_path, why, fitting, has_own=bool(tokenizer.chat_template))
+
+
+def _refused(name: str, where: str, why: str, fitting: list[str], *, has_own: bool = False) -> MegatuneError:
+    if has_own and name != "null":
+        fitting = ["null", *fitting]
     fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
     if fitting:
         fix = f"templates that fit it: {', '.join(fitting)}"
     what = f"template: {name} does not fit this model's tokenizer"
-    return MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
+    return MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)

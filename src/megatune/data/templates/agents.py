@@ -1,46 +1,168 @@
-"""ms-swift's agent templates: how tools, calls of tools and what tools return are written, by name and version."""
+"""ms-swift's agent templates, by name and version: tools, their calls and their results from texts with placeholders.
+
+The texts are in agents.yaml.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agent_texts import ChatText, Keywords, TextTemplate
+from megatune.data.templates.tool_texts import ToolTexts, compact, fill, fill_from, prepared, tool_name
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
-__all__ = ["AGENT_TEMPLATES", "NOT_SUPPORTED", "AgentTemplate", "ChatText", "agent_template"]
+
+class ChatText(NamedTuple):
+    """What agent templates need to know of the chat template that they write into.
+
+    Attributes:
+        prompt: a user's message, {content}, up to where the answer starts.
+        separator: what ends an answer that another message follows.
+    """
+
+    prompt: str
+    separator: str
 
 
-class AgentTemplate(Protocol):
-    """A way of writing tools, their calls and their results."""
+class Keywords(NamedTuple):
+    """What ReAct writes before the name of a tool, before its arguments and before its result."""
+
+    action: str
+    action_input: str
+    observation: str
+
+
+REACT = Keywords("Action:", "Action Input:", "Observation:")
+
+
+def _keep(before: str) -> tuple[str, str]:
+    return before, ""
+
+
+def _strip(before: str) -> tuple[str, str]:
+    return before.strip(), "\n\n" if before.strip() else ""
+
+
+def _strip_text(before: str) -> tuple[str, str]:
+    return (before.strip(), "\n") if before.strip() else (before, "")
+
+
+def _after_thought(before: str) -> tuple[str, str]:
+    return before, "\n\n" if before.split("</think>")[-1].strip() else ""
+
+
+# What becomes of the assistant's text before calls, and what separates the two.
+_BEFORE = {"keep": _keep, "strip": _strip, "strip_text": _strip_text, "after_thought": _after_thought}
+
+# The placeholders of a result.
+_RESULT_FIELDS: dict[str, Callable[[str], str]] = {
+    "content": str,
+    "content_object": lambda content: compact({"content": content}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTemplate(ToolTexts):
+    """A way of writing tools, their calls and their results, which is nothing but texts.
+
+    Attributes:
+        system_message: with {system}, {tools}, {names} (those of the tools, with commas) and {instructions}.
+        system_part: what {system} becomes where the row has a system message.
+        no_system: what {no_system} becomes where it has none.
+        default_system: the system message of rows without one, be it empty.
+        strip_system: removes white space around the system message.
+        instructions: what {instructions} becomes, before anything else; templates share them.
+        question: the first user's message where the tools stand there, with {tools} and {question}; "": they do not.
+        before: what becomes of the assistant's text before calls, a key of _BEFORE.
+        result, result_joiner: one of {results}, with the placeholders of _RESULT_FIELDS.
+        results_within: what encloses {results} wherever they stand.
+        all_results: all text from the answer to the next one, with {results} or with {separator} and {user_message},
+            a user's message that holds them.
+        after_user: results that follow a user's message, with {results}, {separator} and {user_start}, which starts
+            another user's message; None: they are refused.
+        after_user_joiner: separates them where that is not result_joiner.
+        keywords: of answers in the way of ReAct, which results follow in that way, too; None: in no case.
+        version: of ms-swift, 3 or 4.
+    """
+
+    system_message: str
+    system_part: str = "{system}"
+    no_system: str = ""
+    default_system: str = ""
+    strip_system: bool = False
+    instructions: str = ""
+    question: str = ""
+    before: str = "keep"
+    result: str = "{content}"
+    result_joiner: str = "\n"
+    results_within: str = "{results}"
+    all_results: str = "{results}"
+    after_user: str | None = None
+    after_user_joiner: str | None = None
+    keywords: Keywords | None = REACT
+    version: int
 
     def offer(self, tools: Sequence[Mapping[str, Any]], system: str | None, question: str) -> tuple[str, str]:
         """Return the system message and the first user's message, with the tools in one of them."""
-        ...
+        if not tools:
+            return system or "", question
+        whole = (prepared(tool, self.version) for tool in tools)
+        described, names = self.written_tools(whole, tool_name if "{names}" in self.system_message else None)
+        written = {"tools": described, "names": ",".join(names)}
+        system = self.default_system if system is None else system
+        system = system.strip() if self.strip_system else system
+        message = fill(
+            self.system_message.replace("{instructions}", self.instructions),
+            system=fill(self.system_part, system=system) if system else "",
+            no_system="" if system else self.no_system,
+            **written,
+        )
+        return message, fill(self.question, question=question, **written) if self.question else question
 
     def calls(self, calls: Sequence[ToolCall], before: str | None) -> tuple[str | None, str]:
-        """Return the text of the assistant's message right before the calls (None: there is none; some templates
-        change it), and the text of a run of calls."""
-        ...
+        """Return the text of the assistant's message right before the calls, None where there is none, and the text of
+        a run of calls."""
+        text = self.written_calls(calls)
+        if before is None:
+            return None, text
+        before, separator = _BEFORE[self.before](before)
+        return before, separator + text
 
     def results(self, answer: str, results: Sequence[str], chat: ChatText) -> tuple[str, str]:
-        """Return the answer before the results (ReAct ends it with "Observation:"), and all text from there to where
-        the next answer starts.
+        """Return the answer before the results, and all text from there to where the next answer starts.
 
         Where several messages of the assistant precede the results, ms-swift 3 takes all of their text for the answer,
         and ms-swift 4 the last of them.
         """
-        ...
+        if self.keywords and self.keywords.action in answer and self.keywords.action_input in answer:
+            return _react_results(self.keywords, answer, results)
+        joined = self._joined(results, self.result_joiner)
+        user_message = chat.prompt.replace("{content}", joined)
+        return answer, fill(self.all_results, results=joined, separator=chat.separator, user_message=user_message)
 
     def standalone(self, results: Sequence[str], chat: ChatText) -> str | None:
-        """Return text to append to a user's message that results follow without a call; None where ms-swift refuses
-        that, which version 3 always does."""
-        ...
+        """Return text to append to a user's message that results follow; None where ms-swift refuses that."""
+        if self.after_user is None or self.version < 4:
+            return None
+        joined = self._joined(results, self.result_joiner if self.after_user_joiner is None else self.after_user_joiner)
+        user_start = chat.prompt.split("{content}", maxsplit=1)[0]
+        return fill(self.after_user, results=joined, separator=chat.separator, user_start=user_start)
+
+    def _joined(self, results: Sequence[str], joiner: str) -> str:
+        joined = joiner.join(fill_from(self.result, _RESULT_FIELDS, each) for each in results)
+        return fill(self.results_within, results=joined)
+
+
+def _react_results(keywords: Keywords, answer: str, results: Sequence[str]) -> tuple[str, str]:
+    if not answer.endswith(keywords.observation):
+        answer += ("" if answer.endswith("\n") else "\n") + keywords.observation
+    return answer, keywords.observation.join(each if each.endswith("\n") else f"{each}\n" for each in results)
 
 
 # ms-swift's names that have no texts here: languages of their own, of models that are not supported.
@@ -67,20 +189,17 @@ def _texts(name: str, version: int) -> dict[str, Any]:
     return (_texts(like, version) if like else {}) | entry | (in_3 if version < 4 else {})
 
 
-def _names(version: int) -> dict[str, str]:
+def agent_names(version: int) -> dict[str, str]:
     """Return the names that a version of ms-swift has, each with the name of its entry."""
     names = {name: name for name, entry in _entries().items() if version >= entry.get("since", 3)}
     return names if version >= 4 else names | _NAMES_IN_3
 
 
-def _build(name: str, version: int) -> TextTemplate:
+def _build(name: str, version: int) -> AgentTemplate:
     texts = _texts(name, version)
     if texts.get("keywords"):
         texts["keywords"] = Keywords(*texts["keywords"])
-    return TextTemplate(**texts, version=version)
-
-
-AGENT_TEMPLATES: dict[str, AgentTemplate] = {name: _build(name, 4) for name in _names(4)}
+    return AgentTemplate(**texts, version=version)
 
 
 @cache
@@ -90,7 +209,7 @@ def agent_template(name: str, version: int) -> AgentTemplate:
     Raises:
         MegatuneError: the version has none of this name, or it is not supported.
     """
-    names = _names(version)
+    names = agent_names(version)
     if name in names:
         return _build(names[name], version)
     if name in NOT_SUPPORTED:

@@ -20,7 +20,8 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, render_marked, template_errors
 from megatune.data.templates.spans import spans_at_once
-from megatune.data.templates.tools import LLAMA3_DATE, call_id, tool_schema
+from megatune.data.templates.tool_texts import call_id
+from megatune.data.templates.tools import LLAMA3_DATE, tool_schema
 from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
 
 if TYPE_CHECKING:

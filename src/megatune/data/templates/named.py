@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat
+from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, tool_format
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
@@ -133,7 +133,7 @@ class NamedTemplate:
         if conversation.tools:
             if self.tool_format is None:
                 raise RowError("no-tools-in-template", "the template has no text for tools")
-            offer = self.tool_format.offer(conversation.tools)
+            offer = self.tool_format.offered(conversation.tools)
             if self.tool_format.offer_before_system:
                 system, offer = f"{offer.lstrip()}\n\n{system}" if system else offer.lstrip(), ""
             elif not self.tool_format.offer_before_question:
@@ -171,7 +171,7 @@ class NamedTemplate:
         thought, said = split_thought(content)
         if thought and not said:  # trimming takes the line breaks between a thought and its calls
             thought = split_thought(message.content.lstrip())[0] if "assistant" in self.trims else thought
-        calls = self.tool_format.calls(message.tool_calls, number)
+        calls = self.tool_format.written_calls(message.tool_calls, number)
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 
     def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, fills: bool) -> Turn:
@@ -247,7 +247,8 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
         if value.text not in TOOL_FORMATS:
             fix = f"one of {', '.join(TOOL_FORMATS)}"
             findings.append(Finding(f"tools: {value.text!r} is not a known tool format", where, fix=fix))
-        return TOOL_FORMATS.get(value.text)
+            return None
+        return tool_format(TOOL_FORMATS[value.text])
     else:
         findings += _faults(key, value.text, where)
     return value.text

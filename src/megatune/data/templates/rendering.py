@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, wraps
+from itertools import chain
 from types import BuiltinMethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.environment import Template
@@ -28,7 +30,6 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from megatune.data.bad_rows import RowError
-from megatune.data.templates.sizes import FILTERS, METHODS, OPERATORS, REFUSED_METHODS, size_of
 
 MOST_SECONDS = 10.0  # of the thread's own time: a process that is stopped, or shares its cores, loses none
 MOST_SIZE = 2**26  # characters and items of one value, and of what is rendered
@@ -37,8 +38,15 @@ MOST_SOURCE = 2**20  # characters of a template; the longest published ones have
 _WORK = 512  # units between looks at the clock: a step is one, and so are these characters or items
 _UNIT_SIZE = 2**13
 
+TOO_LARGE = 2**62  # more than any limit
+# Methods and filters that pad texts, which no conversation needs.
+REFUSED_METHODS = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "translate", "format_map", "to_bytes"))
+REFUSED_FILTERS = ("center", "wordwrap", "batch", "slice")
+_MOST_BITS = 2**14  # of a whole number: larger ones take hours to reckon with
+_MOST_WIDTH = 1000  # of a place in "%10d" or "{:>10}", of an indentation, of digits
+_WIDTH = re.compile(r"\d{4,}|\*|\{[^{}]*\{")  # the last two take the width from what fills the place
+
 Chat = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
 
 
 class RenderLimitError(TemplateError):
@@ -103,23 +111,99 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
         yield value
 
 
+# How large what a template makes will be: of operators, methods and filters that make much of little.
+
+
+def size_of(value: object, limit: int = TOO_LARGE) -> int:
+    """Return the characters and items of a value, counted as often as they are written; stops beyond `limit`.
+
+    A list can hold another one twice, which holds another one twice: few objects, and no end of them as text.
+    """
+    size, waiting = 0, [value]
+    while waiting and size <= limit:
+        one = waiting.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping):
+            waiting.extend(chain(one.keys(), one.values()))
+        elif isinstance(one, list | tuple):
+            waiting.extend(one)
+        size += 1
+    return size
+
+
+def _bits(value: object) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _number(bits: int) -> int:
+    return 1 if bits <= _MOST_BITS else TOO_LARGE
+
+
+def _times(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return _number(_bits(left) + _bits(right))
+    value, times = (right, left) if isinstance(left, int) else (left, right)
+    return size_of(value) * max(times, 1) if isinstance(times, int) else 1
+
+
+def _filled(text: Any, *given: Any, **named: Any) -> int:
+    """Of a text with places, such as %s and {}, filled with what is given; or of the rest of a division."""
+    if not isinstance(text, str):
+        return _number(_bits(text))
+    if any(not match.isdigit() or int(match[:9]) > _MOST_WIDTH for match in _WIDTH.findall(text)):
+        return TOO_LARGE
+    return len(text) + (text.count("{") + text.count("%")) * (_MOST_WIDTH + size_of([*given, *named.values()]))
+
+
+OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
+    "*": _times,
+    "**": lambda left, right: _number(_bits(left) * max(right, 1) if isinstance(right, int) else 0),
+    "%": _filled,
+    "//": lambda left, right: _number(_bits(left)),
+}
+
+
+def _joined(glue: Any, items: Any = ()) -> int:
+    count = len(items) if hasattr(items, "__len__") else 2**17  # an iterator has no more than a range
+    return size_of(items) + size_of(glue) * count
+
+
+def _replaced(text: Any, old: Any = "", new: Any = "", *_: Any) -> int:
+    text, old, new = str(text), str(old), str(new)
+    return len(text) + text.count(old) * len(new)
+
+
+# By the name of the method; called with what it is a method of.
+METHODS: Mapping[str, Callable[..., int]] = {"join": _joined, "replace": _replaced, "format": _filled}
+
+
+def _narrow(_: Any, *widths: Any, **named: Any) -> int:
+    """Of filters that are given the width of an indentation, or digits."""
+    numbers = [width if isinstance(width, int) else size_of(width) for width in (*widths, *named.values())]
+    return 1 if all(number <= _MOST_WIDTH for number in numbers) else TOO_LARGE
+
+
+def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
+    return size_of(text) + str(text).count("\n") * (width if isinstance(width, int) else size_of(width))
+
+
+# By the name of the filter; called with what is filtered.
+FILTERS: Mapping[str, Callable[..., int]] = {
+    "format": _filled,
+    "replace": _replaced,
+    "join": lambda items, glue="", *_, **__: _joined(glue, items),
+    "indent": _indented,
+    "tojson": _narrow,
+    "round": _narrow,
+    **dict.fromkeys(REFUSED_FILTERS, lambda *_, **__: TOO_LARGE),
+}
+
+
 class _Measured(NodeTransformer):
     """Makes a template measure what it puts together, where that can be put together again: x ~ x, of that y ~ y."""
 
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802 - Jinja's name, as below
-        """Leave sums that are written at once, and measured then."""
-        for index, child in enumerate(node.nodes):
-            if isinstance(child, nodes.Add) and _is_text(child):
-                while isinstance(child, nodes.Add):
-                    child.right = self.visit(child.right)
-                    if not isinstance(child.left, nodes.Add):
-                        child.left = self.visit(child.left)
-                    child = child.left
-            else:
-                node.nodes[index] = self.visit(child)
-        return node
-
-    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802 - Jinja's name, as below
         self.generic_visit(node)
         if not isinstance(node.node, nodes.Const):
             node.node = _filtered(node.node, "megatune_made")
@@ -130,26 +214,13 @@ class _Measured(NodeTransformer):
         node.iter = _filtered(node.iter, "megatune_each")
         return node
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        # What equals a text of the template is as short.
-        is_short = all(each.op in ("eq", "ne") and isinstance(each.expr, nodes.Const) for each in node.ops)
-        return node if is_short else _filtered(node, "megatune_made")
-
     def _visit_value(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
         is_constant = not any(map(node.find, (nodes.Name, nodes.Filter, nodes.Call)))
         return node if is_target or is_constant else _filtered(node, "megatune_made")
 
-    visit_Add = visit_Concat = visit_List = visit_Tuple = visit_Dict = _visit_value  # noqa: N815
-
-
-def _is_text(node: nodes.Node) -> bool:
-    """Tell whether a sum can only be a text, and no list that holds another."""
-    if isinstance(node, nodes.Add):
-        return _is_text(node.left) or _is_text(node.right)
-    return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Const) and isinstance(node.value, str))
+    visit_Add = visit_Concat = visit_Compare = visit_List = visit_Tuple = visit_Dict = _visit_value  # noqa: N815
 
 
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -295,29 +366,19 @@ def render(source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = 
         RenderLimitError: it takes too much time or memory.
         Exception: what the template raises; see `template_errors`.
     """
-    return _within_limits(lambda template, options: template.render(options), source, chat, tools, given)
+    return render_marked(source, chat, tools, **given)[0]
 
 
 def render_marked(
     source: str, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None, **given: Any
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat template, and return the spans between {% generation %} and its end, too."""
-
-    def write(template: Template, options: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        for piece in template.generate(options):
+    _run.begin()
+    options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
+    try:
+        for piece in _compiled(source).generate(options):
             _run.pieces.append(piece)
         return _concat(_run.pieces), _run.spans
-
-    return _within_limits(write, source, chat, tools, given)
-
-
-def _within_limits(
-    write: Callable[[Template, Mapping[str, Any]], T], source: str, chat: Chat, tools: Any, given: Mapping[str, Any]
-) -> T:
-    _run.begin()
-    try:
-        options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
-        return write(_compiled(source), options)
     except MemoryError:
         raise RenderLimitError("it takes more memory to render than there is") from None
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, Role
 from megatune.data.templates.agents import AgentTemplate, ChatText
+from megatune.data.templates.tool_texts import fill
 from megatune.data.templates.turns import Thinking, Turn
 
 Mask = Literal["empty_thought", "think_tag"]
@@ -128,11 +129,11 @@ class SwiftTemplate:
         return list(self._turns(merged, system))
 
     def _turns(self, merged: Sequence[_Merged], system: str | None) -> Iterator[Turn]:
-        before = _fill(self.system, system) if system and self.system is not None else self.prefix
+        before = fill(self.system, content=system) if system and self.system is not None else self.prefix
         last, last_round = len(merged) - 2, self._last_question(merged)
         for index in range(0, len(merged), 2):
             question = merged[index]
-            asked = question.texts[0] if question.role == "tool" else _fill(self.prompt, question.texts[0])
+            asked = question.texts[0] if question.role == "tool" else fill(self.prompt, content=question.texts[0])
             prompt: tuple[str, ...] = (before, asked)
             if masked := 0 if self.rules.has_template else self._masked(asked):
                 yield Turn((before,), (asked[:masked],), False)
@@ -278,8 +279,3 @@ class SwiftTemplate:
     @property
     def _chat_text(self) -> ChatText:
         return ChatText(self.prompt, self.separator or "")
-
-
-def _fill(text: str, content: str) -> str:
-    before, _, after = text.partition("{content}")
-    return f"{before}{content}{after}"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatune.data.templates.named import NamedTemplate
-from megatune.data.templates.tool_formats import QWEN3_5_TOOLS
-from megatune.data.templates.tools import LLAMA3_TOOLS, MISTRAL_TOOLS, PLAIN_TOOLS, QWEN_TOOLS
+from megatune.data.templates.tools import tool_format
 
 _CHATML = NamedTemplate(
     name="chatml",
@@ -18,7 +17,7 @@ _CHATML = NamedTemplate(
     assistant="{content}<|im_end|>\n",
     system="<|im_start|>system\n{content}<|im_end|>\n",
     observation="<|im_start|>tool\n{content}<|im_end|>\n<|im_start|>assistant\n",
-    tool_format=PLAIN_TOOLS,
+    tool_format=tool_format("plain"),
     special_tokens=("<|im_start|>", "<|im_end|>"),
 )
 
@@ -27,14 +26,14 @@ _QWEN3_NOTHINK = replace(
     name="qwen3_nothink",
     observation="<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     observation_separator="\n</tool_response>\n<tool_response>\n",
-    tool_format=QWEN_TOOLS,
+    tool_format=tool_format("qwen"),
 )
 
 # Qwen3.5's and 3.6's. LLaMA-Factory's text has the tools behind the system message, and trims nothing.
 _QWEN3_5 = replace(
     _QWEN3_NOTHINK,
     name="qwen3_5",
-    tool_format=QWEN3_5_TOOLS,
+    tool_format=tool_format("qwen3_5_published"),
     trims=("system", "user", "assistant", "tool"),
     thinks=True,
     fills_thoughts=True,
@@ -55,7 +54,7 @@ _LLAMA3 = NamedTemplate(
         "<|start_header_id|>ipython<|end_header_id|>\n\n{content}<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     ),
-    tool_format=LLAMA3_TOOLS,
+    tool_format=tool_format("llama3"),
     special_tokens=("{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     trims=("system", "user", "assistant", "tool"),
 )
@@ -72,7 +71,7 @@ _MISTRAL = NamedTemplate(
     calls="{content}{eos}",
     observation="[TOOL_RESULTS] {content}[/TOOL_RESULTS]",
     observation_separator="[/TOOL_RESULTS][TOOL_RESULTS] ",
-    tool_format=MISTRAL_TOOLS,
+    tool_format=tool_format("mistral_published"),
     special_tokens=("{bos}", "{eos}", "[INST]", "[/INST]"),
     system_in_question=True,
     trims=("assistant",),
@@ -86,7 +85,7 @@ _DEEPSEEK = NamedTemplate(
     assistant=" {content}{eos}",
     system="{content}\n\n",
     observation="User: {content}\n\nAssistant:",
-    tool_format=PLAIN_TOOLS,
+    tool_format=tool_format("plain"),
     special_tokens=("{bos}", "{eos}"),
 )
 
@@ -108,7 +107,7 @@ _DEFAULT = NamedTemplate(
     assistant="{content}{eos}\n",
     system="System: {content}{eos}\n",
     observation="Human: {content}{eos}\nAssistant:",
-    tool_format=PLAIN_TOOLS,
+    tool_format=tool_format("plain"),
     special_tokens=("{eos}",),
     is_apart=True,
 )

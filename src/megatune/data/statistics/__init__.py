@@ -1,1 +1,0 @@
-"""What `megatune data stats` counts, prints and draws."""
