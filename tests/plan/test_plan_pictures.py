@@ -8,6 +8,7 @@ import pytest
 
 from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.plan.answer import Answer, answer
+from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.pages.figures import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.pages.page import as_text
@@ -31,8 +32,8 @@ def question(
         batch=BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
         precision=PrecisionSettings(bf16=True),
     )
-    return Question(model=find_model(name), machine=find_machine("a100-80g"), world_size=4, settings=settings,
-                    global_batch_size=accumulation * 4 // pp, plans_own=plans_own)  # fmt: skip
+    case = Case(model=find_model(name), settings=settings, world_size=4, machine=find_machine("a100-80g"))
+    return Question(case=case, global_batch_size=accumulation * 4 // pp, plans_own=plans_own)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from megatune.plan.changes.table import LOSSY, smaller_runs
 from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
-from megatune.plan.search import SearchResult, is_tight, search
+from megatune.plan.search import SearchResult, search
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
@@ -93,16 +93,16 @@ def answer(question: Question) -> Answer:
 
 def _best_with(question: Question, changes: Changes, below: float = math.inf) -> Estimate | None:
     """Search again with other settings, where the rules have nothing more against them."""
-    settings, architecture = with_settings(question.settings, changes), question.model.architecture
-    known = set(check(question.settings, architecture))
-    if settings == question.settings or set(check(settings, architecture)) - known:
+    settings, architecture = with_settings(question.case.settings, changes), question.case.model.architecture
+    known = set(check(question.case.settings, architecture))
+    if settings == question.case.settings or set(check(settings, architecture)) - known:
         return None
-    return search(replace(question.request, settings=settings, keep=1, below=below)).best
+    return search(replace(question.request, case=replace(question.case, settings=settings), keep=1, below=below)).best
 
 
 def _less(question: Question) -> Iterator[Alternative]:
     """Search with what needs less memory: the optimizer on the host, adapters, shorter rows."""
-    for kind in smaller_runs(question.settings):
+    for kind in smaller_runs(question.case.settings):
         fitting = ((changes, best) for changes in kind if (best := _best_with(question, changes)) is not None)
         yield from (Alternative(changes=changes, found=best) for changes, best in islice(fitting, 1))
 
@@ -112,15 +112,15 @@ def _lossy(found: Answer) -> Iterator[Alternative]:
 
     Of full training in 16 bits on GPUs; settings that the user wrote stay.
     """
-    reference, question, settings = found.best, found.question, found.question.settings
-    is_wide = settings.precision.params_dtype == "float32" or question.machine.device.on_cpu
+    reference, question, settings = found.best, found.question, found.question.case.settings
+    is_wide = settings.precision.params_dtype == "float32" or question.case.machine.device.on_cpu
     if is_wide or settings.finetuning.finetuning_type == "lora" or settings.optimizer.optimizer != "adam":
         return
-    is_sure = reference is not None and not is_tight(reference)
+    is_sure = reference is not None and not reference.is_tight
     below = (1 - WORTH_CHANGING) * reference.time.total if reference is not None and is_sure else math.inf
     choices = [(name, changes) for name, changes in LOSSY.items() if not question.written & changes.keys()]
     for name, changes in choices[-1:] if found.result.num_considered > _MANY else choices:
         best = _best_with(question, changes, below)
-        if best is not None and (is_sure or reference is None or not is_tight(best)):
+        if best is not None and (is_sure or reference is None or not best.is_tight):
             yield Alternative(name=name, changes=changes, found=best)
             below = min(below, (1 - WORTH_CHANGING) * best.time.total)

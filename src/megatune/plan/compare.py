@@ -13,7 +13,7 @@ from megatune.plan.pages.page import Page, words_page
 from megatune.plan.pages.tables import wrapped
 from megatune.plan.pages.words import amount, bytes_unit, columns, count, duration, layout_words, seconds
 from megatune.plan.question import Question
-from megatune.plan.search import is_tight, search
+from megatune.plan.search import search
 
 ANY = "any"
 
@@ -78,12 +78,12 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        return self.question.machine.device.name
+        return self.question.case.machine.device.name
 
     @property
     def hours(self) -> float | None:
         """Hours of the whole run; None where nobody knows how long it is."""
-        tokens, steps = self.question.dataset_tokens, self.question.settings.optimizer.max_steps
+        tokens, steps = self.question.dataset_tokens, self.question.case.settings.optimizer.max_steps
         if self.found is None:
             return None
         if tokens is not None:
@@ -93,13 +93,13 @@ class Offer:
     @property
     def cost(self) -> float | None:
         hours = self.hours
-        return None if hours is None or self.price is None else hours * self.price * self.question.world_size
+        return None if hours is None or self.price is None else hours * self.price * self.question.case.world_size
 
     @property
     def order(self) -> tuple[bool, float, float]:
         """What fits comes first, the cheapest of it, or where no price is known the fastest."""
         if self.found is None:
-            return True, 0.0, -self.question.machine.device.memory
+            return True, 0.0, -self.question.case.machine.device.memory
         return False, float("inf") if self.cost is None else self.cost, self.found.time.total
 
 
@@ -128,11 +128,11 @@ def pages(found: Sequence[Offer], width: int = 80) -> Iterator[Page]:
 
 def _head(question: Question) -> Iterator[str]:
     rows = f"{count(question.global_batch_size, 'row')} a step"
-    yield f"{question.model.name} on {question.world_size:,} GPUs of each kind, {rows}"
+    yield f"{question.case.model.name} on {question.case.world_size:,} GPUs of each kind, {rows}"
     if question.dataset_tokens is not None:
         yield f"{amount(question.dataset_tokens)} tokens"
-    elif question.settings.optimizer.max_steps > 0:
-        yield f"{question.settings.optimizer.max_steps:,} steps"
+    elif question.case.settings.optimizer.max_steps > 0:
+        yield f"{question.case.settings.optimizer.max_steps:,} steps"
     else:
         yield "--dataset_tokens N, such as 40M, says how long the run takes and what it costs"
 
@@ -146,14 +146,14 @@ def _table(found: Sequence[Offer]) -> Iterator[str]:
     rows = [["gpu", "layout", unit.name, "step", "tokens/s", "time", "price"]]
     for offer, best in fitting:
         hours, cost = offer.hours, offer.cost
-        held = unit.of(best.fullest.total) + "!" * is_tight(best)
+        held = unit.of(best.fullest.total) + "!" * best.is_tight
         took = "" if hours is None else duration(3600 * hours)
         speed = [seconds(best.time.total), f"{best.time.tokens_per_second:,.0f}", took]
         rows.append([offer.kind, layout_words(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     yield from columns(rows, left=(0, 1))
-    if any(is_tight(best) for _, best in fitting):
+    if any(best.is_tight for _, best in fitting):
         yield "! is tight: a run may hold more than planned"
 
 
@@ -173,5 +173,9 @@ def document(found: Sequence[Offer]) -> str:
         for offer in found
     ]
     question = found[0].question
-    head = {"model": question.model.name, "world_size": question.world_size, "tokens": question.dataset_tokens}
+    head = {
+        "model": question.case.model.name,
+        "world_size": question.case.world_size,
+        "tokens": question.dataset_tokens,
+    }
     return json.dumps({**head, "gpus": rows}, indent=2, allow_nan=False, ensure_ascii=False)

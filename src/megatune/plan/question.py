@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, replace
 from megatune.config.entry import Arguments
 from megatune.config.load import Loaded, load
 from megatune.config.rules import finetuning, preference
-from megatune.config.settings import Settings
-from megatune.plan.case import Case, PlannedModel
+from megatune.plan.case import Case
 from megatune.plan.changes.variation import with_settings
-from megatune.plan.machine import Machine
-from megatune.plan.rows import RowLengths
 from megatune.plan.search import SearchRequest
 
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
@@ -23,25 +20,19 @@ class Question:
     """What is to be planned.
 
     Attributes:
+        case: the settings' own layout.
+        global_batch_size: rows of a step.
         origins: as `Loaded.origins`; empty for a plan of a bare model.
         plans_own: whether the settings' own layout is planned, before a better one is searched for.
-        lengths: of rows; None where each is taken to be cutoff_len long.
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
         file: the settings file that was planned.
         written: settings, "group.name", that the user gave a value.
     """
 
-    model: PlannedModel
-    machine: Machine
-    world_size: int
-    settings: Settings
-    origins: Mapping[str, str] = field(default_factory=dict)
+    case: Case
     global_batch_size: int
-    document_length: float | None = None
-    image_tokens: int | None = None
-    largest_picture: int | None = None
-    lengths: RowLengths | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
     plans_own: bool = False
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
@@ -49,25 +40,9 @@ class Question:
     written: frozenset[str] = frozenset()
 
     @property
-    def case(self) -> Case:
-        """The settings' own layout."""
-        return self.request.case(self.settings)
-
-    @property
     def request(self) -> SearchRequest:
         """All layouts with the same global batch."""
-        return SearchRequest(
-            model=self.model,
-            machine=self.machine,
-            world_size=self.world_size,
-            settings=self.settings,
-            global_batch_size=self.global_batch_size,
-            document_length=self.document_length,
-            image_tokens=self.image_tokens,
-            written=self.written,
-            largest_picture=self.largest_picture,
-            lengths=self.lengths,
-        )
+        return SearchRequest(case=self.case, global_batch_size=self.global_batch_size, written=self.written)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
@@ -157,17 +157,20 @@ class QuestionReader(PlanReader):
         self._whole_machines(machine, world)
         self.stop()
         known = self._rows(settings, model)
-        return Question(
+        case = Case(
             model=model,
-            machine=machine,
-            world_size=world,
             settings=settings,
-            origins=asked.loaded.origins if self.file else {},
-            global_batch_size=rows,
+            world_size=world,
+            machine=machine,
             document_length=self._documents(settings) if known.lengths is None else None,
             image_tokens=self._images(model, known),
             largest_picture=known.largest_picture,
             lengths=known.lengths,
+        )
+        return Question(
+            case=case,
+            origins=asked.loaded.origins if self.file else {},
+            global_batch_size=rows,
             plans_own=plans_own,
             dataset_tokens=self._tokens(settings, known),
             notes=tuple(self.notes),

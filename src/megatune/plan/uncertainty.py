@@ -40,6 +40,8 @@ _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
 _OF_MEMORY = ("ampere", "hopper", "blackwell", "cpu")
 _OF_TIME = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
+# A run that begins is warned when its plan comes this close to the device's memory.
+TIGHT = 0.95
 _CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
 
 
@@ -60,6 +62,11 @@ def memory_bound(case: Case) -> float:
     """
     known = _CPU_MEMORY if case.machine.device.on_cpu else SPREADS[model_class(case)].memory_bound
     return _CALIBRATED * known if case.machine.calibration.of_memory else _on_device(case, known, _OF_MEMORY)
+
+
+def safe_bytes(case: Case) -> int:
+    """Return what a rank may be planned to hold, so that nine of ten runs of the model's class fit."""
+    return int(case.machine.device.memory / (1 + memory_bound(case)))
 
 
 def time_bound(case: Case) -> float:

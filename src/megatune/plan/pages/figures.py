@@ -19,8 +19,8 @@ from megatune.plan.pages.words import (
     seconds_unit,
 )
 from megatune.plan.schedule import timeline
-from megatune.plan.search import SearchResult, safe_bytes
-from megatune.plan.uncertainty import memory_bound
+from megatune.plan.search import SearchResult
+from megatune.plan.uncertainty import memory_bound, safe_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

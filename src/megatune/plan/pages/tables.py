@@ -27,7 +27,7 @@ from megatune.plan.pages.words import (
     reference_words,
     seconds_unit,
 )
-from megatune.plan.search import SearchResult, is_tight
+from megatune.plan.search import SearchResult
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
@@ -72,7 +72,7 @@ def upper_end(estimate: Estimate, unit: Unit) -> Iterator[str]:
     bound = memory_bound(estimate.case)
     most = f"Nine of ten runs of its class hold at most {bound:.0%} more, "
     most += unit.with_name((1 + bound) * estimate.fullest.total)
-    yield f"{most}: that is tight." if is_tight(estimate) else f"{most}: that fits, too."
+    yield f"{most}: that is tight." if estimate.is_tight else f"{most}: that fits, too."
 
 
 def _beyond(estimate: Estimate, unit: Unit) -> Iterator[str]:
@@ -134,7 +134,7 @@ def ranked_lines(
         case, time = estimate.case, estimate.time
         layout, recompute = layout_words(case), recompute_words(case.settings.recompute)
         batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
-        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and is_tight(estimate) else "")
+        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and estimate.is_tight else "")
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
         mark = "=" if id(estimate) in equal else ""
         rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])

@@ -41,8 +41,8 @@ from megatune.plan.pages.words import (
     waiting_words,
 )
 from megatune.plan.question import Question
-from megatune.plan.search import equal_within, is_tight, safe_bytes
-from megatune.plan.uncertainty import memory_bound
+from megatune.plan.search import equal_within
+from megatune.plan.uncertainty import memory_bound, safe_bytes
 
 
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
@@ -74,9 +74,9 @@ def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
         yield words_page("", too_large_lines(result, width))
     if own is None:
         yield words_page("", refused_lines(result, width))
-    yield words_page("Assumed", _listed((*question.notes, *standing_notes(question)), width))
-    if question.world_size > 1:
-        sparse = question.model.architecture.moe is not None
+    yield words_page("Assumed", _listed((*question.notes, *standing_notes(question.case)), width))
+    if question.case.world_size > 1:
+        sparse = question.case.model.architecture.moe is not None
         policy = (note for note in result.policy if sparse or not note.startswith("experts"))
         yield words_page("Left out of the search", _listed(policy, width))
 
@@ -85,14 +85,14 @@ def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") ->
     yield words_page("", memory_lines(estimate, width, lead))
     if host := host_words(estimate):
         yield words_page("", wrapped(f"{host}.", width, ""))
-    yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
+    yield words_page("", time_lines(estimate, question.dataset_tokens, question.case.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
         yield words_page("", wrapped(waiting_words(estimate), width, ""))
 
 
 def _head(found: Answer, width: int) -> Iterator[str]:
     """Say what is planned."""
-    question, model = found.question, found.question.model
+    question, model = found.question, found.question.case.model
     parameters = num_parameters(model.architecture)
 
     def entry(name: str, text: str) -> list[str]:
@@ -101,7 +101,7 @@ def _head(found: Answer, width: int) -> Iterator[str]:
     yield f"model    {model.name}, {amount(parameters)} parameters"
     yield from entry("trained", trained_words(question.case))
     yield from entry("", slow_precision(question))
-    yield from entry("devices", machine_words(question.machine, question.world_size))
+    yield from entry("devices", machine_words(question.case.machine, question.case.world_size))
     rows = f"{count(question.global_batch_size, 'row')} a step"
     if found.own is not None:
         case, parallel = found.own.case, found.own.case.settings.parallel
@@ -110,7 +110,7 @@ def _head(found: Answer, width: int) -> Iterator[str]:
         yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
-    if question.lengths is not None:
+    if question.case.lengths is not None:
         yield from entry("batch", rows)
         yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
         return
@@ -120,7 +120,7 @@ def _head(found: Answer, width: int) -> Iterator[str]:
 
 
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
-    result, held = found.result, size(found.question.machine.device.memory)
+    result, held = found.result, size(found.question.case.machine.device.memory)
     if result.best is None:
         yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were evaluated."
         yield from _enough(found, width)
@@ -132,7 +132,7 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
     if equal:
         within = equal_within(result.ranked[0].case)
         said += f"= as fast as the fastest, within the uncertainty ({within:.0%}), the simplest first; "
-    if any(map(is_tight, result.ranked)):
+    if any(each.is_tight for each in result.ranked):
         bound = memory_bound(result.ranked[0].case)
         said += f"! is tight: a run may hold {bound:.0%} more than planned; "
     yield from wrapped(said + "of each layout and micro-batch the best recomputation and virtual stages.", width)
@@ -141,7 +141,7 @@ def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
 def _recommended(found: Answer, best: Estimate) -> str:
     """Say what is recommended, and why."""
     result, layout = found.result, layout_words(best.case)
-    if is_tight(best):
+    if best.is_tight:
         sure = size(safe_bytes(best.case))
         why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
         return f"Recommended: {layout}. {why} of those that are not far slower."
@@ -161,7 +161,7 @@ def _lossy(found: Answer, width: int) -> Iterator[str]:
     for each, row in zip(found.lossy, table[1:], strict=True):
         gain = reference.time.total / each.found.time.total if reference is not None else 1.0
         faster = f", {gain - 1:.0%} faster" if gain > 1.005 else f", {1 - gain:.0%} slower" if gain < 0.995 else ""
-        sure = ", and surely fits" if reference is None or (is_tight(reference) and not is_tight(each.found)) else ""
+        sure = ", and surely fits" if reference is None or (reference.is_tight and not each.found.is_tight) else ""
         yield row
         yield from wrapped(f"{each.name}{faster}{sure}: {written(each.changes)}", width, "    ")
 
@@ -171,11 +171,11 @@ def _enough(found: Answer, width: int) -> Iterator[str]:
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
-        layout += " (tight)" if is_tight(enough) else ""
+        layout += " (tight)" if enough.is_tight else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield from wrapped(text, width, "")
     for each in found.less:
-        best, does = each.found, "fits, and is tight" if is_tight(each.found) else "fits"
+        best, does = each.found, "fits, and is tight" if each.found.is_tight else "fits"
         text = f"{written(each.changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
         yield from wrapped(text, width)
     if found.enough is None and not found.less:

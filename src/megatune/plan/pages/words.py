@@ -208,7 +208,7 @@ def machine_words(machine: Machine, world_size: int) -> str:
 
 def slow_precision(question: Question) -> str:
     """Say what to write where the device computes much faster in another precision; "" where it does not."""
-    device, dtype = question.machine.device, question.settings.precision.params_dtype
+    device, dtype = question.case.machine.device, question.case.settings.precision.params_dtype
     best = max(("bfloat16", "float16"), key=lambda each: device.flops.get(each, 0.0))
     if dtype not in device.flops or best not in device.flops:
         return ""
