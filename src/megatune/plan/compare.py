@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.page import Page, words_page
-from megatune.plan.pages.tables import wrapped
+from megatune.plan.pages.page import Page, listed, wrapped
 from megatune.plan.pages.words import amount, bytes_unit, columns, count, duration, layout_words, seconds
 from megatune.plan.question import Question
 from megatune.plan.search import search
@@ -116,14 +115,14 @@ def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping
 def pages(found: Sequence[Offer], width: int = 80) -> Iterator[Page]:
     """Yield the table, what it is for, and what was assumed of the model and the data."""
     question = found[0].question
-    yield words_page("", _head(question))
-    yield words_page("", _table(found))
+    yield Page("", _head(question))
+    yield Page("", _table(found))
     if (missing := [offer.kind for offer in found if offer.found is None]) and len(missing) < len(found):
-        yield words_page("", wrapped(f"No layout fits: {', '.join(missing)}.", width, ""))
+        yield Page("", wrapped(f"No layout fits: {', '.join(missing)}.", width, ""))
     notes = [note for note in question.notes if all(note in offer.question.notes for offer in found)]
     notes.append("the price of a run is that of its GPUs for its hours alone")
     notes.append("networks and machines are those that most machines of a kind have; plan one kind for its assumptions")
-    yield words_page("Assumed", (line for note in notes for line in wrapped(f"- {note}", width)))
+    yield Page("Assumed", listed(notes, width))
 
 
 def _head(question: Question) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from megatune.config.names import plain
 from megatune.plan.answer import Answer
@@ -13,7 +12,7 @@ from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.pages.document import standing_notes
-from megatune.plan.pages.page import Page, show_pages, words_page
+from megatune.plan.pages.page import Page, entry, listed, wrapped
 from megatune.plan.pages.tables import (
     comparison_lines,
     distinct,
@@ -23,7 +22,6 @@ from megatune.plan.pages.tables import (
     refused_lines,
     time_lines,
     too_large_lines,
-    wrapped,
 )
 from megatune.plan.pages.words import (
     amount,
@@ -48,46 +46,46 @@ from megatune.plan.uncertainty import memory_bound, safe_bytes
 def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
     """Yield what the user asked for, then what could be better, then what was assumed."""
     question, result, own = found.question, found.result, found.own
-    yield words_page("", _head(found, width))
+    yield Page("", _head(found, width))
     if own is not None:
         yield from _plan(own, question, width)
         if slow := warning(ACROSS_MACHINES, own):
-            yield words_page("", wrapped(f"WARNING: {plain(slow)}", width, ""))
+            yield Page("", wrapped(f"WARNING: {plain(slow)}", width, ""))
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
             no = "No change of one or two settings is enough"
             lines += [] if enough else wrapped(f"{no}{'; another layout is, see below' if result.best else ''}.", width)
-            yield words_page("What would make it fit" if enough else "What helps most", lines)
-        yield words_page("Is there a better layout?", _better(found, own, width))
+            yield Page("What would make it fit" if enough else "What helps most", lines)
+        yield Page("Is there a better layout?", _better(found, own, width))
         if found.is_better:
             lines = list(ranked_lines(distinct(result.ranked, min(top, 5)), width))
-            yield words_page("The fastest layouts that fit", lines)
+            yield Page("The fastest layouts that fit", lines)
     else:
-        yield words_page("", _searched(found, top, width))
+        yield Page("", _searched(found, top, width))
         if (best := found.best) is not None:
-            yield words_page("", wrapped(_recommended(found, best), width, ""))
+            yield Page("", wrapped(_recommended(found, best), width, ""))
             yield from _plan(best, question, width, f"{layout_words(best.case)}. ")
-    yield words_page("", _lossy(found, width))
-    yield words_page("", frontier_lines(result, width))
+    yield Page("", _lossy(found, width))
+    yield Page("", frontier_lines(result, width))
     if result.best is None:
-        yield words_page("", too_large_lines(result, width))
+        yield Page("", too_large_lines(result, width))
     if own is None:
-        yield words_page("", refused_lines(result, width))
-    yield words_page("Assumed", _listed((*question.notes, *standing_notes(question.case)), width))
+        yield Page("", refused_lines(result, width))
+    yield Page("Assumed", listed((*question.notes, *standing_notes(question.case)), width))
     if question.case.world_size > 1:
         sparse = question.case.model.architecture.moe is not None
         policy = (note for note in result.policy if sparse or not note.startswith("experts"))
-        yield words_page("Left out of the search", _listed(policy, width))
+        yield Page("Left out of the search", listed(policy, width))
 
 
 def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
-    yield words_page("", memory_lines(estimate, width, lead))
+    yield Page("", memory_lines(estimate, width, lead))
     if host := host_words(estimate):
-        yield words_page("", wrapped(f"{host}.", width, ""))
-    yield words_page("", time_lines(estimate, question.dataset_tokens, question.case.settings.optimizer.max_steps))
+        yield Page("", wrapped(f"{host}.", width, ""))
+    yield Page("", time_lines(estimate, question.dataset_tokens, question.case.settings.optimizer.max_steps))
     if len(estimate.stages) > 1:
-        yield words_page("", wrapped(waiting_words(estimate), width, ""))
+        yield Page("", wrapped(waiting_words(estimate), width, ""))
 
 
 def _head(found: Answer, width: int) -> Iterator[str]:
@@ -95,28 +93,27 @@ def _head(found: Answer, width: int) -> Iterator[str]:
     question, model = found.question, found.question.case.model
     parameters = num_parameters(model.architecture)
 
-    def entry(name: str, text: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
-
     yield f"model    {model.name}, {amount(parameters)} parameters"
-    yield from entry("trained", trained_words(question.case))
-    yield from entry("", slow_precision(question))
-    yield from entry("devices", machine_words(question.case.machine, question.case.world_size))
+    yield from entry("trained", trained_words(question.case), width)
+    yield from entry("", slow_precision(question.case), width)
+    yield from entry("devices", machine_words(question.case.machine, question.case.world_size), width)
     rows = f"{count(question.global_batch_size, 'row')} a step"
     if found.own is not None:
         case, parallel = found.own.case, found.own.case.settings.parallel
         layout = layout_words(case) + (", sequence parallel" if parallel.sequence_parallel else "")
         layout += ", gradient reduction overlapped" if parallel.overlap_grad_reduce else ""
-        yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
+        yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}", width)
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     if question.case.lengths is not None:
-        yield from entry("batch", rows)
-        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
+        yield from entry("batch", rows, width)
+        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case), width)
         return
     tokens = f"{row_words(question.case)} a row"
-    is_wide = len(rows) + len(tokens) > width - 11
-    yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
+    if len(rows) + len(tokens) > width - 11:
+        yield from (*entry("batch", f"{rows},", width), *entry("", tokens, width))
+    else:
+        yield from entry("batch", f"{rows}, {tokens}", width)
 
 
 def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
@@ -206,12 +203,3 @@ def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
     rows = count(found.question.global_batch_size, "row")
     yield from wrapped(f"{does}; {judged}. A step has {rows} as before. What to write:", width, "")
     yield from comparison_lines(own, best)
-
-
-def _listed(notes: Iterable[str], width: int) -> Iterator[str]:
-    return (line for note in notes for line in wrapped(f"- {note}", width))
-
-
-def show(found: Answer, top: int) -> None:
-    """Print the pages that have something to say."""
-    show_pages(lambda width: pages(found, top, width))
