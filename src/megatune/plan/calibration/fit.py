@@ -224,7 +224,7 @@ def _fit(of: str, runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]
     scale = float(measured.min())  # unknowns are logarithms of factors, and bytes in this unit
 
     def calibration(names: Sequence[str], unknowns: Sequence[float]) -> Calibration:
-        fields = {
+        fields: dict[str, Any] = {
             name: int(scale * value) if name == "framework" else math.exp(value)
             for name, value in zip(names, unknowns, strict=True)
         }
