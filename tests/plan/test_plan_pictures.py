@@ -15,7 +15,7 @@ from megatune.plan.pages.page import as_text
 from megatune.plan.pages.whole import pages
 from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
 from megatune.plan.question import Question
-from megatune.plan.schedule import makespan
+from megatune.plan.schedule import timeline
 
 
 def question(
@@ -62,7 +62,9 @@ def test_the_trace_is_the_step(pp: int, virtual: int | None, accumulation: int) 
         ends = [event["ts"] + event["dur"] for event in mine]
         assert all(event["ts"] >= end - 1e-3 for event, end in zip(mine[1:], ends, strict=False))
     last = max(event["ts"] + event["dur"] for event in passes)
-    assert last / 1e6 == pytest.approx(makespan(planned.time.chunks, accumulation), rel=0.01)
+    assert last / 1e6 == pytest.approx(
+        max(slots[-1].end for slots in timeline(planned.time.chunks, accumulation)), rel=0.01
+    )
     assert {event["name"] for event in passes} >= {"forward 1", f"backward {accumulation}"}
 
 

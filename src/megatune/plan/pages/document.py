@@ -25,7 +25,7 @@ from megatune.plan.memory.estimate import (
 )
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, picture_words, size
-from megatune.plan.schedule import bubble_share
+from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
@@ -108,7 +108,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
             zip(("least", "planned", "most"), beyond_tensors(case, estimate.fullest), strict=True)
         ),
         "uncertainty": time.uncertainty,
-        "bubble_share": bubble_share(time.chunks, case.num_micro_batches),
+        "bubble_share": bubble_shares(time.chunks, case.num_micro_batches)[0],
         "tokens": time.tokens,
         "tokens_per_second": time.tokens_per_second,
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,

@@ -128,7 +128,7 @@ def schedule_trace(planned: Estimate) -> dict[str, Any]:
     drawn = min(count, most)
 
     def events() -> Iterator[dict[str, Any]]:
-        for stage, slots in enumerate(timeline(chunks, drawn).stages):
+        for stage, slots in enumerate(timeline(chunks, drawn)):
             yield {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
             for work, start, end in slots:
                 kind = "forward" if work.forward else "backward"

@@ -13,7 +13,7 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.plan.schedule import bubble_share, makespan
+from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import num_reference_passes
 
 # What a file or a narrow encoding may not show.
@@ -251,10 +251,8 @@ def reference_words(planned: Estimate) -> str:
 
 def waiting_words(planned: Estimate) -> str:
     """Say how much of a step the stages of a pipeline wait for each other."""
-    chunks, micro_batches = planned.time.chunks, planned.case.num_micro_batches
-    busiest = micro_batches * max(sum(chunk.total for chunk in stage) for stage in chunks)
-    least = 1 - busiest / makespan(chunks, micro_batches)
-    waits = f"stages wait {bubble_share(chunks, micro_batches):.1%} of a step, the busiest of them {least:.1%}"
+    of_all, of_slowest = bubble_shares(planned.time.chunks, planned.case.num_micro_batches)
+    waits = f"stages wait {of_all:.1%} of a step, the busiest of them {of_slowest:.1%}"
     return f"Pipeline: {waits}. --figures DIR writes the schedule as a trace."
 
 
