@@ -17,6 +17,7 @@ from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.machine import Machine
 from megatune.plan.reader import PlanReader
+from megatune.plan.rows import cut_scale
 
 _POINTS = 64  # of a numeric integral
 ACTOR, ROLLOUT, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
@@ -69,14 +70,7 @@ class Lengths:
     @cached_property
     def hazard(self) -> float:
         """h: the chance of a response to end at a token; its mean length is (1 - exp(-h · response)) / h."""
-        if self.mean_response >= self.response * (1 - 1e-6):
-            return 0.0
-        low, high = 1e-12, 1 / self.mean_response
-        for _ in range(60):
-            middle = (low + high) / 2
-            mean = -math.expm1(-middle * self.response) / middle
-            low, high = (middle, high) if mean > self.mean_response else (low, middle)
-        return (low + high) / 2
+        return 1 / cut_scale(self.mean_response, self.response)
 
     @property
     def share_cut(self) -> float:
