@@ -13,7 +13,7 @@ from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case
 from megatune.plan.checkpoint import bytes_of
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import Rules, StageState, host_bytes, stage_parameters, stage_state
+from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
 from megatune.plan.memory.tensors import stage_chunks
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
@@ -80,9 +80,7 @@ def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
     stages = range(case.settings.parallel.pipeline_model_parallel_size)
     return tuple(
-        StageMemory(
-            stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict(), host=host_bytes(case, stage)
-        )
+        StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
         for stage, (state, kept, work) in enumerate(_parts(case, stages))
     )
 
