@@ -21,9 +21,18 @@ from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import SearchRequest, equal_within, num_kinds, recompute, search
+from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
 from megatune.plan.search.rank import Frontier, _Search, rank_key
-from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, CandidateBatch, CandidateLayout, Space
+from megatune.plan.search.space import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    TOKENS_OF_A_CONTEXT_PART,
+    CandidateBatch,
+    CandidateLayout,
+    Space,
+    block,
+    selective,
+)
 from megatune.plan.uncertainty import memory_bound
 
 DENSE = Architecture(
@@ -117,7 +126,7 @@ def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architectu
     layout = data.draw(st.sampled_from(layouts(space)))
     batch = data.draw(st.sampled_from(space.batches(layout)))
     virtual = data.draw(st.sampled_from([None, *space.virtual_stages(layout, batch)]))
-    ways = [recompute.NONE, recompute.FULL, recompute.block(1), *recompute.selective(architecture, GROUPS["experts"]())]
+    ways = [NO_RECOMPUTE, FULL_RECOMPUTE, block(1), *selective(architecture, GROUPS["experts"]())]
     found = space.settings_of(layout, batch, virtual, data.draw(st.sampled_from(ways)))
     for each in (found, *space.reshaped(found), *space.exchanged(found)):
         assert check(each, architecture, world) == []
@@ -138,7 +147,7 @@ def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
     experts = list(itertools.product(sizes, sizes)) if architecture.moe else [(1, 1)]
     for tp, pp, cp, (ep, etp) in itertools.product(sizes, sizes, sizes, experts):
         layout = CandidateLayout(tp, pp, cp, ep, etp)
-        parallel = space.settings_of(layout, CandidateBatch(1, 1), None, recompute.NONE)
+        parallel = space.settings_of(layout, CandidateBatch(1, 1), None, NO_RECOMPUTE)
         if check(parallel, architecture, world) or 24 % (world // (tp * pp * cp)):
             assert layout not in searched, "refused by the rules"
         elif tp > 4 or 4 % tp or etp not in (1, tp) or (cp > 1 and cutoff < cp * TOKENS_OF_A_CONTEXT_PART):
@@ -171,8 +180,8 @@ def test_ranked_by_time(roomy: Any) -> None:
 def every_way(space: Space) -> list[Estimate]:
     """Everything that could be found, without a bound."""
     architecture = space.architecture
-    blocks = [recompute.block(number) for number in range(1, architecture.num_layers)]
-    ways = [recompute.NONE, recompute.FULL, *blocks, *space.selective]
+    blocks = [block(number) for number in range(1, architecture.num_layers)]
+    ways = [NO_RECOMPUTE, FULL_RECOMPUTE, *blocks, *space.selective]
     return [
         space.candidate(layout, batch, virtual, how)
         for layout in space.layouts()

@@ -14,15 +14,17 @@ from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.parameters import state_bytes
-from megatune.plan.search import recompute
 from megatune.plan.search.space import (
     CLEARLY,
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
     NUM_RESHAPED,
     CandidateBatch,
     CandidateLayout,
     Refusal,
     SearchRequest,
     Space,
+    block,
     refusals,
     with_free,
 )
@@ -193,7 +195,7 @@ class _Search:
 
     def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
-        case = self.space.candidate(layout, batch, None, recompute.FULL).case
+        case = self.space.candidate(layout, batch, None, FULL_RECOMPUTE).case
         return max(state_bytes(case, stage).exact for stage in {0, layout.pp - 1})
 
     def may_be_better(self, point: _Point) -> bool:
@@ -231,7 +233,7 @@ class _Search:
         """Return a point with nothing, and with everything, recomputed; the same estimates every time."""
         key = point.layout, point.batch, virtual
         if key not in self._made:
-            self._made[key] = self.space.candidate(*key), self.space.candidate(*key, recompute.FULL)
+            self._made[key] = self.space.candidate(*key), self.space.candidate(*key, FULL_RECOMPUTE)
         return self._made[key]
 
     def _rank(self, point: _Point) -> None:
@@ -297,7 +299,7 @@ class _Search:
         while high - low > 1:
             share = (more.bytes - room) / max(more.bytes - less.bytes, 1)
             number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
-            found = self.space.candidate(point.layout, point.batch, virtual, recompute.block(number))
+            found = self.space.candidate(point.layout, point.batch, virtual, block(number))
             if found.bytes <= room:
                 high, less, best = number, found, [found]
             else:
@@ -319,8 +321,8 @@ class _Search:
                 for settings in (found.case.settings for found in self.frontier.estimates)}  # fmt: skip
         for settings in each.values():
             layers = self.request.case.model.architecture.num_layers // settings.parallel.pipeline_model_parallel_size
-            blocks = [recompute.block(number) for number in (layers // 2, 3 * layers // 4) if number]
-            kept = self._recomputed(settings, recompute.NONE)
+            blocks = [block(number) for number in (layers // 2, 3 * layers // 4) if number]
+            kept = self._recomputed(settings, NO_RECOMPUTE)
             for found in (kept, *(self._recomputed(settings, how) for how in (*self.space.selective, *blocks))):
                 if found.fits and not self.frontier.dominates(found.bytes, kept.time.total):
                     self.frontier.add(found)
@@ -360,5 +362,5 @@ class _Search:
     def nearest_misses(self) -> list[Estimate]:
         """Return of layouts that nothing makes fit those that miss by least."""
         nearest = sorted(self._without_room, key=lambda miss: miss[0])[:_NUM_TOO_LARGE]
-        misses = [self.space.candidate(layout, batch, None, recompute.FULL) for _, layout, batch in nearest]
+        misses = [self.space.candidate(layout, batch, None, FULL_RECOMPUTE) for _, layout, batch in nearest]
         return sorted([*misses, *self._misses.values()], key=lambda each: each.bytes)[:_NUM_TOO_LARGE]

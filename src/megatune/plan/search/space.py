@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from megatune.architecture import Architecture
+from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.rules import check
@@ -19,7 +21,6 @@ from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate
-from megatune.plan.search import recompute
 
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
@@ -36,6 +37,10 @@ _EVEN_STAGES = {
     "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,
 }
+
+# Ways to recompute activations.
+NO_RECOMPUTE = RecomputeSettings()
+FULL_RECOMPUTE = RecomputeSettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,7 @@ class Space:
         self.architecture, self.machine = request.case.model.architecture, request.case.machine
         self.cutoff = self.settings.data.cutoff_len
         self.one_machine = self.world <= self.machine.gpus_per_node
-        self.selective = recompute.selective(self.architecture, self.settings.experts)
+        self.selective = selective(self.architecture, self.settings.experts)
         self._parallels: dict[tuple[CandidateLayout, int | None], ParallelSettings] = {}
         self._batches: dict[CandidateBatch, BatchSettings] = {}
 
@@ -182,7 +187,7 @@ class Space:
         layout: CandidateLayout,
         batch: CandidateBatch,
         virtual: int | None,
-        how: RecomputeSettings = recompute.NONE,
+        how: RecomputeSettings = NO_RECOMPUTE,
     ) -> Estimate:
         """Return the request's model in this layout."""
         return self.estimate(self.settings_of(layout, batch, virtual, how))
@@ -303,6 +308,28 @@ def with_free(request: SearchRequest) -> Settings:
         if changed != settings and not set(check(changed, architecture)) - before:
             settings = changed
     return settings
+
+
+def selective(architecture: Architecture, experts: ExpertSettings) -> list[RecomputeSettings]:
+    """Return what can be recomputed of this model's layers short of all: what is cheap, attention, the feed-forward."""
+    moe = architecture.moe
+    cheap = ["layernorm", *(["mla_up_proj"] if architecture.mla is not None else [])]
+    cheapest = [*cheap, *(["moe_act"] if moe is not None and experts.moe_grouped_gemm else [])]
+    wide = [*(["mlp"] if moe is None or not all(moe.layers) else []), *(["moe"] if moe is not None else [])]
+    attention = ["core_attn"]
+    chosen = [cheapest, attention, cheapest + attention, wide, cheap + wide, cheap + wide + attention]
+    return [_selective(tuple(modules)) for modules in chosen]
+
+
+@lru_cache(maxsize=64)
+def _selective(modules: tuple[str, ...]) -> RecomputeSettings:
+    return RecomputeSettings.model_validate({"recompute_granularity": "selective", "recompute_modules": list(modules)})
+
+
+@lru_cache(maxsize=1024)
+def block(num_layers: int) -> RecomputeSettings:
+    """Return the first layers of each stage."""
+    return RecomputeSettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
