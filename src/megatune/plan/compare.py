@@ -82,12 +82,8 @@ class Offer:
     @property
     def hours(self) -> float | None:
         """Hours of the whole run; None where nobody knows how long it is."""
-        tokens, steps = self.question.dataset_tokens, self.question.case.settings.optimizer.max_steps
-        if self.found is None:
-            return None
-        if tokens is not None:
-            return tokens / self.found.time.tokens_per_second / 3600
-        return steps * self.found.time.total / 3600 if steps > 0 else None
+        whole = None if self.found is None else self.question.run_seconds(self.found)
+        return None if whole is None else whole[0] / 3600
 
     @property
     def cost(self) -> float | None:

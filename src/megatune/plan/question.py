@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatune.plan.case import Case
+from megatune.plan.estimate import Estimate
+from megatune.plan.pages.words import amount
 from megatune.plan.search import SearchRequest
 
 
@@ -32,6 +34,14 @@ class Question:
     notes: tuple[str, ...] = ()
     file: str | None = None
     written: frozenset[str] = frozenset()
+
+    def run_seconds(self, planned: Estimate) -> tuple[float, str] | None:
+        """Return how long the whole run takes with a plan of its step, and of how many tokens or steps that is: by the
+        tokens of its data, or where these are not known by its steps; None where neither is known."""
+        steps = self.case.settings.optimizer.max_steps
+        if self.dataset_tokens is not None:
+            return self.dataset_tokens / planned.time.tokens_per_second, f"{amount(self.dataset_tokens)} tokens"
+        return (steps * planned.time.total, f"{steps:,} steps") if steps > 0 else None
 
     @property
     def request(self) -> SearchRequest:

@@ -69,11 +69,6 @@ def safe_bytes(case: Case) -> int:
     return int(case.machine.device.memory / (1 + memory_bound(case)))
 
 
-def time_bound(case: Case) -> float:
-    """Return how far a step may lie from its plan: with 0.3 nine of ten take 1 / 1.3 of it to 1.3 times it."""
-    return _on_device(case, SPREADS[model_class(case)].time_bound, _OF_TIME)
-
-
 def time_uncertainty(case: Case) -> float:
     """Return the relative uncertainty of seconds: with 0.25 two of three steps take between 1 / 1.25 of the prediction
     and 1.25 times it."""

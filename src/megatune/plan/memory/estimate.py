@@ -106,17 +106,17 @@ def _unlike_stages(
 
 
 def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
-    rules, libraries = Rules.of(case), library_bytes(case)
+    rules = Rules.of(case)
     for stage, kept in zip(stages, stage_activations(case, stages), strict=True):
-        yield stage_state(rules, stage), kept, workspace_bytes(case, stage, libraries)
+        yield stage_state(rules, stage), kept, workspace_bytes(case, stage)
 
 
-def workspace_bytes(case: Case, stage: int, libraries: int | None = None) -> Workspace:
-    """Count what no pass keeps; `libraries` are `library_bytes`, where they are known."""
+def workspace_bytes(case: Case, stage: int) -> Workspace:
+    """Count what no pass keeps."""
     on_cpu = case.machine.device.on_cpu
     process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
     return Workspace(
-        communication=_tensors(case, stage) + (library_bytes(case) if libraries is None else libraries),
+        communication=_tensors(case, stage) + library_bytes(case),
         framework=process + case.machine.calibration.framework,
     )
 

@@ -29,6 +29,12 @@ from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
+# Settings of what is trained, as they are written.
+_TRAINABLE = (
+    "lora_rank", "lora_target", "additional_target", "use_dora", "freeze_vision_tower", "freeze_multi_modal_projector",
+    "freeze_deepstack_mergers", "freeze_language_model",
+)  # fmt: skip
+
 
 def standing_notes(case: Case) -> Iterator[str]:
     """List what every plan takes for granted."""
@@ -128,14 +134,7 @@ def document(found: Answer, top: int) -> str:
             "checkpoint_bytes": checkpoint_bytes(question.case.settings, question.case.model.architecture)._asdict(),
             "trainable": {
                 "kind": trainable.finetuning_type,
-                "lora_rank": trainable.lora_rank,
-                "lora_target": trainable.lora_target,
-                "additional_target": trainable.additional_target,
-                "use_dora": trainable.use_dora,
-                "freeze_vision_tower": trainable.freeze_vision_tower,
-                "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
-                "freeze_deepstack_mergers": trainable.freeze_deepstack_mergers,
-                "freeze_language_model": trainable.freeze_language_model,
+                **{name: getattr(trainable, name) for name in _TRAINABLE},
             },
         },
         "machine": {

@@ -16,7 +16,6 @@ from megatune.plan.pages.words import (
     SHORT_MEMORY_WORDS,
     TIME_WORDS,
     Unit,
-    amount,
     bytes_unit,
     columns,
     count,
@@ -73,9 +72,9 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
         yield f"Context, NCCL and fragments: {assumed}."
 
 
-def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
-    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the run takes: by the
-    tokens of its data, or where these are not known by its steps."""
+def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> Iterator[str]:
+    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the `whole` run takes,
+    see `Question.run_seconds`."""
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
     time, factor = estimate.time, 1 + estimate.time.uncertainty
     yield f"Time of a step, {seconds_unit(time.total).name}, slowest stage, communication not overlapped with compute"
@@ -85,13 +84,9 @@ def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_step
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if reference := reference_words(estimate):
         yield reference
-    if dataset_tokens is not None:
-        seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
-    elif max_steps is not None and max_steps > 0:
-        seconds, what = max_steps * time.total, f"{max_steps:,} steps"
-    else:
-        return
-    yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"
+    if whole is not None:
+        seconds, what = whole
+        yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"
 
 
 def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:

@@ -83,7 +83,7 @@ def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") ->
     yield Page("", memory_lines(estimate, width, lead))
     if host := host_words(estimate):
         yield Page("", wrapped(f"{host}.", width, ""))
-    yield Page("", time_lines(estimate, question.dataset_tokens, question.case.settings.optimizer.max_steps))
+    yield Page("", time_lines(estimate, question.run_seconds(estimate)))
     if len(estimate.stages) > 1:
         yield Page("", wrapped(waiting_words(estimate), width, ""))
 
