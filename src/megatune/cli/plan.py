@@ -98,7 +98,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         from megatune.plan.pages.page import show_pages
         from megatune.plan.pages.whole import pages
 
-        show_pages(lambda width: pages(found, options.top, width))
+        show_pages(pages(found, options.top))
     from megatune.plan.results import write_results
 
     lines = write_results(found, options)
@@ -140,7 +140,7 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
     if options.json_:
         print(document(found))
     else:
-        show_pages(lambda width: pages(found, width))
+        show_pages(pages(found))
     return ExitCode.DONE if any(offer.found is not None for offer in found) else ExitCode.OUT_OF_MEMORY
 
 
@@ -172,5 +172,5 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
         from megatune.plan.pages.page import show_pages
         from megatune.plan.rl.pages import pages
 
-        show_pages(lambda width: pages(answer, width))
+        show_pages(pages(answer))
     return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.page import Page, listed, wrapped
-from megatune.plan.pages.words import amount, bytes_unit, columns, count, duration, layout_words, seconds
+from megatune.plan.pages.page import Item, Page, Table
+from megatune.plan.pages.words import amount, bytes_unit, count, duration, layout_words, seconds
 from megatune.plan.question import Question
 from megatune.plan.search import search
 
@@ -108,17 +108,17 @@ def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping
     return sorted(found, key=lambda offer: offer.order)
 
 
-def pages(found: Sequence[Offer], width: int = 80) -> Iterator[Page]:
+def pages(found: Sequence[Offer]) -> Iterator[Page]:
     """Yield the table, what it is for, and what was assumed of the model and the data."""
     question = found[0].question
     yield Page("", _head(question))
     yield Page("", _table(found))
     if (missing := [offer.kind for offer in found if offer.found is None]) and len(missing) < len(found):
-        yield Page("", wrapped(f"No layout fits: {', '.join(missing)}.", width, ""))
+        yield Page("", [f"No layout fits: {', '.join(missing)}."])
     notes = [note for note in question.notes if all(note in offer.question.notes for offer in found)]
     notes.append("the price of a run is that of its GPUs for its hours alone")
     notes.append("networks and machines are those that most machines of a kind have; plan one kind for its assumptions")
-    yield Page("Assumed", listed(notes, width))
+    yield Page("Assumed", (f"  - {note}" for note in notes))
 
 
 def _head(question: Question) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _head(question: Question) -> Iterator[str]:
         yield "--dataset_tokens N, such as 40M, says how long the run takes and what it costs"
 
 
-def _table(found: Sequence[Offer]) -> Iterator[str]:
+def _table(found: Sequence[Offer]) -> Iterator[Item]:
     fitting = [(offer, offer.found) for offer in found if offer.found is not None]
     if not fitting:
         yield "NO LAYOUT FITS on any of these."
@@ -147,7 +147,7 @@ def _table(found: Sequence[Offer]) -> Iterator[str]:
         rows.append([offer.kind, layout_words(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    yield from columns(rows, left=(0, 1))
+    yield Table(rows, (0, 1))
     if any(best.is_tight for _, best in fitting):
         yield "! is tight: a run may hold more than planned"
 

@@ -9,7 +9,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
-from megatune.plan.pages.page import table, time_table, wrapped
+from megatune.plan.pages.page import Item, Table, time_table
 from megatune.plan.pages.words import (
     GIB,
     MEMORY_WORDS,
@@ -17,7 +17,6 @@ from megatune.plan.pages.words import (
     TIME_WORDS,
     Unit,
     bytes_unit,
-    columns,
     count,
     duration,
     largest_part,
@@ -35,7 +34,7 @@ _MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
 SLOWEST = 4.0
 
 
-def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
+def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
     """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
     `lead` are words before the heading."""
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
@@ -51,7 +50,7 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
     names = ["stage", "layers", *(SHORT_MEMORY_WORDS[part] for part in parts), "total"]
     by_stage = [(f"{stage.stage}" for stage in stages), layers, *map(held, parts), total]
     turned = [names, *zip(*by_stage, strict=True)]
-    yield from table([*head, ["layers", *layers], *named, ["total", *total]], turned, width=width)
+    yield Table([*head, ["layers", *layers], *named, ["total", *total]], instead=[Table(turned)])
     limit, fullest = estimate.case.machine.device.memory, estimate.fullest
     where = f"stage {fullest.stage} is the fullest: " if len(stages) > 1 else ""
     said = f"{where}{unit.of(fullest.total)} of {unit.with_name(limit)}, {fullest.total / limit:.0%}."
@@ -72,14 +71,14 @@ def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterato
         yield f"Context, NCCL and fragments: {assumed}."
 
 
-def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> Iterator[str]:
+def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> Iterator[Item]:
     """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the `whole` run takes,
     see `Question.run_seconds`."""
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
     time, factor = estimate.time, 1 + estimate.time.uncertainty
     yield f"Time of a step, {seconds_unit(time.total).name}, slowest stage, communication not overlapped with compute"
     parts = ((TIME_WORDS[part], getattr(time, part)) for part in TIME_PARTS)
-    yield from time_table((part for part in parts if part[1]), time.total, factor)
+    yield time_table((part for part in parts if part[1]), time.total, factor)
     rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if reference := reference_words(estimate):
@@ -99,9 +98,7 @@ def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
     return list(chosen.values())[:most]
 
 
-def ranked_lines(
-    estimates: Sequence[Estimate], width: int = 80, first: int = 1, equal: frozenset[int] = frozenset()
-) -> Iterator[str]:
+def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset[int] = frozenset()) -> Iterator[Table]:
     """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide.
     `equal` are ids of estimates to be marked by =."""
     if not estimates:
@@ -117,14 +114,14 @@ def ranked_lines(
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
         mark = "=" if id(estimate) in equal else ""
         rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])
-    yield from table(rows, [[*row[:6], row[7]] for row in rows], width=width, left=(1, 3))
+    yield Table(rows, (1, 3), [Table([[*row[:6], row[7]] for row in rows], (1, 3))])
 
 
-def frontier_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def frontier_lines(result: SearchResult) -> Iterator[Item]:
     """Print the layouts that no other is both faster and smaller than."""
     if len(frontier := worth_seeing(result.frontier)) > 1:
         yield "Memory against time: each is the fastest of those that take no more memory"
-        yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), width, first=0)
+        yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), first=0)
 
 
 def worth_seeing(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -140,23 +137,23 @@ def spread(estimates: Sequence[Estimate], most: int) -> list[Estimate]:
     return [estimates[round(index * (len(estimates) - 1) / (most - 1))] for index in range(most)]
 
 
-def refused_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def refused_lines(result: SearchResult) -> Iterator[Item]:
     """Say why other layouts are not among those ranked."""
     if result.refused:
         yield "What cannot be"
     for refusal in result.refused[:_MOST_REFUSED]:
-        text = f"{count(refusal.count, 'layout')}: {refusal.what}"
-        yield from wrapped(text + (f" ({refusal.why})" if refusal.why else ""), width)
+        why = f" ({refusal.why})" if refusal.why else ""
+        yield f"  {count(refusal.count, 'layout')}: {refusal.what}{why}"
     if rest := result.refused[_MOST_REFUSED:]:
         yield f"  {count(sum(refusal.count for refusal in rest), 'layout')} for {count(len(rest), 'other reason')}"
 
 
-def too_large_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def too_large_lines(result: SearchResult) -> Iterator[Item]:
     """Print the nearest misses."""
     if result.too_large:
         limit = result.too_large[0].case.machine.device.memory
         yield f"Too large for {GIB.with_name(limit)}, the nearest first"
-        yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], width, first=0)
+        yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], first=0)
 
 
 # --- two plans next to each other -----------------------------------------------------------------------------------
@@ -185,7 +182,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
     }
 
 
-def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[str]:
+def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[Item]:
     """Print what to write, and both plans next to each other."""
     changed = _changed_settings(mine, better)
     yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
@@ -201,7 +198,7 @@ def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[str]:
         first, second = getattr(mine.fullest, part), getattr(better.fullest, part)
         if abs(second - first) >= 0.1 * memory.size or part == "total":
             rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
-    yield from ("  " + line for line in columns(rows))
+    yield Table(rows)
 
 
 def _row(name: str, unit: Unit, first: float, second: float) -> list[str]:

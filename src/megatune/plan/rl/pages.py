@@ -16,7 +16,7 @@ from megatune.plan.changes.variation import written
 from megatune.plan.estimate import estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT
-from megatune.plan.pages.page import Page, entry, listed, table, time_table, wrapped
+from megatune.plan.pages.page import Entry, Item, Page, Table, time_table
 from megatune.plan.pages.words import (
     Unit,
     amount,
@@ -60,15 +60,15 @@ _ACCUMULATION = "batch.gradient_accumulation_steps"
 _LESS = "more devices, a larger tensor_model_parallel_size, a shorter response_length, lora_target"
 
 
-def pages(found: RLAnswer, width: int = 80) -> Iterator[Page]:
+def pages(found: RLAnswer) -> Iterator[Page]:
     """Yield what is planned, memory by device and phase, seconds by phase, and what was assumed."""
-    yield Page("", _head(found, width))
-    yield Page("", _role_lines(found, width))
-    yield Page("", _memory(found, width))
+    yield Page("", _head(found))
+    yield Page("", _role_lines(found))
+    yield Page("", _memory(found))
     if not found.fits:
-        yield Page("What would make it fit", (line for text in advice(found) for line in wrapped(text, width)))
-    yield Page("", _time(found, width))
-    yield Page("Assumed", listed(notes(found), width))
+        yield Page("What would make it fit", (f"  {text}" for text in advice(found)))
+    yield Page("", _time(found))
+    yield Page("Assumed", (f"  - {note}" for note in notes(found)))
 
 
 def _device_words(devices: Sequence[int]) -> str:
@@ -82,27 +82,24 @@ def _device_words(devices: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _head(found: RLAnswer, width: int) -> Iterator[str]:
+def _head(found: RLAnswer) -> Iterator[Item]:
     question, settings, lengths = found.question, found.question.settings, found.question.lengths
-    yield from entry("models", _models(question), width)
-    yield from entry("devices", machine_words(question.machine, question.world_size), width)
+    yield Entry("models", _models(question))
+    yield Entry("devices", machine_words(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
-    yield from entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step", width)
+    yield Entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
     longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
     mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
-    yield from entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut", width)
+    yield Entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
 
 
-def _role_lines(found: RLAnswer, width: int) -> Iterator[str]:
+def _role_lines(found: RLAnswer) -> Iterator[Item]:
     """Yield a row for each role; where that is too wide, a paragraph."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
     rows += [[role.name, _device_words(role.devices), *_layout(question, role)] for role in question.model_roles]
     rows += [[role.name, _device_words(role.devices), *_engine(found, role)] for role in question.infer_roles]
-    lines = [line.removeprefix("  ") for line in table(rows, width=width, left=range(4))]
-    if max(map(len, lines)) > width:
-        lines = [line for row in rows[1:] for line in wrapped(f"{row[0]}: {'; '.join(row[1:])}", width, "")]
-    yield from lines
+    yield Table(rows, range(4), [f"{row[0]}: {'; '.join(row[1:])}" for row in rows[1:]])
 
 
 def _models(question: RLQuestion) -> str:
@@ -139,14 +136,14 @@ def _engine(found: RLAnswer, role: InferRole) -> tuple[str, str]:
     return engines, f"{at_once:.0f} at once"
 
 
-def _memory(found: RLAnswer, width: int) -> Iterator[str]:
+def _memory(found: RLAnswer) -> Iterator[Item]:
     """Yield a table for each kind of device, a row for each role, a column for each phase; then the verdict."""
     group, phase = found.fullest
     held, limit = group.total(phase), found.question.machine.device.memory
     unit = bytes_unit(held)
     yield f"Memory of a device, {unit.name}, phase by phase"
     for each in found.groups:
-        yield from _group_lines(found, each, unit, width)
+        yield _group_table(found, each, unit)
     devices = f"device{'s' * (len(group.devices) > 1)} {_device_words(group.devices)}"
     said = f"The fullest: {devices} in phase {phase}, {unit.of(held)} of {unit.with_name(limit)}, {held / limit:.0%}."
     verdict = f"It fits, with {unit.with_name(limit - held)} to spare."
@@ -154,23 +151,23 @@ def _memory(found: RLAnswer, width: int) -> Iterator[str]:
         verdict = f"IT DOES NOT FIT: {unit.with_name(held - limit)} too much."
     elif not found.has_cache:
         verdict = f"IT DOES NOT FIT: {_no_cache(found)}"
-    yield from wrapped(f"{said} {verdict}", width, "")
+    yield f"{said} {verdict}"
     for role in group.held:
         biggest = sorted(role.parts[phase].items(), key=lambda part: -part[1])
         parts = ", ".join(f"{name.replace('_', ' ')} {unit.of(part)}" for name, part in biggest if part)
-        yield from wrapped(f"{role.role}: {parts}", width, "  ")
+        yield f"  {role.role}: {parts}"
     if host := found.host_bytes:
-        yield from wrapped(f"Offloaded roles have {size(host)} in the main memory of a machine.", width, "")
+        yield f"Offloaded roles have {size(host)} in the main memory of a machine."
 
 
-def _group_lines(found: RLAnswer, group: DeviceGroup, unit: Unit, width: int) -> Iterator[str]:
+def _group_table(found: RLAnswer, group: DeviceGroup, unit: Unit) -> Table:
     names = found.phases
     rows = [[f"devices {_device_words(group.devices)}", *names]]
     rows += [[f"  {role.role}", *(unit.of(role.total(phase)) for phase in names)] for role in group.held]
     if len(group.held) > 1:
         rows.append(["  total", *(unit.of(group.total(phase)) for phase in names)])
     turned = [[cell.strip() for cell in row] for row in zip(*rows, strict=True)]
-    return table(rows, turned, width=width)
+    return Table(rows, instead=[Table(turned)])
 
 
 def _no_cache(found: RLAnswer) -> str:
@@ -181,20 +178,20 @@ def _no_cache(found: RLAnswer) -> str:
     return f"an engine's cache holds {engine.cached_tokens:,} tokens, the longest sample has {longest:,}."
 
 
-def _time(found: RLAnswer, width: int) -> Iterator[str]:
+def _time(found: RLAnswer) -> Iterator[Item]:
     """Yield a row for each phase, tokens/s, and what the rollouts wait for."""
     time, whole = found.seconds, found.seconds.total
     beside = "; rollouts of the next steps run concurrently" if time.overlaps else ""
     yield f"Time of a step, {seconds_unit(whole).name}{beside}"
-    yield from time_table(time.phases.items(), whole, 1 + UNCERTAINTY)
+    yield time_table(time.phases.items(), whole, 1 + UNCERTAINTY)
     rate = f"{found.tokens_per_second:,.0f} tokens/s, {_rate(found):,.0f} a device"
     steps = found.question.settings.run.max_steps
-    yield from wrapped(f"{rate}; {steps:,} steps take {duration(steps * whole)}", width, "")
-    yield from wrapped(_rollout_words(found), width, "")
+    yield f"{rate}; {steps:,} steps take {duration(steps * whole)}"
+    yield _rollout_words(found)
     if time.overlaps:
         rollout, trainer = 1 - time.rollout_side / whole, 1 - time.trainer_side / whole
         waiting = f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
-        yield from wrapped(waiting, width, "")
+        yield waiting
 
 
 def _rate(found: RLAnswer) -> float:
