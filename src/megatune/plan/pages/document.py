@@ -11,6 +11,7 @@ from typing import Any
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.plan.answer import Answer
 from megatune.plan.case import Case
+from megatune.plan.changes.table import LOSSY
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.plan.estimate import Estimate
@@ -162,9 +163,9 @@ def document(found: Answer, top: int) -> str:
         "better": found.is_better,
         "recommended": None if found.recommended is None else _planned(found.recommended),
         "priced": [
-            {"name": each.name, "changes": dict(each.changes), "plan": _planned(each.found)} for each in found.lossy
+            {"name": name, "changes": dict(LOSSY[name]), "plan": _planned(best)} for name, best in found.lossy.items()
         ],
-        "less": [{"changes": dict(each.changes), "plan": _planned(each.found)} for each in found.less],
+        "less": [{"changes": dict(changes), "plan": _planned(best)} for changes, best in found.less],
         "search": {
             "num_considered": result.num_considered,
             "num_equal": result.num_equal,

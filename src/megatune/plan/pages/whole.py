@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from megatune.config.names import plain
 from megatune.plan.answer import Answer
 from megatune.plan.changes.fixes import warning
-from megatune.plan.changes.table import ACROSS_MACHINES
+from megatune.plan.changes.table import ACROSS_MACHINES, LOSSY
 from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
@@ -149,13 +149,12 @@ def _lossy(found: Answer) -> Iterator[Item]:
         return
     reference = found.best
     yield "With lower precision: what is rounded more, and the layout that this allows"
-    yield from ranked_lines([each.found for each in found.lossy])
-    for number, each in enumerate(found.lossy, 1):
-        gain = reference.time.total / each.found.time.total if reference is not None else 1.0
+    yield from ranked_lines([*found.lossy.values()])
+    for number, (name, best) in enumerate(found.lossy.items(), 1):
+        gain = reference.time.total / best.time.total if reference is not None else 1.0
         faster = f", {gain - 1:.0%} faster" if gain > 1.005 else f", {1 - gain:.0%} slower" if gain < 0.995 else ""
-        is_surer = reference is None or (reference.is_tight and not each.found.is_tight)
-        sure = ", and surely fits" if is_surer else ""
-        yield f"  {number}: {each.name}{faster}{sure}: {written(each.changes)}"
+        is_surer = reference is None or (reference.is_tight and not best.is_tight)
+        yield f"  {number}: {name}{faster}{', and surely fits' if is_surer else ''}: {written(LOSSY[name])}"
 
 
 def _enough(found: Answer) -> Iterator[Item]:
@@ -166,10 +165,9 @@ def _enough(found: Answer) -> Iterator[Item]:
         layout += " (tight)" if enough.is_tight else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
         yield text
-    for each in found.less:
-        best, does = each.found, "fits, and is tight" if each.found.is_tight else "fits"
-        text = f"{written(each.changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
-        yield f"  {text}"
+    for changes, best in found.less:
+        does = "fits, and is tight" if best.is_tight else "fits"
+        yield f"  {written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
     if found.enough is None and not found.less:
         no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
         yield no
