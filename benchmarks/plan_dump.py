@@ -75,14 +75,8 @@ def plans() -> Iterator[tuple[str, Any]]:
         yield f"row {row.name}", shown(estimate(case_of(row)))
     for name, gpu, gpus, rows in SEARCHES:
         settings = load(None, ["bf16=true", "cutoff_len=4096"], []).settings
-        request = SearchRequest(
-            model=find_model(name),
-            machine=find_machine(gpu),
-            world_size=gpus,
-            settings=settings,
-            global_batch_size=rows,
-        )
-        found = search(request)
+        case = Case(model=find_model(name), settings=settings, world_size=gpus, machine=find_machine(gpu))
+        found = search(SearchRequest(case=case, global_batch_size=rows))
         groups = (found.ranked, found.frontier, found.too_large)
         yield f"search {name}, {gpu}, {gpus}", [[shown(each) for each in group] for group in groups]
 

@@ -16,11 +16,12 @@ from reporting import commit, markdown_table
 
 from megatune.config.load import load
 from megatune.config.settings import Settings
+from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
-from megatune.plan.search import SearchRequest, is_tight, search
+from megatune.plan.search import SearchRequest, search
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import SPREADS
 
@@ -124,12 +125,13 @@ def settings_of(layout: Mapping[str, Any] | Path) -> Settings:
 
 
 def request_of(example: Example, layout: Mapping[str, Any] | Path) -> SearchRequest:
-    return SearchRequest(
+    case = Case(
         model=find_model(example.model),
-        machine=find_machine(GPU),
-        world_size=example.num_gpus,
         settings=settings_of(layout),
+        world_size=example.num_gpus,
+        machine=find_machine(GPU),
     )
+    return SearchRequest(case=case)
 
 
 def planned(example: Example) -> dict[str, Estimate]:
@@ -137,7 +139,7 @@ def planned(example: Example) -> dict[str, Estimate]:
     found: dict[str, Estimate] = {}
     for name, layout in example.layouts.items():
         request = request_of(example, layout)
-        found[name] = estimate(request.case(request.settings))
+        found[name] = estimate(request.case)
     first = next(iter(found.values()))
     request = replace(request_of(example, next(iter(example.layouts.values()))),
                       global_batch_size=first.case.global_batch_size)  # fmt: skip
@@ -195,7 +197,7 @@ def section(example: Example) -> Iterator[str]:
     gain = published.time.total / found.time.total
     room = published.case.machine.device.memory / _GIB
     fits = "fits" if published.fits else "does not fit"
-    tight = ", but not at the upper end of the uncertainty" if published.fits and is_tight(published) else ""
+    tight = ", but not at the upper end of the uncertainty" if published.fits and published.is_tight else ""
     yield (f"\nThe published layout {fits} the {room:.1f} GiB that a process can use{tight}. "
            + (f"{layout_words(found.case)} is {gain:.2f} times as fast:" if gain > 1.02 else "Nothing found is worth a "
               "change."))  # fmt: skip

@@ -14,10 +14,11 @@ from typing import Any
 from published_layouts import parts, reasons, table
 
 from megatune.config.load import load
+from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import layout_words
-from megatune.plan.search import SearchRequest, equal_within, is_tight, num_kinds, search
+from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
 from megatune.plan.uncertainty import memory_bound
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
@@ -133,12 +134,9 @@ def request_of(recipe: Recipe) -> SearchRequest:
     loaded = load(overrides=[f"{key}={str(value).lower()}" for key, value in values.items()])
     assert not loaded.findings, loaded.findings
     model, machine = find_model(recipe.model), find_machine(recipe.gpu)
-    found = SearchRequest(
-        model=model, machine=machine, world_size=recipe.num_gpus, settings=loaded.settings,
-        global_batch_size=recipe.rows,
-    )  # fmt: skip
-    assert found.case(loaded.settings).global_batch_size == recipe.rows
-    return found
+    case = Case(model=model, settings=loaded.settings, world_size=recipe.num_gpus, machine=machine)
+    assert case.global_batch_size == recipe.rows
+    return SearchRequest(case=case, global_batch_size=recipe.rows)
 
 
 def planned(recipe: Recipe) -> tuple[Estimate, Estimate]:
@@ -146,7 +144,7 @@ def planned(recipe: Recipe) -> tuple[Estimate, Estimate]:
     request = request_of(recipe)
     found = search(replace(request, keep=10)).recommended
     assert found is not None
-    return estimate(request.case(request.settings)), found
+    return estimate(request.case), found
 
 
 def verdict(published: Estimate, found: Estimate) -> str:
@@ -164,7 +162,7 @@ def verdict(published: Estimate, found: Estimate) -> str:
     ends = []
     for name, plan in (("the recipe", published), ("the recommended one", found)):
         end = f"{(1 + bound) * plan.fullest.total / _GIB:.1f} GiB"
-        does = "does not fit as planned" if not plan.fits else "is tight" if is_tight(plan) else "fits"
+        does = "does not fit as planned" if not plan.fits else "is tight" if plan.is_tight else "fits"
         ends.append(f"{name} {does} ({end})")
     return f"{said} At the upper end of the uncertainty, {bound:.0%} above the plan: {', '.join(ends)}."
 

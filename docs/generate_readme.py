@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from megatune.config.adapters import with_adapters
 from megatune.config.load import load
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue.find import find_machine
 from megatune.plan.catalogue.models import find_model
 from megatune.plan.flops import num_parameters
-from megatune.plan.search import SearchRequest, is_tight, search
+from megatune.plan.search import SearchRequest, search
 
 PAGE = Path(__file__).parents[1] / "README.md"
 GPU, ROW_TOKENS, ROWS = "h100-80g", 4096, 64
@@ -55,17 +55,10 @@ def smallest(model: str, finetuning_type: str) -> int:
 def fits(model: PlannedModel, finetuning_type: str, gpus: int) -> bool:
     """Whether `megatune plan MODEL --gpus N --gpu h100-80g --seq 4096` recommends a layout that is not tight."""
     words = [f"finetuning_type={finetuning_type}", "bf16=true", f"cutoff_len={ROW_TOKENS}"]
-    found = search(
-        SearchRequest(
-            model=model,
-            machine=find_machine(GPU),
-            world_size=gpus,
-            settings=with_adapters(load(None, words), model.architecture).settings,
-            global_batch_size=max(ROWS, gpus),
-            keep=1,
-        )
-    ).recommended
-    return found is not None and not is_tight(found)
+    settings = with_adapters(load(None, words), model.architecture).settings
+    case = Case(model=model, settings=settings, world_size=gpus, machine=find_machine(GPU))
+    found = search(SearchRequest(case=case, global_batch_size=max(ROWS, gpus), keep=1)).recommended
+    return found is not None and not found.is_tight
 
 
 def rows_of(text: str) -> Iterator[Row]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatune.plan.explain.rl import rl_page
-from megatune.plan.explain.settings import settings_page
+from megatune.plan.explain.settings import rl_page, settings_page
 
 DOCUMENTS = {
     "settings.md": settings_page,

@@ -137,7 +137,8 @@ def _sharded(case: Case, stage: StageMemory) -> int:
     gradients, two layers and what is no layer."""
     elements = stage_parameters(case, stage.stage)
     shares = 16 * (elements.dense / case.shard_size + elements.expert / case.expert_shard_size)
-    outside = elements.embedding + elements.output
+    model = case.model.architecture
+    outside = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     layers = 2 * (elements.dense - outside + elements.expert) / stage.num_layers
     rest = stage.total - stage.weights - stage.gradients - stage.master_weights - stage.optimizer_state
     return round(shares + 4 * (outside + layers) + rest)

@@ -25,8 +25,8 @@ from megatune.config.rl.settings import (
 )
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.rl.answer import RLAnswer, plan_rl
-from megatune.plan.rl.held import SYNC
 from megatune.plan.rl.question import Lengths, RLQuestion
+from megatune.plan.rl.roles import SYNC
 
 SOURCE = "NeMo-RL, docs/about/performance-summary.md, and its recipes"
 # Tokens of a prompt of OpenMathInstruct-2 with its template; the tables do not say it.

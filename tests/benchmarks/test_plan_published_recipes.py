@@ -6,7 +6,6 @@ import pytest
 from published_recipes import PAGE, RECIPES, Recipe, planned, verdict
 
 from megatune.plan.pages.words import layout_words, recompute_words
-from megatune.plan.search import is_tight
 
 # The searches of a few seconds are left to all tests.
 CASES = [
@@ -34,7 +33,7 @@ def test_the_page_names_the_winner(recipe: Recipe) -> None:
     assert recipe.source in text
     said = verdict(published, found).partition(" At the upper end")[0]
     assert said.partition(" is ")[0] in text
-    assert f"the recommended one {'is tight' if is_tight(found) else 'fits'}" in text
+    assert f"the recommended one {'is tight' if found.is_tight else 'fits'}" in text
 
 
 def test_there_are_eight_cases_of_dense_models_and_experts_each_with_an_address() -> None:

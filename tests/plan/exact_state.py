@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import Bucket, shared_buckets
-from megatune.plan.memory.parameters import Kind, Part, Rules, sum_host_bytes, sum_parts, trained_of
+from megatune.plan.memory.parameters import Kind, Part, Rules, sum_parts, trained_of
 from megatune.plan.memory.tensors import HeldParameter
 
 
@@ -27,9 +27,8 @@ def rank_state(case: Case, rank: int) -> SimpleNamespace:
     )
     parts = [_exact_part(rules, stage, kind, places[kind.is_expert]) for kind in rules.kinds]
     padding = sum(part.padding * sum(rules.bytes_of(part.kind)) for part in parts)
-    host_state = sum_host_bytes(rules, parts)
     state = sum_parts(rules, stage, parts)
-    return SimpleNamespace(**state._asdict(), buffer_padding=padding, host_state=host_state)
+    return SimpleNamespace(**state._asdict(), buffer_padding=padding, host_state=state.host)
 
 
 def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatune.config.settings import Settings
+from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.document import standing_notes
-from megatune.plan.question import Question
 
 
 def notes(model: str, machine: Machine, **experts: object) -> str:
     settings = with_settings(Settings(), {f"experts.{name}": value for name, value in experts.items()})
-    question = Question(model=find_model(model), machine=machine, world_size=8, settings=settings, global_batch_size=8)
-    return "\n".join(standing_notes(question))
+    case = Case(model=find_model(model), machine=machine, world_size=8, settings=settings)
+    return "\n".join(standing_notes(case))
 
 
 def test_memory_that_is_no_tensor_is_named() -> None:
@@ -32,11 +32,9 @@ def test_memory_that_is_no_tensor_is_named() -> None:
 def test_the_main_memory_of_saves_in_the_background_is_named() -> None:
     settings = with_settings(Settings(), {"checkpoint.async_save": True, "precision.bf16": True})
     machine = find_machine("h100-80g")
-    question = Question(
-        model=find_model("Qwen3-8B"), machine=machine, world_size=8, settings=settings, global_batch_size=8
-    )
+    case = Case(model=find_model("Qwen3-8B"), machine=machine, world_size=8, settings=settings)
     # 14 bytes of each of 8.19 billion parameters.
-    assert "copies of a checkpoint take 106.8 GiB of main memory" in "\n".join(standing_notes(question))
+    assert "copies of a checkpoint take 106.8 GiB of main memory" in "\n".join(standing_notes(case))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,8 @@ def test_the_imbalance_of_experts_is_named(experts: dict[str, object], said: str
 )
 def test_the_pictures_of_rows_are_named(model: str, pixels: int, tokens: int | None, said: str) -> None:
     settings = with_settings(Settings(), {"data.image_max_pixels": pixels})
-    asked = Question(model=find_model(model), machine=find_machine("h100-80g"), world_size=8, settings=settings,
-                     global_batch_size=8, image_tokens=tokens)  # fmt: skip
-    found = "\n".join(standing_notes(asked))
+    machine = find_machine("h100-80g")
+    case = Case(model=find_model(model), machine=machine, world_size=8, settings=settings, image_tokens=tokens)
+    found = "\n".join(standing_notes(case))
     assert said in found
     assert ("assumed to have" in found) == bool(said)

@@ -15,41 +15,42 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import find_free_port
-from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.launch_lines import Launch, environment_lines, sbatch_file, torchrun_lines
+from megatune.plan.case import Case
+from megatune.plan.catalogue import cpu_machine, find_machine, find_model
+from megatune.plan.launch_lines import environment_lines, sbatch_file, torchrun_lines
 
 LIMIT = 120.0  # seconds; the machine may be busy with other tests
 TP2 = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))
 
 
-def launch(world_size: int, gpu: str = "h100", settings: Settings = TP2, **more: object) -> Launch:
-    made = Launch(file="run.yaml", settings=settings, machine=find_machine(gpu), world_size=world_size)
-    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+def case(world_size: int, gpu: str = "h100", settings: Settings = TP2) -> Case:
+    model = find_model("Qwen3-8B")
+    return Case(model=model, settings=settings, world_size=world_size, machine=find_machine(gpu))
 
 
 def test_one_machine_starts_itself() -> None:
-    assert torchrun_lines(launch(8)) == ("megatune train run.yaml",)
-    assert torchrun_lines(launch(4)) == ("megatune train run.yaml num_processes=4",)
+    assert torchrun_lines(case(8), "run.yaml") == ("megatune train run.yaml",)
+    assert torchrun_lines(case(4), "run.yaml") == ("megatune train run.yaml num_processes=4",)
     four = Settings(run=RunSettings(num_processes=4))
-    assert torchrun_lines(launch(4, settings=four)) == ("megatune train run.yaml",)
+    assert torchrun_lines(case(4, settings=four), "run.yaml") == ("megatune train run.yaml",)
 
 
 def test_every_machine_has_its_line() -> None:
-    blocks = torchrun_lines(launch(24, master_addr="10.0.0.1", master_port=1234))
+    blocks = torchrun_lines(case(24), "run.yaml", master_addr="10.0.0.1", master_port=1234)
     assert [block.splitlines()[-1] for block in blocks] == [
         f"torchrun --nnodes 3 --node_rank {rank} --nproc_per_node 8 --master_addr 10.0.0.1 --master_port 1234"
         " -m megatune train run.yaml"
         for rank in range(3)
     ]
     assert not any("is the first machine" in block for block in blocks)
-    assert "node-0 is the first machine" in torchrun_lines(launch(24))[0]
+    assert "node-0 is the first machine" in torchrun_lines(case(24), "run.yaml")[0]
     assert all("# export NCCL_IB_DISABLE=0" in block for block in blocks)
-    assert "NCCL_IB" not in torchrun_lines(launch(16, "4090"))[0]
+    assert "NCCL_IB" not in torchrun_lines(case(16, "4090"), "run.yaml")[0]
 
 
 def test_machines_are_filled() -> None:
     with pytest.raises(MegatuneError) as caught:
-        torchrun_lines(launch(12))
+        torchrun_lines(case(12), "run.yaml")
     assert caught.value.exit_code is ExitCode.SETTINGS
     assert caught.value.findings[0].fix.startswith("8 or 16 GPUs")
 
@@ -66,7 +67,7 @@ def test_machines_are_filled() -> None:
 )
 def test_launch_order_of_kernels(gpu: str, parallel: dict[str, object], needed: bool) -> None:
     settings = Settings(parallel=ParallelSettings(**{"overlap_grad_reduce": False, **parallel}))  # type: ignore[arg-type]
-    lines = environment_lines(launch(16, gpu, settings))
+    lines = environment_lines(case(16, gpu, settings))
     assert [line.startswith("export CUDA_DEVICE_MAX_CONNECTIONS=1") for line in lines] == [True] * needed
 
 
@@ -79,16 +80,14 @@ def environment(*more: str) -> dict[str, str]:
 def test_lines_of_two_machines_run(tmp_path: Path) -> None:
     """Each of two machines' ranks joins torchrun's processes and reports its own error: the file is not there."""
     machine = dataclasses.replace(cpu_machine(2**30, 2), gpus_per_node=1)
-    run = Launch(
-        file="no such file.yaml", settings=Settings(), machine=machine, world_size=2,
-        master_addr="127.0.0.1", master_port=find_free_port(),
-    )  # fmt: skip
+    run = Case(model=find_model("Qwen3-8B"), settings=Settings(), world_size=2, machine=machine)
+    port = find_free_port()
     started = [
         subprocess.Popen(
             ["bash", "-c", block],
             cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for block in torchrun_lines(run)
+        for block in torchrun_lines(run, "no such file.yaml", master_addr="127.0.0.1", master_port=port)
     ]  # fmt: skip
     for process in started:
         output, _ = process.communicate(timeout=LIMIT)
@@ -103,8 +102,8 @@ def test_sbatch_file_runs(tmp_path: Path) -> None:
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     for command in ("scontrol", "srun", "torchrun"):
         (tmp_path / command).chmod(0o755)
-    run = launch(16, file="it's mine.yaml")
-    (tmp_path / "run.sbatch").write_text(sbatch_file(run, job_name="my job"))
+    text = sbatch_file(case(16), "it's mine.yaml")
+    (tmp_path / "run.sbatch").write_text(text)
     slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_NODE": "64"}
     done = subprocess.run(
         ["bash", "run.sbatch"],
@@ -116,7 +115,6 @@ def test_sbatch_file_runs(tmp_path: Path) -> None:
         "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8", "--master_addr", "host-a", "--master_port",
         "22345", "-m", "megatune", "train", "it's mine.yaml",
     ]  # fmt: skip
-    text = sbatch_file(run)
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --gpus-per-node=8\n" in text
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in text

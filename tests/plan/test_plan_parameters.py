@@ -345,10 +345,7 @@ def test_elements_of_all_stages_are_those_of_the_checkpoint(family):
     assert (
         whole.dense + whole.expert == expected == num_trained_parameters(case.model.architecture, FinetuningSettings())
     )
-    assert whole.embedding == whole.output == 128_000 * model.hidden_size
     settings = Layout(1, _PP4).settings()
     stages = [stage_parameters(planned(model, settings, 8), stage) for stage in range(4)]
     assert sum(one.dense + one.expert for one in stages) == expected
-    assert [one.embedding > 0 for one in stages] == [True, False, False, False]
-    assert [one.output > 0 for one in stages] == [False, False, False, True]
     assert all(one.updated == (one.dense + one.expert) / 2 for one in stages)

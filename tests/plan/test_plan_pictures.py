@@ -8,13 +8,14 @@ import pytest
 
 from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionSettings, Settings
 from megatune.plan.answer import Answer, answer
+from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.pages.figures import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.pages.page import as_text
 from megatune.plan.pages.whole import pages
 from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
 from megatune.plan.question import Question
-from megatune.plan.schedule import makespan
+from megatune.plan.schedule import timeline
 
 
 def question(
@@ -31,8 +32,8 @@ def question(
         batch=BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
         precision=PrecisionSettings(bf16=True),
     )
-    return Question(model=find_model(name), machine=find_machine("a100-80g"), world_size=4, settings=settings,
-                    global_batch_size=accumulation * 4 // pp, plans_own=plans_own)  # fmt: skip
+    case = Case(model=find_model(name), settings=settings, world_size=4, machine=find_machine("a100-80g"))
+    return Question(case=case, global_batch_size=accumulation * 4 // pp, plans_own=plans_own)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,9 @@ def test_the_trace_is_the_step(pp: int, virtual: int | None, accumulation: int) 
         ends = [event["ts"] + event["dur"] for event in mine]
         assert all(event["ts"] >= end - 1e-3 for event, end in zip(mine[1:], ends, strict=False))
     last = max(event["ts"] + event["dur"] for event in passes)
-    assert last / 1e6 == pytest.approx(makespan(planned.time.chunks, accumulation), rel=0.01)
+    assert last / 1e6 == pytest.approx(
+        max(slots[-1].end for slots in timeline(planned.time.chunks, accumulation)), rel=0.01
+    )
     assert {event["name"] for event in passes} >= {"forward 1", f"backward {accumulation}"}
 
 

@@ -22,7 +22,7 @@ from megatune.plan.machine import Calibration, Machine
 from megatune.plan.pages.words import size
 from megatune.plan.run.preflight import Preflight, longest_row, preflight
 from megatune.plan.run.record import RunRecord, dump_records, read_records
-from megatune.plan.search import TIGHT
+from megatune.plan.uncertainty import TIGHT
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -73,7 +73,8 @@ def test_a_good_run_gets_layout_and_batch_memory_by_part_and_time(tmp_path: Path
     assert line.startswith("plan       memory: ")
     for word in ("of 79.1 GiB", "weights 7.48", "gradients 15.0", "activations ", " a step ±"):
         assert word in line, line
-    assert found.planned == estimate(found.planned.case)
+    again = estimate(found.planned.case)
+    assert (found.planned.stages, found.planned.time) == (again.stages, again.time)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,8 @@ def test_a_case_survives_plan_json(tmp_path: Path, config: dict[str, Any]) -> No
     (tmp_path / "plan.json").write_text(dump_records([RunRecord(case=planned.case)]))
     [record] = read_records(tmp_path)
     assert record.case == planned.case
-    assert record.planned() == planned  # the case works: caches take it as a key
+    again = record.planned()  # the case works: caches take it as a key
+    assert (again.stages, again.time) == (planned.stages, planned.time)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

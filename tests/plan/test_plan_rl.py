@@ -22,13 +22,22 @@ from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.memory.estimate import stage_memory
-from megatune.plan.rl.advice import advice
-from megatune.plan.rl.answer import plan_rl
-from megatune.plan.rl.engine import engine_memory, key_value_bytes
-from megatune.plan.rl.held import OLD_PASS, REFERENCE_PASS, SAMPLE, SYNC, TRAIN, shares
-from megatune.plan.rl.passes import forward_case, forward_memory, training_case
+from megatune.plan.rl.answer import UNCERTAINTY, plan_rl
+from megatune.plan.rl.pages import advice
 from megatune.plan.rl.question import Lengths
-from megatune.plan.rl.seconds import UNCERTAINTY
+from megatune.plan.rl.roles import (
+    OLD_PASS,
+    REFERENCE_PASS,
+    SAMPLE,
+    SYNC,
+    TRAIN,
+    engine_memory,
+    forward_case,
+    forward_memory,
+    key_value_bytes,
+    shares,
+    training_case,
+)
 from megatune.rl.rollout.kv_cache import ATTENTION
 from megatune.rl.rollout.model import bytes_of_a_token, room_of_cache
 

@@ -15,15 +15,24 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
 from megatune.config.rules.problem import divisors
 from megatune.config.settings import GROUPS, Settings
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import setting_of
+from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import SearchRequest, equal_within, is_tight, num_kinds, recompute, search
-from megatune.plan.search.candidate import Candidate, Frontier
-from megatune.plan.search.rank import _Search
-from megatune.plan.search.space import TOKENS_OF_A_CONTEXT_PART, CandidateBatch, CandidateLayout, Space
+from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
+from megatune.plan.search.rank import Frontier, _Search, rank_key
+from megatune.plan.search.space import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    TOKENS_OF_A_CONTEXT_PART,
+    CandidateBatch,
+    CandidateLayout,
+    Space,
+    block,
+    selective,
+)
 from megatune.plan.uncertainty import memory_bound
 
 DENSE = Architecture(
@@ -78,17 +87,27 @@ def request(
         data=GROUPS["data"](dataset=["rows"], cutoff_len=cutoff),
         precision=GROUPS["precision"](bf16=True),
     )
-    others = {"machine": machine(), "settings": base, "global_batch_size": 24, **others}
-    return SearchRequest(model=PlannedModel(name="a model", architecture=architecture), world_size=world_size, **others)
+    case = Case(
+        model=PlannedModel(name="a model", architecture=architecture),
+        settings=base,
+        world_size=world_size,
+        machine=machine(),
+    )
+    of_case = {name: others.pop(name) for name in ("machine", "model", "settings", "image_tokens") if name in others}
+    return SearchRequest(case=dataclasses.replace(case, **of_case), **{"global_batch_size": 24, **others})
+
+
+def changed(asked: SearchRequest, **case: Any) -> SearchRequest:
+    return dataclasses.replace(asked, case=dataclasses.replace(asked.case, **case))
 
 
 def test_kernels_for_whole_rows_leave_out_what_they_cannot_do() -> None:
     asked = request(world_size=8, cutoff=32_768)
-    fused = asked.settings.model_copy(update={"performance": GROUPS["performance"](attention_backend="fused")})
+    fused = asked.case.settings.model_copy(update={"performance": GROUPS["performance"](attention_backend="fused")})
     a2a = fused.model_copy(update={"parallel": GROUPS["parallel"](cp_comm_type="a2a")})
-    sizes = {"auto": asked.settings, "fused": fused, "fused, a2a": a2a}
+    sizes = {"auto": asked.case.settings, "fused": fused, "fused, a2a": a2a}
     found = {
-        name: {layout.cp for layout in Space(dataclasses.replace(asked, settings=settings)).layouts()}
+        name: {layout.cp for layout in Space(changed(asked, settings=settings)).layouts()}
         for name, settings in sizes.items()
     }
     assert found == {"auto": {1, 2, 4, 8}, "fused": {1}, "fused, a2a": {1, 2, 4}}  # of 12 heads
@@ -107,11 +126,11 @@ def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architectu
     layout = data.draw(st.sampled_from(layouts(space)))
     batch = data.draw(st.sampled_from(space.batches(layout)))
     virtual = data.draw(st.sampled_from([None, *space.virtual_stages(layout, batch)]))
-    ways = [recompute.NONE, recompute.FULL, recompute.block(1), *recompute.selective(architecture, GROUPS["experts"]())]
-    found = space.settings(layout, batch, virtual, data.draw(st.sampled_from(ways)))
+    ways = [NO_RECOMPUTE, FULL_RECOMPUTE, block(1), *selective(architecture, GROUPS["experts"]())]
+    found = space.settings_of(layout, batch, virtual, data.draw(st.sampled_from(ways)))
     for each in (found, *space.reshaped(found), *space.exchanged(found)):
         assert check(each, architecture, world) == []
-        assert asked.case(each).global_batch_size == 24
+        assert dataclasses.replace(asked.case, settings=each).global_batch_size == 24
 
 
 @pytest.mark.parametrize(
@@ -128,7 +147,7 @@ def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
     experts = list(itertools.product(sizes, sizes)) if architecture.moe else [(1, 1)]
     for tp, pp, cp, (ep, etp) in itertools.product(sizes, sizes, sizes, experts):
         layout = CandidateLayout(tp, pp, cp, ep, etp)
-        parallel = space.settings(layout, CandidateBatch(1, 1), None, recompute.NONE)
+        parallel = space.settings_of(layout, CandidateBatch(1, 1), None, NO_RECOMPUTE)
         if check(parallel, architecture, world) or 24 % (world // (tp * pp * cp)):
             assert layout not in searched, "refused by the rules"
         elif tp > 4 or 4 % tp or etp not in (1, tp) or (cp > 1 and cutoff < cp * TOKENS_OF_A_CONTEXT_PART):
@@ -158,11 +177,11 @@ def test_ranked_by_time(roomy: Any) -> None:
     assert roomy.best is roomy.ranked[0]
 
 
-def every_way(space: Space) -> list[Candidate]:
+def every_way(space: Space) -> list[Estimate]:
     """Everything that could be found, without a bound."""
-    architecture = space.request.model.architecture
-    blocks = [recompute.block(number) for number in range(1, architecture.num_layers)]
-    ways = [recompute.NONE, recompute.FULL, *blocks, *recompute.selective(architecture, space.request.settings.experts)]
+    architecture = space.architecture
+    blocks = [block(number) for number in range(1, architecture.num_layers)]
+    ways = [NO_RECOMPUTE, FULL_RECOMPUTE, *blocks, *space.selective]
     return [
         space.candidate(layout, batch, virtual, how)
         for layout in space.layouts()
@@ -177,21 +196,20 @@ def test_bounds_leave_out_nothing_that_is_better(memory: float) -> None:
     asked = request(world_size=4, machine=machine(memory), keep=5)
     result = search(asked)
     candidates = [candidate for candidate in every_way(Space(asked)) if candidate.fits]
-    best = min(candidates, key=lambda candidate: candidate.rank_key)
-    found = Candidate(result.ranked[0].case)
-    assert found.rank_key <= best.rank_key
+    best = min(candidates, key=rank_key)
+    assert rank_key(result.ranked[0]) <= rank_key(best)
     smallest = min(candidates, key=lambda candidate: candidate.bytes)
     assert result.frontier[0].fullest.total <= smallest.bytes * 1.02
     for candidate in candidates:
         assert any(
-            estimate.fullest.total <= candidate.bytes * 1.03 and estimate.time.total <= candidate.seconds * 1.03
+            estimate.fullest.total <= candidate.bytes * 1.03 and estimate.time.total <= candidate.time.total * 1.03
             for estimate in result.frontier
         ), candidate.case.settings
 
 
 def test_no_way_takes_less_time_than_the_bound_of_its_layout_and_batch() -> None:
     for asked in (request(SPARSE, world_size=8), request(DENSE, world_size=4, cutoff=16_384)):
-        points = {(point.layout, point.batch): point for point in _Search(asked, Space(asked)).points()}
+        points = {(point.layout, point.batch): point for point in _Search(Space(asked)).points()}
         for candidate in every_way(Space(asked))[::5]:
             parallel, case = candidate.case.settings.parallel, candidate.case
             layout = CandidateLayout(
@@ -199,11 +217,10 @@ def test_no_way_takes_less_time_than_the_bound_of_its_layout_and_batch() -> None
                 parallel.pipeline_model_parallel_size,
                 parallel.context_parallel_size,
                 parallel.expert_model_parallel_size,
-                parallel.expert_tensor_size if asked.model.architecture.moe else 1,
+                parallel.expert_tensor_size if asked.case.model.architecture.moe else 1,
             )
             point = points[layout, CandidateBatch(case.micro_batch_size, case.num_micro_batches)]
-            assert point.shortest <= point.seconds
-            assert point.shortest <= candidate.seconds
+            assert point.shortest <= candidate.time.total
             assert point.state <= candidate.bytes
 
 
@@ -230,9 +247,9 @@ def test_other_exchanges_of_context_parallelism_are_tried() -> None:
     assert len(kinds) > 1
     for found in result.ranked[:3]:
         others = Space(asked).exchanged(found.case.settings)
-        keys = [Candidate(asked.case(other)).rank_key for other in others]
+        keys = [rank_key(Space(asked).estimate(other)) for other in others]
         assert len(keys) >= 1
-        assert Candidate(found.case).rank_key <= min(keys)
+        assert rank_key(found) <= min(keys)
 
 
 def test_the_fullest_stage_is_found_among_those_that_differ() -> None:
@@ -240,7 +257,7 @@ def test_the_fullest_stage_is_found_among_those_that_differ() -> None:
     candidates = every_way(Space(request(SPARSE, world_size=8, machine=measured)))[::7]
     assert len(candidates) > 100
     for candidate in candidates:
-        assert candidate.bytes == candidate.estimate().fullest.total
+        assert candidate.bytes == candidate.fullest.total
 
 
 def test_nothing_on_the_frontier_is_dominated(roomy: Any) -> None:
@@ -258,8 +275,8 @@ def test_a_frontier_keeps_what_nothing_dominates() -> None:
     frontier = Frontier()
     for candidate in candidates:
         frontier.add(candidate)
-    kept = {(candidate.bytes, candidate.seconds) for candidate in frontier.candidates}
-    points = {(candidate.bytes, candidate.seconds) for candidate in candidates}
+    kept = {(candidate.bytes, candidate.time.total) for candidate in frontier.estimates}
+    points = {(candidate.bytes, candidate.time.total) for candidate in candidates}
     assert kept == {
         (size, seconds)
         for size, seconds in points
@@ -271,11 +288,11 @@ def test_what_fits_at_the_upper_end_comes_before_what_is_tight() -> None:
     seen = set()
     for memory in (5.2, 6, 7, 8):
         result = search(request(world_size=4, machine=machine(memory * GIB)))
-        tight = [is_tight(estimate) for estimate in result.ranked]
+        tight = [estimate.is_tight for estimate in result.ranked]
         assert tight == sorted(tight)
         seen |= set(tight)
         for estimate in result.ranked:
-            assert is_tight(estimate) == (estimate.fullest.total * (1 + memory_bound(estimate.case)) > memory * GIB)
+            assert estimate.is_tight == (estimate.fullest.total * (1 + memory_bound(estimate.case)) > memory * GIB)
     assert seen == {False, True}, "the rule is seen at work"
 
 
@@ -291,7 +308,7 @@ def test_what_costs_nothing_is_on_and_what_the_user_wrote_stays() -> None:
 
 
 def test_virtual_stages_are_ranked_where_they_win_clearly() -> None:
-    asked = dataclasses.replace(request(world_size=32, global_batch_size=128), model=find_model("Qwen3-32B"))
+    asked = request(world_size=32, global_batch_size=128, model=find_model("Qwen3-32B"))
     num_virtual = 0
     for estimate in search(asked).ranked:
         parallel = estimate.case.settings.parallel
@@ -301,8 +318,8 @@ def test_virtual_stages_are_ranked_where_they_win_clearly() -> None:
         num_virtual += 1
         update = {"virtual_pipeline_model_parallel_size": None}
         plain = estimate.case.settings.model_copy(update={"parallel": parallel.model_copy(update=update)})
-        other = Candidate(asked.case(plain))
-        assert other.seconds > 1.1 * estimate.time.total or other.is_tight
+        other = Space(asked).estimate(plain)
+        assert other.time.total > 1.1 * estimate.time.total or other.is_tight
     assert num_virtual, "the rule is seen at work"
 
 
@@ -376,22 +393,22 @@ def test_refused_in_the_words_of_the_rules(what: str) -> None:
 
 def test_without_a_global_batch_that_of_the_settings_is_kept() -> None:
     asked = request(world_size=4, global_batch_size=None)
-    settings = asked.settings.model_copy(
+    settings = asked.case.settings.model_copy(
         update={
             "batch": GROUPS["batch"](per_device_train_batch_size=2, gradient_accumulation_steps=3),
             "parallel": GROUPS["parallel"](tensor_model_parallel_size=2),
         }
     )
-    result = search(dataclasses.replace(asked, settings=settings))
+    result = search(changed(asked, settings=settings))
     assert {estimate.case.global_batch_size for estimate in result.ranked} == {2 * 3 * 2}
 
 
 def test_adapters_and_towers_are_searched() -> None:
     model = find_model("Qwen2-VL-7B")
-    asked = dataclasses.replace(request(world_size=8, global_batch_size=64, image_tokens=1024), model=model)
+    asked = request(world_size=8, global_batch_size=64, image_tokens=1024, model=model)
     full = search(asked)
-    adapters = asked.settings.model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora")})
-    lora = search(dataclasses.replace(asked, settings=adapters))
+    adapters = asked.case.settings.model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora")})
+    lora = search(changed(asked, settings=adapters))
     assert full.best is not None
     assert lora.best is not None
     assert lora.frontier[0].fullest.total < full.frontier[0].fullest.total

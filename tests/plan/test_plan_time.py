@@ -297,7 +297,7 @@ def test_closed_form_agrees_with_the_schedule_played_out():
     for pp, more in ((4, {}), (4, {"virtual_pipeline_model_parallel_size": 3}), (2, {})):
         time = step_time(_case(pipeline_model_parallel_size=pp, **more))
         closed = time.total - time.data_parallel - time.optimizer - time.overhead
-        assert timeline(time.chunks, 8).makespan == pytest.approx(closed, rel=0.06)
+        assert max(slots[-1].end for slots in timeline(time.chunks, 8)) == pytest.approx(closed, rel=0.06)
 
 
 LAYOUTS = [
@@ -443,9 +443,7 @@ def test_frozen_weights_have_no_gradients():
 )
 def test_the_optimizer_passes_over_gradients_and_state(settings, of_trained, of_updated):
     case = _case(**settings)
-    held = StageParameters(
-        dense=9000, expert=0, embedding=0, output=0, trained_dense=5000, trained_expert=3000, updated=1000
-    )
+    held = StageParameters(dense=9000, expert=0, trained_dense=5000, trained_expert=3000, updated=1000)
     seconds = optimizer_seconds(case, Rates.of(case.machine, case.settings.precision.params_dtype), held)
     assert seconds * 0.8 * case.machine.device.bandwidth == pytest.approx(8000 * of_trained + 1000 * of_updated)
 

@@ -15,7 +15,7 @@ from megatune.config.load import Loaded, dump, load
 from megatune.config.settings import GROUPS, Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch_lines import winner_yaml
@@ -28,15 +28,9 @@ LIMIT = 240.0  # seconds; the machine may be busy with other tests
 def found(
     model: PlannedModel, settings: Settings, world_size: int = 8, trainable: FinetuningSettings | None = None
 ) -> Estimate:
-    best = search(
-        SearchRequest(
-            model=model,
-            machine=find_machine("h100-80g"),
-            world_size=world_size,
-            settings=settings.model_copy(update={"finetuning": trainable or FinetuningSettings()}),
-            global_batch_size=64,
-        )
-    ).best
+    settings = settings.model_copy(update={"finetuning": trainable or FinetuningSettings()})
+    case = Case(model=model, settings=settings, world_size=world_size, machine=find_machine("h100-80g"))
+    best = search(SearchRequest(case=case, global_batch_size=64)).best
     assert best is not None
     return best
 
@@ -74,14 +68,8 @@ def plan(loaded: Loaded, world_size: int = 4) -> Estimate:
     assert folder is not None
     machine = cpu_machine(16 * 2**30, 4, world_size)
     model = PlannedModel(name="demo", architecture=load_architecture(folder))
-    request = SearchRequest(
-        model=model,
-        machine=machine,
-        world_size=world_size,
-        settings=loaded.settings,
-        global_batch_size=8,
-        keep=1000,
-    )
+    case = Case(model=model, settings=loaded.settings, world_size=world_size, machine=machine)
+    request = SearchRequest(case=case, global_batch_size=8, keep=1000)
     wanted = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     return next(
         estimate

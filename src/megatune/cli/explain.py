@@ -63,7 +63,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     from megatune.launch.devices import count_gpus
     from megatune.plan.explain.settings import settings_page
-    from megatune.plan.explain.subject import Subject
+    from megatune.plan.explain.subject import explain
     from megatune.plan.explain.words import language_of
     from megatune.training.this_machine import this_machine
 
@@ -85,7 +85,6 @@ def run(verb: str, words: Sequence[str]) -> int:
         return this_machine(count, count)[0] if count else None
 
     name, *changes = given.words
-    subject = Subject(name, changes, language, options.model, options.gpus, options.gpu, machine_here)
-    text, code = subject.explain()
+    text, code = explain(name, changes, language, machine_here, model=options.model, gpus=options.gpus, gpu=options.gpu)
     print(text)
     return code

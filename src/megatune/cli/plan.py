@@ -95,9 +95,10 @@ def run(verb: str, words: Sequence[str]) -> int:
 
         print(document(found, options.top))
     else:
-        from megatune.plan.pages.whole import show
+        from megatune.plan.pages.page import show_pages
+        from megatune.plan.pages.whole import pages
 
-        show(found, options.top)
+        show_pages(pages(found, options.top))
     from megatune.plan.results import write_results
 
     lines = write_results(found, options)
@@ -139,7 +140,7 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
     if options.json_:
         print(document(found))
     else:
-        show_pages(lambda width: pages(found, width))
+        show_pages(pages(found))
     return ExitCode.DONE if any(offer.found is not None for offer in found) else ExitCode.OUT_OF_MEMORY
 
 
@@ -157,7 +158,7 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
     """Plan a file of reinforcement learning and print."""
     from megatune.launch.devices import count_gpus
     from megatune.plan.rl.answer import plan_rl
-    from megatune.plan.rl.read_question import RLQuestionReader
+    from megatune.plan.rl.question import RLQuestionReader
     from megatune.training.this_machine import this_machine
 
     answer = plan_rl(RLQuestionReader(given, count_gpus, this_machine).question(file))
@@ -168,7 +169,8 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
 
         print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
     else:
-        from megatune.plan.rl.pages import show
+        from megatune.plan.pages.page import show_pages
+        from megatune.plan.rl.pages import pages
 
-        show(answer)
+        show_pages(pages(answer))
     return ExitCode.DONE if answer.fits else ExitCode.OUT_OF_MEMORY

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from megatune.config.rules import check
@@ -13,25 +13,11 @@ from megatune.plan.changes.table import LOSSY, smaller_runs
 from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
-from megatune.plan.search import SearchResult, is_tight, search
+from megatune.plan.search import SearchResult, search
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
 WORTH_CHANGING = 0.02
 _MANY = 2500  # layouts; of more only what gains most is searched again
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """The best layout with other settings.
-
-    Attributes:
-        changes: the settings, "group.name".
-        name: what is rounded more; "" where less is trained.
-    """
-
-    changes: Changes
-    found: Estimate
-    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +28,8 @@ class Answer:
         own: the plan of the settings' own layout; None where none is written.
         fixes: where that does not fit, the cheapest changes after which it does.
         enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
-        lossy: what is faster, or fits more surely, and rounds more.
-        less: where no layout fits, changes of what is trained after which one does.
+        lossy: the best layout with what rounds more, by its name in `LOSSY`, where it is faster or fits more surely.
+        less: where no layout fits, changes of what is trained after which one does, with the best such layout.
     """
 
     question: Question
@@ -51,8 +37,8 @@ class Answer:
     result: SearchResult
     fixes: tuple[Fix, ...] = ()
     enough: Estimate | None = None
-    lossy: tuple[Alternative, ...] = ()
-    less: tuple[Alternative, ...] = ()
+    lossy: Mapping[str, Estimate] = field(default_factory=dict)
+    less: tuple[tuple[Changes, Estimate], ...] = ()
 
     @property
     def recommended(self) -> Estimate | None:
@@ -88,39 +74,39 @@ def answer(question: Question) -> Answer:
     enough = more_devices(result.too_large) if result.best is None else None
     found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
     less = tuple(_less(question)) if result.best is None else ()
-    return replace(found, lossy=tuple(_lossy(found)), less=less)
+    return replace(found, lossy=dict(_lossy(found)), less=less)
 
 
 def _best_with(question: Question, changes: Changes, below: float = math.inf) -> Estimate | None:
     """Search again with other settings, where the rules have nothing more against them."""
-    settings, architecture = with_settings(question.settings, changes), question.model.architecture
-    known = set(check(question.settings, architecture))
-    if settings == question.settings or set(check(settings, architecture)) - known:
+    settings, architecture = with_settings(question.case.settings, changes), question.case.model.architecture
+    known = set(check(question.case.settings, architecture))
+    if settings == question.case.settings or set(check(settings, architecture)) - known:
         return None
-    return search(replace(question.request, settings=settings, keep=1, below=below)).best
+    return search(replace(question.request, case=replace(question.case, settings=settings), keep=1, below=below)).best
 
 
-def _less(question: Question) -> Iterator[Alternative]:
+def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
     """Search with what needs less memory: the optimizer on the host, adapters, shorter rows."""
-    for kind in smaller_runs(question.settings):
+    for kind in smaller_runs(question.case.settings):
         fitting = ((changes, best) for changes in kind if (best := _best_with(question, changes)) is not None)
-        yield from (Alternative(changes=changes, found=best) for changes, best in islice(fitting, 1))
+        yield from islice(fitting, 1)
 
 
-def _lossy(found: Answer) -> Iterator[Alternative]:
+def _lossy(found: Answer) -> Iterator[tuple[str, Estimate]]:
     """Search with what rounds more, for what is worth it: a faster layout, or one that surely fits.
 
     Of full training in 16 bits on GPUs; settings that the user wrote stay.
     """
-    reference, question, settings = found.best, found.question, found.question.settings
-    is_wide = settings.precision.params_dtype == "float32" or question.machine.device.on_cpu
+    reference, question, settings = found.best, found.question, found.question.case.settings
+    is_wide = settings.precision.params_dtype == "float32" or question.case.machine.device.on_cpu
     if is_wide or settings.finetuning.finetuning_type == "lora" or settings.optimizer.optimizer != "adam":
         return
-    is_sure = reference is not None and not is_tight(reference)
+    is_sure = reference is not None and not reference.is_tight
     below = (1 - WORTH_CHANGING) * reference.time.total if reference is not None and is_sure else math.inf
     choices = [(name, changes) for name, changes in LOSSY.items() if not question.written & changes.keys()]
     for name, changes in choices[-1:] if found.result.num_considered > _MANY else choices:
         best = _best_with(question, changes, below)
-        if best is not None and (is_sure or reference is None or not is_tight(best)):
-            yield Alternative(name=name, changes=changes, found=best)
+        if best is not None and (is_sure or reference is None or not best.is_tight):
+            yield name, best
             below = min(below, (1 - WORTH_CHANGING) * best.time.total)

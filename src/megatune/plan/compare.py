@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.page import Page, words_page
-from megatune.plan.pages.tables import wrapped
-from megatune.plan.pages.words import amount, bytes_unit, columns, count, duration, layout_words, seconds
+from megatune.plan.pages.page import Item, Page, Table
+from megatune.plan.pages.words import amount, bytes_unit, count, duration, layout_words, seconds
 from megatune.plan.question import Question
-from megatune.plan.search import is_tight, search
+from megatune.plan.search import search
 
 ANY = "any"
 
@@ -78,28 +77,24 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        return self.question.machine.device.name
+        return self.question.case.machine.device.name
 
     @property
     def hours(self) -> float | None:
         """Hours of the whole run; None where nobody knows how long it is."""
-        tokens, steps = self.question.dataset_tokens, self.question.settings.optimizer.max_steps
-        if self.found is None:
-            return None
-        if tokens is not None:
-            return tokens / self.found.time.tokens_per_second / 3600
-        return steps * self.found.time.total / 3600 if steps > 0 else None
+        whole = None if self.found is None else self.question.run_seconds(self.found)
+        return None if whole is None else whole[0] / 3600
 
     @property
     def cost(self) -> float | None:
         hours = self.hours
-        return None if hours is None or self.price is None else hours * self.price * self.question.world_size
+        return None if hours is None or self.price is None else hours * self.price * self.question.case.world_size
 
     @property
     def order(self) -> tuple[bool, float, float]:
         """What fits comes first, the cheapest of it, or where no price is known the fastest."""
         if self.found is None:
-            return True, 0.0, -self.question.machine.device.memory
+            return True, 0.0, -self.question.case.machine.device.memory
         return False, float("inf") if self.cost is None else self.cost, self.found.time.total
 
 
@@ -113,31 +108,31 @@ def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping
     return sorted(found, key=lambda offer: offer.order)
 
 
-def pages(found: Sequence[Offer], width: int = 80) -> Iterator[Page]:
+def pages(found: Sequence[Offer]) -> Iterator[Page]:
     """Yield the table, what it is for, and what was assumed of the model and the data."""
     question = found[0].question
-    yield words_page("", _head(question))
-    yield words_page("", _table(found))
+    yield Page("", _head(question))
+    yield Page("", _table(found))
     if (missing := [offer.kind for offer in found if offer.found is None]) and len(missing) < len(found):
-        yield words_page("", wrapped(f"No layout fits: {', '.join(missing)}.", width, ""))
+        yield Page("", [f"No layout fits: {', '.join(missing)}."])
     notes = [note for note in question.notes if all(note in offer.question.notes for offer in found)]
     notes.append("the price of a run is that of its GPUs for its hours alone")
     notes.append("networks and machines are those that most machines of a kind have; plan one kind for its assumptions")
-    yield words_page("Assumed", (line for note in notes for line in wrapped(f"- {note}", width)))
+    yield Page("Assumed", (f"  - {note}" for note in notes))
 
 
 def _head(question: Question) -> Iterator[str]:
     rows = f"{count(question.global_batch_size, 'row')} a step"
-    yield f"{question.model.name} on {question.world_size:,} GPUs of each kind, {rows}"
+    yield f"{question.case.model.name} on {question.case.world_size:,} GPUs of each kind, {rows}"
     if question.dataset_tokens is not None:
         yield f"{amount(question.dataset_tokens)} tokens"
-    elif question.settings.optimizer.max_steps > 0:
-        yield f"{question.settings.optimizer.max_steps:,} steps"
+    elif question.case.settings.optimizer.max_steps > 0:
+        yield f"{question.case.settings.optimizer.max_steps:,} steps"
     else:
         yield "--dataset_tokens N, such as 40M, says how long the run takes and what it costs"
 
 
-def _table(found: Sequence[Offer]) -> Iterator[str]:
+def _table(found: Sequence[Offer]) -> Iterator[Item]:
     fitting = [(offer, offer.found) for offer in found if offer.found is not None]
     if not fitting:
         yield "NO LAYOUT FITS on any of these."
@@ -146,14 +141,14 @@ def _table(found: Sequence[Offer]) -> Iterator[str]:
     rows = [["gpu", "layout", unit.name, "step", "tokens/s", "time", "price"]]
     for offer, best in fitting:
         hours, cost = offer.hours, offer.cost
-        held = unit.of(best.fullest.total) + "!" * is_tight(best)
+        held = unit.of(best.fullest.total) + "!" * best.is_tight
         took = "" if hours is None else duration(3600 * hours)
         speed = [seconds(best.time.total), f"{best.time.tokens_per_second:,.0f}", took]
         rows.append([offer.kind, layout_words(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    yield from columns(rows, left=(0, 1))
-    if any(is_tight(best) for _, best in fitting):
+    yield Table(rows, (0, 1))
+    if any(best.is_tight for _, best in fitting):
         yield "! is tight: a run may hold more than planned"
 
 
@@ -173,5 +168,9 @@ def document(found: Sequence[Offer]) -> str:
         for offer in found
     ]
     question = found[0].question
-    head = {"model": question.model.name, "world_size": question.world_size, "tokens": question.dataset_tokens}
+    head = {
+        "model": question.case.model.name,
+        "world_size": question.case.world_size,
+        "tokens": question.dataset_tokens,
+    }
     return json.dumps({**head, "gpus": rows}, indent=2, allow_nan=False, ensure_ascii=False)

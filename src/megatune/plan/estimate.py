@@ -6,29 +6,55 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatune.plan.case import Case
-from megatune.plan.memory.estimate import StageMemory, stage_memory
+from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
 from megatune.plan.time import StepTime, step_time
+from megatune.plan.uncertainty import safe_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a case takes."""
+    """What a case takes. Each part is computed when it is first asked for: one rules most layouts of a search out."""
 
     case: Case
-    stages: tuple[StageMemory, ...]
-    time: StepTime
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Memory of each pipeline stage, the first stage first."""
+        return stage_memory(self.case)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step, by part."""
+        return step_time(self.case)
 
     @cached_property
     def fullest(self) -> StageMemory:
         """The stage whose ranks hold most."""
         return max(self.stages, key=lambda stage: stage.total)
 
+    @cached_property
+    def bytes(self) -> int:
+        """The total of `fullest`, without the parts."""
+        return fullest_bytes(self.case)
+
     @property
     def fits(self) -> bool:
         """Whether every rank's bytes are there."""
-        return self.fullest.total <= self.case.machine.device.memory
+        return self.bytes <= self.case.machine.device.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the fullest rank does not fit at the upper end of what is known of its class of models."""
+        return self.bytes > safe_bytes(self.case)
 
 
 def estimate(case: Case) -> Estimate:
-    """Return memory and time of a case whose settings the rules have nothing against."""
-    return Estimate(case, stage_memory(case), step_time(case))
+    """Return memory and time of a case whose settings the rules have nothing against.
+
+    Raises:
+        MegatuneError: INPUT, where nothing is known of the device's generation, or of its speed in the model's dtype.
+    """
+    found = Estimate(case)
+    for part in ("stages", "time"):  # computed here, where what is wrong is to be raised
+        getattr(found, part)
+    return found

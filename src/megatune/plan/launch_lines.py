@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import dump
@@ -14,7 +13,6 @@ from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
-from megatune.plan.machine import Machine
 from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -23,120 +21,113 @@ FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did n
 _MANY_QUEUES = ("blackwell", "blackwell-rtx", "cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """A run to start: the YAML that `megatune train` runs, as every machine names it, and the address of the first
-    machine, as the others reach it."""
-
-    file: str
-    settings: Settings
-    machine: Machine
-    world_size: int
-    master_addr: str = FIRST_MACHINE
-    master_port: int = DEFAULT_PORT
-
-    @property
-    def processes_per_node(self) -> int:
-        return min(self.world_size, self.machine.gpus_per_node)
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines that the run fills.
-
-        Raises:
-            MegatuneError: SETTINGS, where it leaves one half full: each then needs a line that torchrun does not have.
-        """
-        size = self.processes_per_node
-        if self.world_size % size:
-            near = self.world_size // size * size
-            what = f"{self.world_size} GPUs do not fill machines of {self.machine.gpus_per_node}"
-            why = "torchrun starts as many processes on every machine"
-            fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {self.world_size}"
-            raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
-        return self.world_size // size
-
-
-def torchrun_lines(launch: Launch) -> tuple[str, ...]:
+def torchrun_lines(
+    case: Case, file: str, *, master_addr: str = FIRST_MACHINE, master_port: int = DEFAULT_PORT
+) -> tuple[str, ...]:
     """Return what to type on each machine, by its rank. On one machine megatune starts its own processes.
 
+    Args:
+        file: the YAML that `megatune train` runs, as every machine names it.
+        master_addr, master_port: the address of the first machine, as the others reach it.
+
     Raises:
         MegatuneError: SETTINGS, where processes do not fill whole machines.
     """
-    command = f"megatune train {shlex.quote(launch.file)}"
-    if launch.num_nodes == 1:
+    command = f"megatune train {shlex.quote(file)}"
+    if (nodes := _num_nodes(case)) == 1:
         # It starts one for each GPU unless num_processes says otherwise.
-        fits = launch.world_size in (launch.settings.run.num_processes, launch.machine.gpus_per_node)
-        return (command if fits else f"{command} num_processes={launch.world_size}",)
-    stands = f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it"
-    named = launch.master_addr != FIRST_MACHINE
-    environment = (*environment_lines(launch), *_suggested_lines(launch), *(() if named else (stands,)))
-    addr, port = shlex.quote(launch.master_addr), str(launch.master_port)
-    return tuple(
-        "\n".join((*environment, _torchrun(launch, str(rank), addr, port))) for rank in range(launch.num_nodes)
-    )
+        fits = case.world_size in (case.settings.run.num_processes, case.machine.gpus_per_node)
+        return (command if fits else f"{command} num_processes={case.world_size}",)
+    environment = [*environment_lines(case), *_suggested_lines(case)]
+    if master_addr == FIRST_MACHINE:
+        environment.append(f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it")
+    addr, port = shlex.quote(master_addr), str(master_port)
+    return tuple("\n".join((*environment, _torchrun(case, file, str(rank), addr, port))) for rank in range(nodes))
 
 
-def environment_lines(launch: Launch) -> tuple[str, ...]:
-    """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
-    parallel = launch.settings.parallel
-    splits = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
-    overlaps = splits or parallel.overlap_grad_reduce or parallel.overlap_param_gather
-    if launch.machine.device.generation in _MANY_QUEUES or not overlaps:
-        return ()
-    return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
-
-
-def _suggested_lines(launch: Launch) -> tuple[str, ...]:
-    """Return what may be set, commented out: NCCL finds most of it itself."""
-    if launch.machine.device.on_cpu:
-        return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
-    lines = ["# export NCCL_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other"]
-    if launch.machine.network.name.startswith(("ib-", "roce-")):
-        lines += [
-            "# export NCCL_IB_DISABLE=0  # InfiniBand and RoCE are used, which is NCCL's default",
-            "# export NCCL_NET_GDR_LEVEL=PHB  # network cards read GPU memory under the same PCIe host bridge",
-        ]
-    if launch.machine.network.name.startswith("roce-"):
-        lines.append("# export NCCL_IB_GID_INDEX=3  # RoCE v2, on most networks")
-    return (*lines, "# export NCCL_DEBUG=INFO  # prints which network NCCL found")
-
-
-def sbatch_file(launch: Launch, *, job_name: str = "megatune") -> str:
+def sbatch_file(case: Case, file: str) -> str:
     """Return a file for Slurm's sbatch: one task a machine, which meet at the first one.
 
+    Args:
+        file: as in `torchrun_lines`.
+
     Raises:
         MegatuneError: SETTINGS, where processes do not fill whole machines.
     """
-    gpus = launch.processes_per_node if not launch.machine.device.on_cpu else 0
-    head = [
+    # The port is the job's own, so that two jobs that share a machine do not meet. A step gets one core a task unless
+    # it asks for more.
+    line = _torchrun(case, file, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+    return "\n".join([
         "#!/bin/bash",
-        f"#SBATCH --job-name={shlex.quote(job_name)}",
-        f"#SBATCH --nodes={launch.num_nodes}",
+        "#SBATCH --job-name=megatune",
+        f"#SBATCH --nodes={_num_nodes(case)}",
         "#SBATCH --ntasks-per-node=1",
-        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        *([] if case.machine.device.on_cpu else [f"#SBATCH --gpus-per-node={_per_node(case)}"]),
         "#SBATCH --exclusive",
         "#SBATCH --output=%x-%j.log",
         "",
         "set -euo pipefail",
         "",
-    ]
-    environment = [*environment_lines(launch), *_suggested_lines(launch)]
-    # The port is the job's own, so that two jobs that share a machine do not meet.
-    meeting = [
+        *environment_lines(case),
+        *_suggested_lines(case),
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
         "",
-    ]
-    # A step gets one core a task unless it asks for more.
-    step = 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"'
-    line = _torchrun(launch, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
-    return "\n".join([*head, *environment, *meeting, f"{step} bash -c {shlex.quote(line)}", ""])
+        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c {shlex.quote(line)}',
+        "",
+    ])  # fmt: skip
 
 
-def _torchrun(launch: Launch, node_rank: str, addr: str, port: str) -> str:
+def _per_node(case: Case) -> int:
+    return min(case.world_size, case.machine.gpus_per_node)
+
+
+def _num_nodes(case: Case) -> int:
+    """Return the machines that a run fills.
+
+    Raises:
+        MegatuneError: SETTINGS, where it leaves one half full: each then needs a line that torchrun does not have.
+    """
+    size = _per_node(case)
+    if case.world_size % size:
+        near = case.world_size // size * size
+        what = f"{case.world_size} GPUs do not fill machines of {size}"
+        fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {case.world_size}"
+        why = "torchrun starts as many processes on every machine"
+        raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
+    return case.world_size // size
+
+
+def environment_lines(case: Case) -> tuple[str, ...]:
+    """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
+    parallel = case.settings.parallel
+    splits = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    overlaps = splits or parallel.overlap_grad_reduce or parallel.overlap_param_gather
+    if case.machine.device.generation in _MANY_QUEUES or not overlaps:
+        return ()
+    return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
+
+
+def _suggested_lines(case: Case) -> tuple[str, ...]:
+    """Return what may be set, commented out: NCCL finds most of it itself."""
+    network = case.machine.network.name
+    if case.machine.device.on_cpu:
+        return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
+    lines = ["# export NCCL_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other"]
+    if network.startswith(("ib-", "roce-")):
+        lines += [
+            "# export NCCL_IB_DISABLE=0  # InfiniBand and RoCE are used, which is NCCL's default",
+            "# export NCCL_NET_GDR_LEVEL=PHB  # network cards read GPU memory under the same PCIe host bridge",
+        ]
+    if network.startswith("roce-"):
+        lines.append("# export NCCL_IB_GID_INDEX=3  # RoCE v2, on most networks")
+    return (*lines, "# export NCCL_DEBUG=INFO  # prints which network NCCL found")
+
+
+def _torchrun(case: Case, file: str, node_rank: str, addr: str, port: str) -> str:
     return (
-        f"torchrun --nnodes {launch.num_nodes} --node_rank {node_rank} --nproc_per_node {launch.processes_per_node}"
-        f" --master_addr {addr} --master_port {port} -m megatune train {shlex.quote(launch.file)}"
+        f"torchrun --nnodes {_num_nodes(case)} --node_rank {node_rank} --nproc_per_node {_per_node(case)}"
+        f" --master_addr {addr} --master_port {port} -m megatune train {shlex.quote(file)}"
     )
 
 

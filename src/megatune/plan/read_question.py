@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.config.adapters import with_adapters
-from megatune.config.load import Loaded
+from megatune.config.load import load
 from megatune.config.of_model import of_model
-from megatune.config.rules import RULES, finetuning, trained
+from megatune.config.rules import RULES, finetuning, preference, trained
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import amount, count
-from megatune.plan.question import Asked, Question, read_settings
+from megatune.plan.question import Question
 from megatune.plan.reader import PlanReader
 from megatune.plan.rows import RowLengths
 
@@ -28,8 +28,7 @@ _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or
 _ROWS = 64
 # Generations without bfloat16.
 _OLD = ("volta", "turing")
-
-
+_LAYOUT_GROUPS = ("parallel", "batch", "recompute")
 _OF_RL = "only a file of reinforcement learning has prompts and responses"
 
 
@@ -78,24 +77,35 @@ class QuestionReader(PlanReader):
             MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
         """
         words = self.given.settings
-        source = self.source = words.source
-        self.file = source if source is not None and source.endswith((".yaml", ".yml")) else None
+        self.source = words.source
+        is_file = words.source is not None and words.source.endswith((".yaml", ".yml"))
+        self.file = words.source if is_file else None
         self.refuse(dict.fromkeys(("prompt_tokens", "response_tokens"), _OF_RL))
         cutoff = [] if self.options.seq is None else ["--cutoff_len", str(self.options.seq)]
-        arguments = replace(words, flags=[*words.flags, *cutoff])
-        asked = read_settings(self.file, arguments, self.options.trainable)
-        self.findings.extend(asked.loaded.findings)
-        self.notes += asked.loaded.accepted_notes()
-        model = self._model(asked.loaded.settings)
-        loaded = asked.loaded if model is None else self._of_model(asked.loaded, model)
-        world, machine = self._machine(loaded.settings)
-        placed = loaded.for_world(world)
-        self.findings.extend(placed.findings[len(asked.loaded.findings) :])
+        loaded = load(self.file, words.overrides, [*words.flags, *cutoff])
+        if (method := self.options.trainable) is not None:
+            changed = with_settings(loaded.settings, {"finetuning.finetuning_type": method})
+            loaded = replace(loaded, settings=changed)
+        self.findings.extend(loaded.findings)
+        self.findings.extend(loaded.check_rules(rules=(*finetuning.RULES, preference.needs)))
+        self.notes += loaded.accepted_notes()
+        self.loaded = loaded
+        # Groups of settings among which something is written.
+        self.written = {path.partition(".")[0] for path in loaded.written}
+        model = self._model(loaded.settings)
+        if model is not None:
+            self.loaded = self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
+            self.loaded, lines = of_model(self.loaded, model.architecture)
+            self.notes += lines
+        world, machine = self._machine(self.loaded.settings)
+        before = len(self.loaded.findings)
+        self.loaded = self.loaded.for_world(world)
+        self.findings.extend(self.loaded.findings[before:])
         self.stop()
         assert model is not None
         assert machine is not None
         assert world is not None
-        return self._checked(Asked(placed), model, machine, world)
+        return self._checked(model, machine, world)
 
     def _model(self, settings: Settings) -> PlannedModel | None:
         written, hub = settings.model.model_name_or_path, settings.model
@@ -107,13 +117,6 @@ class QuestionReader(PlanReader):
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
         self.findings.append(Finding(what, self.file or "", fix=fix))
         return None
-
-    def _of_model(self, loaded: Loaded, model: PlannedModel) -> Loaded:
-        """Complete the settings from the adapters that the run begins with, and from config.json."""
-        loaded = self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
-        loaded, lines = of_model(loaded, model.architecture)
-        self.notes += lines
-        return loaded
 
     def _machine(self, settings: Settings) -> tuple[int | None, Machine | None]:
         options = self.options
@@ -135,49 +138,49 @@ class QuestionReader(PlanReader):
         world = world or num_gpus or smallest
         return world, self.this_machine(world, num_gpus)
 
-    def _checked(self, asked: Asked, model: PlannedModel, machine: Machine, world: int) -> Question:
+    def _checked(self, model: PlannedModel, machine: Machine, world: int) -> Question:
         """Return the question, after the rules of the layout were checked for the model and the world."""
-        plans_own = self.file is not None or asked.has_layout
-        settings, rows = self._batch(self._precision(asked, machine), asked, world, plans_own)
+        plans_own = self.file is not None or not self.written.isdisjoint(_LAYOUT_GROUPS)
+        settings, rows = self._batch(self._precision(machine), world, plans_own)
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
             settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
-        rules: tuple[Rule, ...] = (*finetuning.RULES, *trained.RULES)
-        left_out: set[str] = set()
-        if plans_own:
-            # A model that is only named is planned for rows longer than it was trained on, with a note.
-            left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])}
-            rules = RULES
-        planned = replace(asked.loaded, settings=settings)
+        rules: tuple[Rule, ...] = RULES if plans_own else (*finetuning.RULES, *trained.RULES)
+        # A model that is only named is planned for rows longer than it was trained on, with a note.
+        left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])} if plans_own else set()
+        planned = replace(self.loaded, settings=settings)
         self.findings.extend(planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out))
-        self._other_rows(asked, world, rows)
+        self._note_other_rows(world, rows)
         limit = model.architecture.max_position_embeddings
         if settings.data.cutoff_len > limit:
             self.notes.append(f"{model.name} has {limit:,} positions, and megatune train refuses longer rows")
         self._whole_machines(machine, world)
         self.stop()
         known = self._rows(settings, model)
-        return Question(
+        case = Case(
             model=model,
-            machine=machine,
-            world_size=world,
             settings=settings,
-            origins=asked.loaded.origins if self.file else {},
-            global_batch_size=rows,
+            world_size=world,
+            machine=machine,
             document_length=self._documents(settings) if known.lengths is None else None,
             image_tokens=self._images(model, known),
             largest_picture=known.largest_picture,
             lengths=known.lengths,
+        )
+        return Question(
+            case=case,
+            global_batch_size=rows,
+            origins=self.loaded.origins if self.file else {},
             plans_own=plans_own,
             dataset_tokens=self._tokens(settings, known),
             notes=tuple(self.notes),
             file=self.file,
-            written=frozenset(asked.loaded.written),
+            written=frozenset(self.loaded.written),
         )
 
-    def _other_rows(self, asked: Asked, world: int, rows: int) -> None:
+    def _note_other_rows(self, world: int, rows: int) -> None:
         """Note where a step has other rows than on the devices that the file is written for."""
-        written = asked.loaded.settings
+        written = self.loaded.settings
         own_world = written.run.num_processes or world
         replicas, left = divmod(own_world, written.parallel.model_parallel_size)
         own = written.batch.per_device_train_batch_size * written.batch.gradient_accumulation_steps * replicas
@@ -212,27 +215,27 @@ class QuestionReader(PlanReader):
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))
 
-    def _precision(self, asked: Asked, machine: Machine) -> Settings:
+    def _precision(self, machine: Machine) -> Settings:
         """Take bf16 for a bare model on GPUs, where nothing is written."""
-        settings = asked.loaded.settings
-        if self.file is not None or "precision" in asked.written or machine.device.on_cpu:
+        settings = self.loaded.settings
+        if self.file is not None or "precision" in self.written or machine.device.on_cpu:
             return settings
         dtype = "fp16" if machine.device.generation in _OLD else "bf16"
         self.notes.append(f"{dtype}: true, which this device computes fastest")
         return with_settings(settings, {f"precision.{dtype}": True})
 
-    def _batch(self, settings: Settings, asked: Asked, world: int, plans_own: bool) -> tuple[Settings, int]:
+    def _batch(self, settings: Settings, world: int, plans_own: bool) -> tuple[Settings, int]:
         """Return the settings with the batch that was asked for, and rows of a step."""
         parallel, batch, rows = settings.parallel, settings.batch, self.options.global_batch
         replicas = max(world // parallel.model_parallel_size, 1)
-        if rows is None and (self.file is not None or "batch" in asked.written):
+        if rows is None and (self.file is not None or "batch" in self.written):
             return settings, batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         if rows is None:
             rows = -(-_ROWS // world) * world
             self.notes.append(f"{rows:,} rows a step (--global_batch)")
         if not plans_own:
             return settings, rows
-        size = batch.per_device_train_batch_size if self.file or "batch" in asked.written else 1
+        size = batch.per_device_train_batch_size if self.file or "batch" in self.written else 1
         if rows % (size * replicas):
             near = max(1, round(rows / (size * replicas))) * size * replicas
             why = f"{count(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"

@@ -94,13 +94,10 @@ class PlanReader:
     def this_machine(self, world: int, num_gpus: int) -> Machine | None:
         """Return this machine, as far as the catalogue knows it."""
         here = min(world, num_gpus) if num_gpus else world
-        machine, unknown = self.found(lambda: self.describe_machine(here, num_gpus, self.options.calibration)) or (
-            None,
-            "",
-        )
-        if unknown:
-            self.missing.append(Finding(unknown, fix="--gpu KIND, one of the catalogue or of --devices FILE"))
-        return machine
+        found = self.found(lambda: self.describe_machine(here, num_gpus, self.options.calibration))
+        if found is not None and found[1]:
+            self.missing.append(Finding(found[1], fix="--gpu KIND, one of the catalogue or of --devices FILE"))
+        return found[0] if found is not None else None
 
     def need_gpu(self) -> None:
         """Refuse what describes machines of a kind where no kind is named."""

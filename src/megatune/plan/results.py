@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.answer import Answer
-from megatune.plan.launch_lines import Launch, sbatch_file, torchrun_lines, winner_yaml
+from megatune.plan.launch_lines import sbatch_file, torchrun_lines, winner_yaml
 from megatune.plan.options import PlanOptions
 
 
@@ -42,11 +42,10 @@ def _launch(found: Answer, options: PlanOptions) -> list[str]:
     chosen = (found.own if options.output is None else None) or found.best
     if chosen is None:
         return []
-    case, file = chosen.case, options.output or found.question.file or "best.yaml"
-    launch = Launch(file=file, settings=case.settings, machine=case.machine, world_size=case.world_size)
+    file = options.output or found.question.file or "best.yaml"
     if options.launch == "slurm":
-        return ["", "# A file for sbatch", sbatch_file(launch)]
-    lines = torchrun_lines(launch)
+        return ["", "# A file for sbatch", sbatch_file(chosen.case, file)]
+    lines = torchrun_lines(chosen.case, file)
     if len(lines) == 1:
         return ["", *lines]
     return [part for rank, line in enumerate(lines) for part in ("", f"# On machine {rank}", line)]

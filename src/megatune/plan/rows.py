@@ -64,7 +64,7 @@ class RowLengths:
     @classmethod
     def stated(cls, mean: float, longest: int, origin: str) -> RowLengths:
         """Assume how rows of this mean lie below the longest: ever fewer of them, by half for each so many tokens."""
-        scale = _scale(mean, longest)
+        scale = cut_scale(mean, longest)
 
         def above(rest: float) -> float:
             """Return the sum, over all, of what is longer than all but `rest` of the rows."""
@@ -107,7 +107,7 @@ def _entropy(rest: float) -> float:
     return rest - rest * math.log(rest) if rest > 0 else 0.0
 
 
-def _scale(mean: float, longest: int) -> float:
+def cut_scale(mean: float, longest: float) -> float:
     """Return s with mean = s · (1 - e^(-longest / s)), the mean of an exponential distribution cut at the longest."""
     if mean >= longest:
         return math.inf

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
-
-_ROUNDS = 12  # of pp micro-batches: warm-up takes two at most, but uneven stages settle later
 
 
 class Pass(NamedTuple):
@@ -38,17 +37,6 @@ class ChunkSeconds(NamedTuple):
     @property
     def total(self) -> float:
         return self.forward + self.backward
-
-
-class Timeline(NamedTuple):
-    """When each stage computes what: of each stage its passes, in their order."""
-
-    stages: tuple[tuple[Slot, ...], ...]
-
-    @property
-    def makespan(self) -> float:
-        """Seconds from the start of the first pass to the end of the last."""
-        return max((slots[-1].end for slots in self.stages if slots), default=0.0)
 
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
@@ -127,46 +115,39 @@ def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tup
     return tuple(moments)
 
 
-def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> Timeline:
-    """Simulate a step: each stage computes its passes in order, each as soon as what it needs has arrived.
+def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> list[list[Slot]]:
+    """Simulate a step: each stage computes its passes in order, each as soon as what it needs is there.
 
     Args:
         chunks: seconds by [stage][virtual stage].
-        send: seconds from a pass's end until the next stage has its result; a result that stays on its stage (pp 1)
-            takes none. The sender computes on meanwhile.
+
+    Returns:
+        Of each stage its passes, in their order.
     """
     pp, vpp = len(chunks), len(chunks[0])
-    slots: list[list[Slot]] = [[] for _ in range(pp)]
-    times = _times(chunks, num_micro_batches, send)
-    for event, (start, end) in zip(_events(pp, vpp, num_micro_batches), times, strict=True):
-        slots[event.stage].append(Slot(event.work, start, end))
-    return Timeline(tuple(map(tuple, slots)))
+    orders = [deque(stage_passes(pp, vpp, stage, num_micro_batches)) for stage in range(pp)]
+    slots: list[list[Slot]] = [[] for _ in chunks]
+    ends: dict[tuple[int, Pass] | None, float] = {None: 0.0}
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order and (source := _needed(stage, order[0], pp, vpp)) in ends:
+                work = order.popleft()
+                chunk = chunks[stage][work.virtual_stage]
+                free = slots[stage][-1].end if slots[stage] else 0.0
+                start = max(free, ends[source])
+                slots[stage].append(Slot(work, start, start + (chunk.forward if work.forward else chunk.backward)))
+                ends[stage, work] = slots[stage][-1].end
+    return slots
 
 
-def makespan(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Return seconds of timeline(...), in a time that does not grow with the micro-batches.
-
-    Once the pipeline is full, every further round of pp micro-batches takes as long as the round before it: the step
-    is simulated with as few rounds as settle it, and the rest added. Exact for stages that take equally long, within
-    1 % for others.
-    """
-    pp = len(chunks)
-    if pp == 1:
-        return num_micro_batches * sum(chunk.forward + chunk.backward for chunk in chunks[0])
-    rest, rounds = num_micro_batches % pp, num_micro_batches // pp
-    simulated = min(rounds, _ROUNDS)
-    seconds = _last(chunks, rest + simulated * pp, send)
-    if simulated == rounds:
-        return seconds
-    return seconds + (rounds - simulated) * (seconds - _last(chunks, rest + (simulated - 1) * pp, send))
-
-
-def bubble_share(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float = 0.0) -> float:
-    """Return the share of all stages' time in which they wait, in a time that does not grow with the micro-batches; of
-    stages that take equally long without virtual stages (p - 1) / (m + p - 1)."""
-    whole = makespan(chunks, num_micro_batches, send) * len(chunks)
-    busy = num_micro_batches * sum(chunk.forward + chunk.backward for stage in chunks for chunk in stage)
-    return 1 - busy / whole if whole else 0.0
+def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | None:
+    """Return whose result a pass takes: of the layers before it, or backward of those after it."""
+    virtual, step = work.virtual_stage, -1 if work.forward else 1
+    if 0 <= stage + step < pp:
+        return stage + step, work
+    if 0 <= virtual + step < vpp:
+        return (pp - 1 if work.forward else 0), work._replace(virtual_stage=virtual + step)
+    return None if work.forward else (stage, work._replace(forward=True))
 
 
 def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
@@ -176,8 +157,20 @@ def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
     other stages work for one micro-batch, with v virtual stages for one v-th of it. With equal stages that is the
     well-known bubble of (p - 1) / (v · m).
     """
-    totals = [sum(forward + backward for forward, backward in stage) for stage in chunks]
+    totals = [sum(chunk.total for chunk in stage) for stage in chunks]
     return (sum(totals) - max(totals)) / len(chunks[0])
+
+
+def bubble_shares(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> tuple[float, float]:
+    """Return the shares of a step in which all stages wait, on average, and in which the slowest one does.
+
+    Of p stages that take equally long, without virtual stages, both are (p - 1) / (m + p - 1).
+    """
+    totals, bubble = [sum(chunk.total for chunk in stage) for stage in chunks], bubble_seconds(chunks)
+    whole = num_micro_batches * max(totals) + bubble
+    if not whole:
+        return 0.0, 0.0
+    return 1 - num_micro_batches * sum(totals) / (len(chunks) * whole), bubble / whole
 
 
 def forward_seconds(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> float:
@@ -207,69 +200,3 @@ def exchange_seconds(
     through = 2 * (stages - 1) * hop
     steady = 2 * virtual * num_micro_batches * hop
     return through + (max(0.0, steady - busy) if overlap and virtual > 1 else steady)
-
-
-def _last(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> float:
-    return max((end for _, end in _times(chunks, num_micro_batches, send)), default=0.0)
-
-
-class _Event(NamedTuple):
-    """A pass of a stage, and which earlier event's result it takes: its index, or -1 for none."""
-
-    stage: int
-    work: Pass
-    needs: int
-    from_elsewhere: bool
-
-
-def _times(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int, send: float) -> list[tuple[float, float]]:
-    """Return begin and end of each event."""
-    seconds = [[((chunk.backward, chunk.forward)) for chunk in stage] for stage in chunks]
-    free = [0.0] * len(chunks)
-    times: list[tuple[float, float]] = []
-    for stage, (forward, virtual, _), needs, from_elsewhere in _events(len(chunks), len(chunks[0]), num_micro_batches):
-        start = free[stage]
-        if needs >= 0:
-            arrival = times[needs][1]
-            if from_elsewhere:
-                arrival += send
-            if arrival > start:
-                start = arrival
-        free[stage] = end = start + seconds[stage][virtual][forward]
-        times.append((start, end))
-    return times
-
-
-@lru_cache(maxsize=256)
-def _events(pp: int, vpp: int, num_micro_batches: int) -> tuple[_Event, ...]:
-    """Return all passes of all stages, each after those whose results it takes."""
-    orders = [stage_passes(pp, vpp, stage, num_micro_batches) for stage in range(pp)]
-    events: list[_Event] = []
-    places: dict[tuple[int, Pass], int] = {}
-    done = [0] * pp
-    waiting: dict[tuple[int, Pass], int] = {}  # what a stage waits for -> the stage
-    ready = list(range(pp - 1, -1, -1))
-    while ready:
-        stage = ready.pop()
-        for work in orders[stage][done[stage] :]:
-            source = _needed(stage, work, pp, vpp)
-            if source is not None and source not in places:
-                waiting[source] = stage
-                break
-            places[stage, work] = len(events)
-            needs, elsewhere = (-1, False) if source is None else (places[source], source[0] != stage)
-            events.append(_Event(stage, work, needs, elsewhere))
-            done[stage] += 1
-            if (waiter := waiting.pop((stage, work), None)) is not None:
-                ready.append(waiter)
-    return tuple(events)
-
-
-def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | None:
-    """Return whose result a pass takes: of the layers before it, or backward of those after it."""
-    virtual, step = work.virtual_stage, -1 if work.forward else 1
-    if 0 <= stage + step < pp:
-        return stage + step, work
-    if 0 <= virtual + step < vpp:
-        return (pp - 1 if work.forward else 0), work._replace(virtual_stage=virtual + step)
-    return None if work.forward else (stage, work._replace(forward=True))

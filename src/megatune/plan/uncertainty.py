@@ -40,6 +40,8 @@ _CPU_MEMORY = 0.25
 _UNMEASURED = 0.25  # more on devices of generations that no run was compared with
 _OF_MEMORY = ("ampere", "hopper", "blackwell", "cpu")
 _OF_TIME = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
+# A run that begins is warned when its plan comes this close to the device's memory.
+TIGHT = 0.95
 _CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
 
 
@@ -62,9 +64,9 @@ def memory_bound(case: Case) -> float:
     return _CALIBRATED * known if case.machine.calibration.of_memory else _on_device(case, known, _OF_MEMORY)
 
 
-def time_bound(case: Case) -> float:
-    """Return how far a step may lie from its plan: with 0.3 nine of ten take 1 / 1.3 of it to 1.3 times it."""
-    return _on_device(case, SPREADS[model_class(case)].time_bound, _OF_TIME)
+def safe_bytes(case: Case) -> int:
+    """Return what a rank may be planned to hold, so that nine of ten runs of the model's class fit."""
+    return int(case.machine.device.memory / (1 + memory_bound(case)))
 
 
 def time_uncertainty(case: Case) -> float:

@@ -13,7 +13,8 @@ from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes
 from megatune.plan.changes.variation import ACCUMULATION, Changes, named, varied, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, percent, seconds, size
-from megatune.plan.search import TIGHT, SearchRequest, is_tight, safe_bytes, search
+from megatune.plan.search import SearchRequest, search
+from megatune.plan.uncertainty import TIGHT, safe_bytes
 
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
@@ -135,21 +136,7 @@ def _more_rows(planned: Estimate, why: str, gain: float) -> str:
 def searched(before: Estimate) -> Fix | None:
     """Search for the fastest layout of the same devices and rows that fits; None where none does."""
     case = before.case
-    found = search(
-        SearchRequest(
-            model=case.model,
-            machine=case.machine,
-            world_size=case.world_size,
-            settings=case.settings,
-            global_batch_size=case.global_batch_size,
-            document_length=case.document_length,
-            image_tokens=case.image_tokens,
-            largest_picture=case.largest_picture,
-            lengths=case.lengths,
-            keep=1,
-            free=False,
-        )
-    ).best
+    found = search(SearchRequest(case=case, global_batch_size=case.global_batch_size, keep=1, free=False)).best
     if found is None:
         return None
     changes = {
@@ -172,7 +159,7 @@ def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
     for factor in (2, 4, 8, 16):
         asked = (estimate(more) for case in cases for more in _on_more(case, factor))
         found = sorted((after for after in asked if after.fits), key=lambda after: after.time.total)
-        if sure := next((after for after in found if not is_tight(after)), None):
+        if sure := next((after for after in found if not after.is_tight), None):
             return sure
         likely = likely or next(iter(found), None)
     return likely

@@ -112,10 +112,14 @@ def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | N
 
 def against(case: Case, path: str, value: Any) -> Effect | None:
     """Compare the case as it is with the same with `value`, whose `Effect.beside` is; None where that cannot be."""
+    found = _effect(case, path, value)
+    return found and replace(found, value=value_of(case, path), before=found.after, after=found.before)
+
+
+def _effect(case: Case, path: str, value: Any) -> Effect | None:
+    """Return what another value changes; None where it cannot be."""
     other = _changed(case, {path: value})
-    if other is None:
-        return None
-    return Effect(value_of(case, path), _beside(case, other, path), estimate(other), estimate(case))
+    return None if other is None else Effect(value, _beside(case, other, path), estimate(case), estimate(other))
 
 
 def value_of(case: Case, path: str) -> Any:
@@ -126,14 +130,13 @@ def value_of(case: Case, path: str) -> Any:
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
     """Return the effect of each value worth comparing, and why the first of those that are not valid is not."""
     effects: list[Effect] = []
-    refused, before = "", estimate(case)
+    refused = ""
     for value in alternatives(info, case):
-        other = _changed(case, {info.path: value})
-        if other is None:
+        if (effect := _effect(case, info.path, value)) is not None:
+            effects.append(effect)
+        elif not refused:
             found = problems(replace(case, settings=with_settings(case.settings, {info.path: value})))
-            refused = refused or (found[0].what if found else "")
-            continue
-        effects.append(Effect(value, _beside(case, other, info.path), before, estimate(other)))
+            refused = found[0].what if found else ""
     return effects, refused
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.roll import read_roll
@@ -12,9 +12,9 @@ from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, load
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine
+from megatune.plan.changes.variation import with_settings
 from megatune.plan.explain.base_case import DEFAULT_GPU, BaseCase, case_of_file, default_cases
-from megatune.plan.explain.rl import explain_rl_file, explain_rl_key, knows_rl
-from megatune.plan.explain.settings import explain_file, explain_key, knows
+from megatune.plan.explain.settings import explain_file, explain_key, explain_rl_file, explain_rl_key, knows, knows_rl
 from megatune.plan.explain.words import Language
 from megatune.plan.machine import Machine
 from megatune.plan.run.record import PLAN_NAME
@@ -22,68 +22,55 @@ from megatune.plan.run.record import PLAN_NAME
 _FILES = (".yaml", ".yml")
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is asked.
+def explain(
+    name: str,
+    changes: Sequence[str],
+    language: Language,
+    machine_here: Callable[[], Machine | None],
+    *,
+    model: str | None = None,
+    gpus: int | None = None,
+    gpu: str | None = None,
+) -> tuple[str, ExitCode]:
+    """Return the explanation, and SETTINGS where a file is one that would be refused.
 
-    Attributes:
+    Args:
         name: of a setting, a file or a folder.
         changes: of a setting, the file that it stands in; then `key=value` words.
-        model, gpus, gpu: the case that costs are of, where it is named.
         machine_here: describes this machine; None where it has no GPUs, or the catalogue does not know them.
+        model, gpus, gpu: the case that costs are of, where it is named.
+
+    Raises:
+        MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
     """
 
-    name: str
-    changes: Sequence[str]
-    language: Language
-    model: str | None
-    gpus: int | None
-    gpu: str | None
-    machine_here: Callable[[], Machine | None]
-
-    def explain(self) -> tuple[str, ExitCode]:
-        """Return the explanation, and SETTINGS where a file is one that would be refused.
-
-        Raises:
-            MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
-        """
-        path = Path(self.name)
-        if knows(self.name):
-            return explain_key(self.name, self._cases(), self.language), ExitCode.DONE
-        if knows_rl(self.name):
-            return explain_rl_key(self.name, self.language), ExitCode.DONE
-        if path.is_dir() or path.name == PLAN_NAME:
-            return _of_run(path if path.is_dir() else path.parent), ExitCode.DONE
-        if self.name.endswith(_FILES) or path.is_file():
-            return self._file()
-        if os.sep in self.name:  # no setting's name
-            finding = Finding(f"there is no folder or file {path}", fix="name the output_dir of a run, or a file")
-            raise MegatuneError(finding, ExitCode.INPUT)
-        return explain_key(self.name, [], self.language), ExitCode.DONE
-
-    def _file(self) -> tuple[str, ExitCode]:
-        if is_rl_file(self.name):
-            read = read_roll(self.name, self.changes)
-            text, findings = explain_rl_file(self.name, read, self.language), list(read.findings)
-        else:
-            loaded = load(self.name, self.changes)
-            text, findings = explain_file(self.name, loaded, self._base_case(loaded), self.language)
-        return text, ExitCode.SETTINGS if findings else ExitCode.DONE
-
-    def _cases(self) -> Sequence[BaseCase]:
-        """Return the cases of a setting: the file that is named, or usual ones."""
-        if self.changes:
-            return [self._base_case(load(self.changes[0], self.changes[1:]))]
-        return default_cases(self.model, self.gpus, self.gpu)
-
-    def _base_case(self, loaded: Loaded) -> BaseCase:
+    def base_case(loaded: Loaded) -> BaseCase:
         """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
-        if self.model is not None:
-            settings = loaded.settings
-            model = settings.model.model_copy(update={"model_name_or_path": self.model})
-            loaded = replace(loaded, settings=settings.model_copy(update={"model": model}))
-        machine = find_machine(self.gpu) if self.gpu else self.machine_here()
-        return case_of_file(loaded, machine or find_machine(DEFAULT_GPU), self.gpus, is_assumed=machine is None)
+        if model is not None:
+            loaded = replace(loaded, settings=with_settings(loaded.settings, {"model.model_name_or_path": model}))
+        machine = find_machine(gpu) if gpu else machine_here()
+        return case_of_file(loaded, machine or find_machine(DEFAULT_GPU), gpus, is_assumed=machine is None)
+
+    path = Path(name)
+    if knows(name):
+        cases = [base_case(load(changes[0], changes[1:]))] if changes else default_cases(model, gpus, gpu)
+        return explain_key(name, cases, language), ExitCode.DONE
+    if knows_rl(name):
+        return explain_rl_key(name, language), ExitCode.DONE
+    if path.is_dir() or path.name == PLAN_NAME:
+        return _of_run(path if path.is_dir() else path.parent), ExitCode.DONE
+    if name.endswith(_FILES) or path.is_file():
+        if is_rl_file(name):
+            read = read_roll(name, changes)
+            text, findings = explain_rl_file(name, read, language), list(read.findings)
+        else:
+            loaded = load(name, changes)
+            text, findings = explain_file(name, loaded, base_case(loaded), language)
+        return text, ExitCode.SETTINGS if findings else ExitCode.DONE
+    if os.sep in name:  # no setting's name
+        finding = Finding(f"there is no folder or file {path}", fix="name the output_dir of a run, or a file")
+        raise MegatuneError(finding, ExitCode.INPUT)
+    return explain_key(name, [], language), ExitCode.DONE
 
 
 def _of_run(folder: Path) -> str:

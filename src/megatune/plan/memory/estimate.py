@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
+from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case
 from megatune.plan.checkpoint import bytes_of
 from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import Rules, StageState, host_bytes, stage_parameters, stage_state
+from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
+from megatune.plan.memory.tensors import stage_chunks
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -75,30 +80,43 @@ def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
     stages = range(case.settings.parallel.pipeline_model_parallel_size)
     return tuple(
-        StageMemory(
-            stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict(), host=host_bytes(case, stage)
-        )
+        StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
         for stage, (state, kept, work) in enumerate(_parts(case, stages))
     )
 
 
-def fullest_bytes(case: Case, stages: Sequence[int]) -> int:
-    """Return the largest `StageMemory.total` of these stages, without its parts."""
+def fullest_bytes(case: Case) -> int:
+    """Return the largest `StageMemory.total`, without its parts: of stages that hold the same one after the other, the
+    first one holds it for most micro-batches."""
+    settings = case.settings
+    stages = _unlike_stages(settings.parallel, case.model.architecture, settings.finetuning)
     return max(state.exact + kept.total + sum(work) for state, kept, work in _parts(case, stages))
 
 
+@lru_cache(maxsize=1024)
+def _unlike_stages(
+    parallel: ParallelSettings, architecture: Architecture, trainable: FinetuningSettings
+) -> tuple[int, ...]:
+    """Return the stages that hold other things than the one before."""
+    held = [
+        [(sorted(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage]
+        for stage in stage_chunks(parallel, architecture, trainable)
+    ]
+    return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
+
+
 def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
-    rules, libraries = Rules.of(case), library_bytes(case)
+    rules = Rules.of(case)
     for stage, kept in zip(stages, stage_activations(case, stages), strict=True):
-        yield stage_state(rules, stage), kept, workspace_bytes(case, stage, libraries)
+        yield stage_state(rules, stage), kept, workspace_bytes(case, stage)
 
 
-def workspace_bytes(case: Case, stage: int, libraries: int | None = None) -> Workspace:
-    """Count what no pass keeps; `libraries` are `library_bytes`, where they are known."""
+def workspace_bytes(case: Case, stage: int) -> Workspace:
+    """Count what no pass keeps."""
     on_cpu = case.machine.device.on_cpu
     process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
     return Workspace(
-        communication=_tensors(case, stage) + (library_bytes(case) if libraries is None else libraries),
+        communication=_tensors(case, stage) + library_bytes(case),
         framework=process + case.machine.calibration.framework,
     )
 

@@ -38,6 +38,7 @@ class StageState(NamedTuple):
     gradients: int
     master_weights: int
     optimizer_state: int
+    host: int
 
     @property
     def exact(self) -> int:
@@ -87,16 +88,12 @@ class StageParameters:
     Attributes:
         dense: of all parameters but experts': layers, embedding, output layer, vision tower, adapters.
         expert: of its experts, adapters included.
-        embedding: of `dense`, the word embedding.
-        output: of `dense`, the output layer; 0 where it is the word embedding of the same stage.
         trained_dense, trained_expert: what of `dense` and `expert` is trained: has gradients that are reduced.
         updated: elements that the rank with most of them updates: its share, or all that are trained.
     """
 
     dense: int
     expert: int
-    embedding: int
-    output: int
     trained_dense: int
     trained_expert: int
     updated: int
@@ -234,14 +231,11 @@ def stage_parameters(case: Case, stage: int) -> StageParameters:
 
 @lru_cache(maxsize=65536)
 def _elements(rules: Rules, stage: int) -> StageParameters:
-    held, chunks = rules.held(), rules.chunks(stage)
     parts = _closed_parts(rules, stage)
     dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
     return StageParameters(
         dense=sum(part.size for part in dense),
         expert=sum(part.size for part in expert),
-        embedding=held.embedding * any(chunk.embedding for chunk in chunks),
-        output=held.output * any(chunk.loss for chunk in chunks),
         trained_dense=sum(part.trained for part in dense),
         trained_expert=sum(part.trained for part in expert),
         updated=sum(part.updated for part in parts),
@@ -251,34 +245,21 @@ def _elements(rules: Rules, stage: int) -> StageParameters:
 def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     """Return bytes of a rank that holds these parts."""
     chunks, optimizer = rules.chunks(stage), rules.optimizer
-    buffers = sum(chunk.num_sparse for chunk in chunks) * rules.held().sparse_buffer_bytes
-    scalars = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
-    sizes = [rules.bytes_of(part.kind) for part in parts]
+    sparse = sum(layer.sparse for chunk in chunks for layer in chunk.layers)
     saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
-    return StageState(
-        num_layers=sum(len(chunk.layers) for chunk in chunks),
-        weights=sum((part.size + part.padding) * size for part, (size, _) in zip(parts, sizes, strict=True))
-        + buffers
-        - saved,
-        gradients=sum(part.buffers * size for part, (_, size) in zip(parts, sizes, strict=True)),
-        master_weights=sum(
-            (part.updated - part.on_host) * _FP32 for part, (size, _) in zip(parts, sizes, strict=True) if size < _FP32
-        ),
-        optimizer_state=sum(part.updated - part.on_host for part in parts) * optimizer.element_bytes + scalars,
-    )
-
-
-def host_bytes(case: Case, stage: int) -> int:
-    """Return bytes of optimizer state that a rank keeps in the host's memory: averages, and master weights of what is
-    not fp32."""
-    rules = Rules.of(case)
-    return sum_host_bytes(rules, _closed_parts(rules, stage)) if rules.optimizer.host_fraction else 0
-
-
-def sum_host_bytes(rules: Rules, parts: Iterable[Part]) -> int:
-    """Return `host_bytes` of a rank that holds these parts."""
-    of_state = rules.optimizer.element_bytes
-    return sum(part.on_host * (of_state + (_FP32 if rules.bytes_of(part.kind)[0] < _FP32 else 0)) for part in parts)
+    weights = sparse * rules.held().sparse_buffer_bytes - saved
+    gradients = master_weights = host = 0
+    state = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
+    for part in parts:
+        size, gradient_size = rules.bytes_of(part.kind)
+        master = _FP32 if size < _FP32 else 0
+        weights += (part.size + part.padding) * size
+        gradients += part.buffers * gradient_size
+        master_weights += (part.updated - part.on_host) * master
+        state += (part.updated - part.on_host) * optimizer.element_bytes
+        host += part.on_host * (optimizer.element_bytes + master)
+    num_layers = sum(len(chunk.layers) for chunk in chunks)
+    return StageState(num_layers, weights, gradients, master_weights, state, host)
 
 
 @lru_cache(maxsize=1024)  # asked for twice, one soon after the other

@@ -102,10 +102,6 @@ class ChunkContent:
     layers: tuple[LayerContent, ...]
     loss: bool
 
-    @property
-    def num_sparse(self) -> int:
-        return sum(layer.sparse for layer in self.layers)
-
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:
@@ -115,16 +111,12 @@ class HeldParameters:
         first: what comes before the layers: the vision tower with its mergers, and the word embedding.
         layers: of a layer by whether it has a gated delta net, whether it is sparse and whether it is trained.
         last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
-        embedding, output: elements of the word embedding and of the output layer; of the latter 0 where it is the
-            same parameter.
         sparse_buffer_bytes: buffers of a sparse layer.
     """
 
     first: tuple[HeldParameter, ...]
     layers: Mapping[tuple[bool, bool, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
-    embedding: int
-    output: int
     sparse_buffer_bytes: int
 
     def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
@@ -213,8 +205,6 @@ def held_parameters(
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
-        embedding=embedding.numel,
-        output=0 if tied and not pipelined else output.numel,
         # Beside the sums a router has the bias and the tokens of each expert, both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.plan.answer import Answer
+from megatune.plan.case import Case
+from megatune.plan.changes.table import LOSSY
 from megatune.plan.changes.variation import with_settings
 from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.plan.estimate import Estimate
@@ -24,17 +26,21 @@ from megatune.plan.memory.estimate import (
 )
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.words import count, layout_words, picture_words, size
-from megatune.plan.question import Question
-from megatune.plan.schedule import bubble_share
-from megatune.plan.search import is_tight
+from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
+# Settings of what is trained, as they are written.
+_TRAINABLE = (
+    "lora_rank", "lora_target", "additional_target", "use_dora", "freeze_vision_tower", "freeze_multi_modal_projector",
+    "freeze_deepstack_mergers", "freeze_language_model",
+)  # fmt: skip
 
-def standing_notes(question: Question) -> Iterator[str]:
+
+def standing_notes(case: Case) -> Iterator[str]:
     """List what every plan takes for granted."""
-    machine = question.machine
-    device, dtype = machine.device, question.settings.precision.params_dtype
+    machine, settings = case.machine, case.settings
+    device, dtype = machine.device, settings.precision.params_dtype
     speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
     yield f"{device.name}: {size(device.memory)} can be used, {speed} of memory bandwidth"
     yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
@@ -45,25 +51,25 @@ def standing_notes(question: Question) -> Iterator[str]:
             f"framework: a CUDA context with its libraries takes {CONTEXT >> 20:,} MiB; communication buffers: NCCL "
             f"takes {COMMUNICATOR >> 20:,} MiB for each group of more than one rank"
         )
-        if question.settings.checkpoint.async_save:
-            copies = sum(checkpoint_bytes(question.settings, question.model.architecture))
+        if settings.checkpoint.async_save:
+            copies = sum(checkpoint_bytes(settings, case.model.architecture))
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     if not device.on_cpu:
-        yield _beyond_words(question)
-    if pictures := picture_words(question.case):
+        yield _beyond_words(case)
+    if pictures := picture_words(case):
         yield f"{pictures} (--image_tokens)"
-    if (moe := question.model.architecture.moe) is not None:
+    if (moe := case.model.architecture.moe) is not None:
         # By an example: of the settings' own expert-parallel ranks, or of eight.
-        own, balanced = question.settings.parallel.expert_model_parallel_size, is_balanced(question.settings)
+        own, balanced = settings.parallel.expert_model_parallel_size, is_balanced(settings)
         ranks = own if own > 1 else math.gcd(8, moe.num_experts)
-        settings = with_settings(question.settings, {"parallel.expert_model_parallel_size": ranks})
+        spread = with_settings(settings, {"parallel.expert_model_parallel_size": ranks})
         variation, other = BALANCED_VARIATION, FREE_VARIATION
         where = f"{other:.0%} where nothing balances them"
         if not balanced:
             variation, where = other, f"{variation:.0%} where something balances them"
         yield (
             f"expert imbalance: an expert's tokens vary by {variation:.0%} of their mean ({where}), so the fullest of "
-            f"{ranks} expert-parallel ranks has {expert_imbalance(settings, moe):.2f} times an even share"
+            f"{ranks} expert-parallel ranks has {expert_imbalance(spread, moe):.2f} times an even share"
         )
     if runs := machine.calibration.num_runs:
         yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
@@ -71,8 +77,8 @@ def standing_notes(question: Question) -> Iterator[str]:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
 
 
-def _beyond_words(question: Question) -> str:
-    if question.machine.calibration.framework:
+def _beyond_words(case: Case) -> str:
+    if case.machine.calibration.framework:
         return "context, NCCL's buffers and fragments of freed memory are as runs on this machine held them"
     fragments = "fragments of freed memory are not planned"
     range_ = f"half to twice as much, and fragments up to {MOST_FRAGMENTS:.0%} of activations, are assumed"
@@ -95,7 +101,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
         "global_batch_size": case.global_batch_size,
         "sequence_length": case.sequence_length,
         "fits": estimate.fits,
-        "tight": is_tight(estimate),
+        "tight": estimate.is_tight,
         "memory_limit": case.machine.device.memory,
         "memory_bound": memory_bound(case),
         "fullest_stage": estimate.fullest.stage,
@@ -109,7 +115,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
             zip(("least", "planned", "most"), beyond_tensors(case, estimate.fullest), strict=True)
         ),
         "uncertainty": time.uncertainty,
-        "bubble_share": bubble_share(time.chunks, case.num_micro_batches),
+        "bubble_share": bubble_shares(time.chunks, case.num_micro_batches)[0],
         "tokens": time.tokens,
         "tokens_per_second": time.tokens_per_second,
         "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
@@ -120,23 +126,16 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
 
 def document(found: Answer, top: int) -> str:
     """Return the whole answer; numbers in bytes and seconds."""
-    question, machine, result = found.question, found.question.machine, found.result
-    trainable = question.settings.finetuning
+    question, machine, result = found.question, found.question.case.machine, found.result
+    trainable = question.case.settings.finetuning
     content = {
         "model": {
-            "name": question.model.name,
-            "num_parameters": num_parameters(question.model.architecture),
-            "checkpoint_bytes": checkpoint_bytes(question.settings, question.model.architecture)._asdict(),
+            "name": question.case.model.name,
+            "num_parameters": num_parameters(question.case.model.architecture),
+            "checkpoint_bytes": checkpoint_bytes(question.case.settings, question.case.model.architecture)._asdict(),
             "trainable": {
                 "kind": trainable.finetuning_type,
-                "lora_rank": trainable.lora_rank,
-                "lora_target": trainable.lora_target,
-                "additional_target": trainable.additional_target,
-                "use_dora": trainable.use_dora,
-                "freeze_vision_tower": trainable.freeze_vision_tower,
-                "freeze_multi_modal_projector": trainable.freeze_multi_modal_projector,
-                "freeze_deepstack_mergers": trainable.freeze_deepstack_mergers,
-                "freeze_language_model": trainable.freeze_language_model,
+                **{name: getattr(trainable, name) for name in _TRAINABLE},
             },
         },
         "machine": {
@@ -147,7 +146,7 @@ def document(found: Answer, top: int) -> str:
             "network": dataclasses.asdict(machine.network),
             "calibration": dataclasses.asdict(machine.calibration),
         },
-        "world_size": question.world_size,
+        "world_size": question.case.world_size,
         "global_batch_size": question.global_batch_size,
         "fits": found.fits,
         "plan": None if found.own is None else _planned(found.own),
@@ -164,9 +163,9 @@ def document(found: Answer, top: int) -> str:
         "better": found.is_better,
         "recommended": None if found.recommended is None else _planned(found.recommended),
         "priced": [
-            {"name": each.name, "changes": dict(each.changes), "plan": _planned(each.found)} for each in found.lossy
+            {"name": name, "changes": dict(LOSSY[name]), "plan": _planned(best)} for name, best in found.lossy.items()
         ],
-        "less": [{"changes": dict(each.changes), "plan": _planned(each.found)} for each in found.less],
+        "less": [{"changes": dict(changes), "plan": _planned(best)} for changes, best in found.less],
         "search": {
             "num_considered": result.num_considered,
             "num_equal": result.num_equal,
@@ -176,7 +175,7 @@ def document(found: Answer, top: int) -> str:
             "refused": [dataclasses.asdict(refusal) for refusal in result.refused],
             "policy": list(result.policy),
         },
-        "assumptions": [*question.notes, *standing_notes(question), *result.policy],
+        "assumptions": [*question.notes, *standing_notes(question.case), *result.policy],
     }
     # Numbers that are not finite would be no JSON.
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)

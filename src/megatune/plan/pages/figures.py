@@ -19,8 +19,8 @@ from megatune.plan.pages.words import (
     seconds_unit,
 )
 from megatune.plan.schedule import timeline
-from megatune.plan.search import SearchResult, safe_bytes
-from megatune.plan.uncertainty import memory_bound
+from megatune.plan.search import SearchResult
+from megatune.plan.uncertainty import memory_bound, safe_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +128,7 @@ def schedule_trace(planned: Estimate) -> dict[str, Any]:
     drawn = min(count, most)
 
     def events() -> Iterator[dict[str, Any]]:
-        for stage, slots in enumerate(timeline(chunks, drawn).stages):
+        for stage, slots in enumerate(timeline(chunks, drawn)):
             yield {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
             for work, start, end in slots:
                 kind = "forward" if work.forward else "backward"

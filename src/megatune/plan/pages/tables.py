@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
@@ -10,15 +9,14 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
+from megatune.plan.pages.page import Item, Table, time_table
 from megatune.plan.pages.words import (
     GIB,
     MEMORY_WORDS,
     SHORT_MEMORY_WORDS,
     TIME_WORDS,
     Unit,
-    amount,
     bytes_unit,
-    columns,
     count,
     duration,
     largest_part,
@@ -27,7 +25,7 @@ from megatune.plan.pages.words import (
     reference_words,
     seconds_unit,
 )
-from megatune.plan.search import SearchResult, is_tight
+from megatune.plan.search import SearchResult
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
@@ -36,78 +34,58 @@ _MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
 SLOWEST = 4.0
 
 
-def memory_lines(estimate: Estimate, width: int = 80, lead: str = "") -> Iterator[str]:
+def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
     """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
     `lead` are words before the heading."""
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
     parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
     yield f"{lead}Memory, {unit.name}, of " + ("each rank" if len(stages) == 1 else "each stage's fullest rank")
+
+    def held(part: str) -> list[str]:
+        return [unit.of(size) if size else "0" for size in (getattr(stage, part) for stage in stages)]
+
     layers, total = [f"{stage.num_layers}" for stage in stages], [unit.of(stage.total) for stage in stages]
-    sizes = [[unit.of(held) if held else "0" for held in (getattr(stage, part) for stage in stages)] for part in parts]
     head = [["", *(f"stage {stage.stage}" for stage in stages)]] if len(stages) > 1 else []
-    named = [[MEMORY_WORDS[part], *held] for part, held in zip(parts, sizes, strict=True)]
-    rows = list(columns([*head, ["layers", *layers], *named, ["total", *total]]))
-    if max(map(len, rows)) + 2 > width:
-        names = ["stage", "layers", *(SHORT_MEMORY_WORDS[part] for part in parts), "total"]
-        by_stage = [names, *zip((f"{stage.stage}" for stage in stages), layers, *sizes, total, strict=True)]
-        rows = list(columns(by_stage))
-        if max(map(len, rows)) + 2 > width:
-            rows = list(columns(by_stage, gap=" "))
-    yield from ("  " + row for row in rows)
+    named = [[MEMORY_WORDS[part], *held(part)] for part in parts]
+    names = ["stage", "layers", *(SHORT_MEMORY_WORDS[part] for part in parts), "total"]
+    by_stage = [(f"{stage.stage}" for stage in stages), layers, *map(held, parts), total]
+    turned = [names, *zip(*by_stage, strict=True)]
+    yield Table([*head, ["layers", *layers], *named, ["total", *total]], instead=[Table(turned)])
     limit, fullest = estimate.case.machine.device.memory, estimate.fullest
     where = f"stage {fullest.stage} is the fullest: " if len(stages) > 1 else ""
     said = f"{where}{unit.of(fullest.total)} of {unit.with_name(limit)}, {fullest.total / limit:.0%}."
-    if estimate.fits:
-        yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
-        yield from upper_end(estimate, unit)
-        yield from _beyond(estimate, unit)
-    else:
+    if not estimate.fits:
         yield f"{said} IT DOES NOT FIT: {unit.with_name(fullest.total - limit)} too much."
-        name, held = largest_part(fullest)
-        yield f"The largest part is {name}, {unit.with_name(held)}."
-
-
-def upper_end(estimate: Estimate, unit: Unit) -> Iterator[str]:
-    """Say what nine of ten runs of the model's class hold at most, and whether that is there."""
+        name, part = largest_part(fullest)
+        yield f"The largest part is {name}, {unit.with_name(part)}."
+        return
+    yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
     bound = memory_bound(estimate.case)
-    most = f"Nine of ten runs of its class hold at most {bound:.0%} more, "
-    most += unit.with_name((1 + bound) * estimate.fullest.total)
-    yield f"{most}: that is tight." if is_tight(estimate) else f"{most}: that fits, too."
+    upper = (
+        f"Nine of ten runs of its class hold at most {bound:.0%} more, {unit.with_name((1 + bound) * fullest.total)}"
+    )
+    yield f"{upper}: that is tight." if estimate.is_tight else f"{upper}: that fits, too."
+    least, planned, at_most = beyond_tensors(estimate.case, fullest)
+    if least < at_most:
+        assumed = f"{unit.of(planned)} planned, {unit.of(least)} to {unit.with_name(at_most)} assumed"
+        yield f"Context, NCCL and fragments: {assumed}."
 
 
-def _beyond(estimate: Estimate, unit: Unit) -> Iterator[str]:
-    """Say what is assumed of what no allocator counts."""
-    least, planned, most = beyond_tensors(estimate.case, estimate.fullest)
-    if least < most:
-        said = f"{unit.of(planned)} planned, {unit.of(least)} to {unit.with_name(most)} assumed"
-        yield f"Context, NCCL and fragments: {said}."
-
-
-def time_lines(estimate: Estimate, dataset_tokens: float | None = None, max_steps: int | None = None) -> Iterator[str]:
-    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the run takes: by the
-    tokens of its data, or where these are not known by its steps."""
-    time = estimate.time
+def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> Iterator[Item]:
+    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the `whole` run takes,
+    see `Question.run_seconds`."""
     # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
-    unit, factor = seconds_unit(time.total), 1 + time.uncertainty
-    yield f"Time of a step, {unit.name}, slowest stage, communication not overlapped with compute"
-    rows = []
-    for part in TIME_PARTS:
-        if seconds := getattr(time, part):
-            share = seconds / time.total
-            rows.append([TIME_WORDS[part], unit.of(seconds), f"{share:.1%}", "█" * round(30 * share)])
-    likely = f"likely {unit.of(time.total / factor)} to {unit.of(time.total * factor)}"
-    yield from ("  " + line for line in columns([*rows, ["total", unit.of(time.total), "", likely]], left=(0, 3)))
+    time, factor = estimate.time, 1 + estimate.time.uncertainty
+    yield f"Time of a step, {seconds_unit(time.total).name}, slowest stage, communication not overlapped with compute"
+    parts = ((TIME_WORDS[part], getattr(time, part)) for part in TIME_PARTS)
+    yield time_table((part for part in parts if part[1]), time.total, factor)
     rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if reference := reference_words(estimate):
         yield reference
-    if dataset_tokens is not None:
-        seconds, what = dataset_tokens / time.tokens_per_second, f"{amount(dataset_tokens)} tokens"
-    elif max_steps is not None and max_steps > 0:
-        seconds, what = max_steps * time.total, f"{max_steps:,} steps"
-    else:
-        return
-    yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"
+    if whole is not None:
+        seconds, what = whole
+        yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"
 
 
 def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
@@ -120,9 +98,7 @@ def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
     return list(chosen.values())[:most]
 
 
-def ranked_lines(
-    estimates: Sequence[Estimate], width: int = 80, first: int = 1, equal: frozenset[int] = frozenset()
-) -> Iterator[str]:
+def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset[int] = frozenset()) -> Iterator[Table]:
     """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide.
     `equal` are ids of estimates to be marked by =."""
     if not estimates:
@@ -134,21 +110,18 @@ def ranked_lines(
         case, time = estimate.case, estimate.time
         layout, recompute = layout_words(case), recompute_words(case.settings.recompute)
         batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
-        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and is_tight(estimate) else "")
+        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and estimate.is_tight else "")
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
         mark = "=" if id(estimate) in equal else ""
         rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])
-    lines = list(columns(rows, left=(1, 3)))
-    if max(map(len, lines)) + 2 > width:
-        lines = list(columns([[*row[:6], row[7]] for row in rows], left=(1, 3)))
-    yield from ("  " + line for line in lines)
+    yield Table(rows, (1, 3), [Table([[*row[:6], row[7]] for row in rows], (1, 3))])
 
 
-def frontier_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def frontier_lines(result: SearchResult) -> Iterator[Item]:
     """Print the layouts that no other is both faster and smaller than."""
     if len(frontier := worth_seeing(result.frontier)) > 1:
         yield "Memory against time: each is the fastest of those that take no more memory"
-        yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), width, first=0)
+        yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), first=0)
 
 
 def worth_seeing(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -164,28 +137,23 @@ def spread(estimates: Sequence[Estimate], most: int) -> list[Estimate]:
     return [estimates[round(index * (len(estimates) - 1) / (most - 1))] for index in range(most)]
 
 
-def refused_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def refused_lines(result: SearchResult) -> Iterator[Item]:
     """Say why other layouts are not among those ranked."""
     if result.refused:
         yield "What cannot be"
     for refusal in result.refused[:_MOST_REFUSED]:
-        text = f"{count(refusal.count, 'layout')}: {refusal.what}"
-        yield from wrapped(text + (f" ({refusal.why})" if refusal.why else ""), width)
+        why = f" ({refusal.why})" if refusal.why else ""
+        yield f"  {count(refusal.count, 'layout')}: {refusal.what}{why}"
     if rest := result.refused[_MOST_REFUSED:]:
         yield f"  {count(sum(refusal.count for refusal in rest), 'layout')} for {count(len(rest), 'other reason')}"
 
 
-def too_large_lines(result: SearchResult, width: int = 80) -> Iterator[str]:
+def too_large_lines(result: SearchResult) -> Iterator[Item]:
     """Print the nearest misses."""
     if result.too_large:
         limit = result.too_large[0].case.machine.device.memory
         yield f"Too large for {GIB.with_name(limit)}, the nearest first"
-        yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], width, first=0)
-
-
-def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
-    """Wrap a paragraph, its first line indented less than the others."""
-    return textwrap.wrap(text, max(width, 40), initial_indent=indent, subsequent_indent=indent + "    ")
+        yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], first=0)
 
 
 # --- two plans next to each other -----------------------------------------------------------------------------------
@@ -214,7 +182,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
     }
 
 
-def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[str]:
+def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[Item]:
     """Print what to write, and both plans next to each other."""
     changed = _changed_settings(mine, better)
     yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
@@ -230,7 +198,7 @@ def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[str]:
         first, second = getattr(mine.fullest, part), getattr(better.fullest, part)
         if abs(second - first) >= 0.1 * memory.size or part == "total":
             rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
-    yield from ("  " + line for line in columns(rows))
+    yield Table(rows)
 
 
 def _row(name: str, unit: Unit, first: float, second: float) -> list[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator
 
 from megatune.config.names import plain
 from megatune.plan.answer import Answer
 from megatune.plan.changes.fixes import warning
-from megatune.plan.changes.table import ACROSS_MACHINES
+from megatune.plan.changes.table import ACROSS_MACHINES, LOSSY
 from megatune.plan.changes.variation import written
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.pages.document import standing_notes
-from megatune.plan.pages.page import Page, show_pages, words_page
+from megatune.plan.pages.page import Entry, Item, Page
 from megatune.plan.pages.tables import (
     comparison_lines,
     distinct,
@@ -23,7 +22,6 @@ from megatune.plan.pages.tables import (
     refused_lines,
     time_lines,
     too_large_lines,
-    wrapped,
 )
 from megatune.plan.pages.words import (
     amount,
@@ -41,107 +39,102 @@ from megatune.plan.pages.words import (
     waiting_words,
 )
 from megatune.plan.question import Question
-from megatune.plan.search import equal_within, is_tight, safe_bytes
-from megatune.plan.uncertainty import memory_bound
+from megatune.plan.search import equal_within
+from megatune.plan.uncertainty import memory_bound, safe_bytes
 
 
-def pages(found: Answer, top: int, width: int = 80) -> Iterator[Page]:
+def pages(found: Answer, top: int) -> Iterator[Page]:
     """Yield what the user asked for, then what could be better, then what was assumed."""
     question, result, own = found.question, found.result, found.own
-    yield words_page("", _head(found, width))
+    yield Page("", _head(found))
     if own is not None:
-        yield from _plan(own, question, width)
+        yield from _plan(own, question)
         if slow := warning(ACROSS_MACHINES, own):
-            yield words_page("", wrapped(f"WARNING: {plain(slow)}", width, ""))
+            yield Page("", [f"WARNING: {plain(slow)}"])
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
-            lines = [line for fix in found.fixes for line in wrapped(str(fix), width)]
-            no = "No change of one or two settings is enough"
-            lines += [] if enough else wrapped(f"{no}{'; another layout is, see below' if result.best else ''}.", width)
-            yield words_page("What would make it fit" if enough else "What helps most", lines)
-        yield words_page("Is there a better layout?", _better(found, own, width))
+            lines = [f"  {fix}" for fix in found.fixes]
+            more = "; another layout is, see below" if result.best else ""
+            lines += [] if enough else [f"  No change of one or two settings is enough{more}."]
+            yield Page("What would make it fit" if enough else "What helps most", lines)
+        yield Page("Is there a better layout?", _better(found, own))
         if found.is_better:
-            lines = list(ranked_lines(distinct(result.ranked, min(top, 5)), width))
-            yield words_page("The fastest layouts that fit", lines)
+            yield Page("The fastest layouts that fit", ranked_lines(distinct(result.ranked, min(top, 5))))
     else:
-        yield words_page("", _searched(found, top, width))
+        yield Page("", _searched(found, top))
         if (best := found.best) is not None:
-            yield words_page("", wrapped(_recommended(found, best), width, ""))
-            yield from _plan(best, question, width, f"{layout_words(best.case)}. ")
-    yield words_page("", _lossy(found, width))
-    yield words_page("", frontier_lines(result, width))
+            yield Page("", [_recommended(found, best)])
+            yield from _plan(best, question, f"{layout_words(best.case)}. ")
+    yield Page("", _lossy(found))
+    yield Page("", frontier_lines(result))
     if result.best is None:
-        yield words_page("", too_large_lines(result, width))
+        yield Page("", too_large_lines(result))
     if own is None:
-        yield words_page("", refused_lines(result, width))
-    yield words_page("Assumed", _listed((*question.notes, *standing_notes(question)), width))
-    if question.world_size > 1:
-        sparse = question.model.architecture.moe is not None
+        yield Page("", refused_lines(result))
+    yield Page("Assumed", _listed((*question.notes, *standing_notes(question.case))))
+    if question.case.world_size > 1:
+        sparse = question.case.model.architecture.moe is not None
         policy = (note for note in result.policy if sparse or not note.startswith("experts"))
-        yield words_page("Left out of the search", _listed(policy, width))
+        yield Page("Left out of the search", _listed(policy))
 
 
-def _plan(estimate: Estimate, question: Question, width: int, lead: str = "") -> Iterator[Page]:
-    yield words_page("", memory_lines(estimate, width, lead))
+def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Page]:
+    yield Page("", memory_lines(estimate, lead))
     if host := host_words(estimate):
-        yield words_page("", wrapped(f"{host}.", width, ""))
-    yield words_page("", time_lines(estimate, question.dataset_tokens, question.settings.optimizer.max_steps))
+        yield Page("", [f"{host}."])
+    yield Page("", time_lines(estimate, question.run_seconds(estimate)))
     if len(estimate.stages) > 1:
-        yield words_page("", wrapped(waiting_words(estimate), width, ""))
+        yield Page("", [waiting_words(estimate)])
 
 
-def _head(found: Answer, width: int) -> Iterator[str]:
+def _head(found: Answer) -> Iterator[Item]:
     """Say what is planned."""
-    question, model = found.question, found.question.model
+    question, model = found.question, found.question.case.model
     parameters = num_parameters(model.architecture)
 
-    def entry(name: str, text: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
-
     yield f"model    {model.name}, {amount(parameters)} parameters"
-    yield from entry("trained", trained_words(question.case))
-    yield from entry("", slow_precision(question))
-    yield from entry("devices", machine_words(question.machine, question.world_size))
+    yield Entry("trained", trained_words(question.case))
+    yield Entry("", slow_precision(question.case))
+    yield Entry("devices", machine_words(question.case.machine, question.case.world_size))
     rows = f"{count(question.global_batch_size, 'row')} a step"
     if found.own is not None:
         case, parallel = found.own.case, found.own.case.settings.parallel
         layout = layout_words(case) + (", sequence parallel" if parallel.sequence_parallel else "")
         layout += ", gradient reduction overlapped" if parallel.overlap_grad_reduce else ""
-        yield from entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
+        yield Entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
         rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
-    if question.lengths is not None:
-        yield from entry("batch", rows)
-        yield from entry("lengths", length_words(question.case if found.own is None else found.own.case))
+    if question.case.lengths is not None:
+        yield Entry("batch", rows)
+        yield Entry("lengths", length_words(question.case if found.own is None else found.own.case))
         return
     tokens = f"{row_words(question.case)} a row"
-    is_wide = len(rows) + len(tokens) > width - 11
-    yield from (*entry("batch", f"{rows},"), *entry("", tokens)) if is_wide else entry("batch", f"{rows}, {tokens}")
+    yield Entry("batch", f"{rows}, {tokens}")
 
 
-def _searched(found: Answer, top: int, width: int) -> Iterator[str]:
-    result, held = found.result, size(found.question.machine.device.memory)
+def _searched(found: Answer, top: int) -> Iterator[Item]:
+    result, held = found.result, size(found.question.case.machine.device.memory)
     if result.best is None:
         yield f"NO LAYOUT FITS {held}: {result.num_considered:,} were evaluated."
-        yield from _enough(found, width)
+        yield from _enough(found)
         return
     equal = frozenset(map(id, result.ranked[: result.num_equal] if result.num_equal > 1 else ()))
     yield f"The fastest layouts that fit {held}, of {result.num_considered:,} that were evaluated"
-    yield from ranked_lines(distinct(result.ranked, top), width, equal=equal)
+    yield from ranked_lines(distinct(result.ranked, top), equal=equal)
     said = "batch: rows of a micro-batch × micro-batches of a step; "
     if equal:
         within = equal_within(result.ranked[0].case)
         said += f"= as fast as the fastest, within the uncertainty ({within:.0%}), the simplest first; "
-    if any(map(is_tight, result.ranked)):
+    if any(each.is_tight for each in result.ranked):
         bound = memory_bound(result.ranked[0].case)
         said += f"! is tight: a run may hold {bound:.0%} more than planned; "
-    yield from wrapped(said + "of each layout and micro-batch the best recomputation and virtual stages.", width)
+    yield f"  {said}of each layout and micro-batch the best recomputation and virtual stages."
 
 
 def _recommended(found: Answer, best: Estimate) -> str:
     """Say what is recommended, and why."""
     result, layout = found.result, layout_words(best.case)
-    if is_tight(best):
+    if best.is_tight:
         sure = size(safe_bytes(best.case))
         why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
         return f"Recommended: {layout}. {why} of those that are not far slower."
@@ -150,49 +143,46 @@ def _recommended(found: Answer, best: Estimate) -> str:
     return f"Recommended: {layout}, the fastest."
 
 
-def _lossy(found: Answer, width: int) -> Iterator[str]:
+def _lossy(found: Answer) -> Iterator[Item]:
     """Print what rounds more and is faster, or fits more surely."""
     if not found.lossy:
         return
-    best, reference = [each.found for each in found.lossy], found.best
+    reference = found.best
     yield "With lower precision: what is rounded more, and the layout that this allows"
-    table = list(ranked_lines(best, width, first=0))
-    yield table[0]
-    for each, row in zip(found.lossy, table[1:], strict=True):
-        gain = reference.time.total / each.found.time.total if reference is not None else 1.0
+    yield from ranked_lines([*found.lossy.values()])
+    for number, (name, best) in enumerate(found.lossy.items(), 1):
+        gain = reference.time.total / best.time.total if reference is not None else 1.0
         faster = f", {gain - 1:.0%} faster" if gain > 1.005 else f", {1 - gain:.0%} slower" if gain < 0.995 else ""
-        sure = ", and surely fits" if reference is None or (is_tight(reference) and not is_tight(each.found)) else ""
-        yield row
-        yield from wrapped(f"{each.name}{faster}{sure}: {written(each.changes)}", width, "    ")
+        is_surer = reference is None or (reference.is_tight and not best.is_tight)
+        yield f"  {number}: {name}{faster}{', and surely fits' if is_surer else ''}: {written(LOSSY[name])}"
 
 
-def _enough(found: Answer, width: int) -> Iterator[str]:
+def _enough(found: Answer) -> Iterator[Item]:
     """Say what would do: more devices, or less to train."""
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
-        layout += " (tight)" if is_tight(enough) else ""
+        layout += " (tight)" if enough.is_tight else ""
         text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
-        yield from wrapped(text, width, "")
-    for each in found.less:
-        best, does = each.found, "fits, and is tight" if is_tight(each.found) else "fits"
-        text = f"{written(each.changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
-        yield from wrapped(text, width)
+        yield text
+    for changes, best in found.less:
+        does = "fits, and is tight" if best.is_tight else "fits"
+        yield f"  {written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
     if found.enough is None and not found.less:
         no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
-        yield from wrapped(no, width, "")
+        yield no
 
 
-def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
+def _better(found: Answer, own: Estimate) -> Iterator[Item]:
     best, judged = found.recommended, f"{found.result.num_considered:,} layouts were evaluated"
     if best is None:
         yield f"No layout fits; {judged}."
-        yield from _enough(found, width)
+        yield from _enough(found)
         return
     gain = own.time.total / best.time.total
     if not found.is_better:
         nearly = f": the fastest would save {1 - 1 / gain:.1%} of a step" if 1 - 1 / gain > 0.001 else ""
-        yield from wrapped(f"None that is worth a change{nearly}; {judged}.", width, "")
+        yield f"None that is worth a change{nearly}; {judged}."
         return
     faster = f"{gain - 1:.0%} faster" if gain < 2 else f"{gain:.1f} times as fast"
     does, uncertainty = f"Yes: {layout_words(best.case)} is {faster}", best.time.uncertainty
@@ -204,14 +194,9 @@ def _better(found: Answer, own: Estimate, width: int) -> Iterator[str]:
             f"plan, ±{percent(uncertainty)}: measure a few steps of both"
         )
     rows = count(found.question.global_batch_size, "row")
-    yield from wrapped(f"{does}; {judged}. A step has {rows} as before. What to write:", width, "")
+    yield f"{does}; {judged}. A step has {rows} as before. What to write:"
     yield from comparison_lines(own, best)
 
 
-def _listed(notes: Iterable[str], width: int) -> Iterator[str]:
-    return (line for note in notes for line in wrapped(f"- {note}", width))
-
-
-def show(found: Answer, top: int) -> None:
-    """Print the pages that have something to say."""
-    show_pages(lambda width: pages(found, top, width))
+def _listed(notes: Iterable[str]) -> Iterator[str]:
+    return (f"  - {note}" for note in notes)

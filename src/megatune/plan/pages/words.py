@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.families.adapter_words import adapted_modules, kind_of_adapters, whole_modules
@@ -13,11 +13,8 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
-from megatune.plan.schedule import bubble_share, makespan
+from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import num_reference_passes
-
-if TYPE_CHECKING:
-    from megatune.plan.question import Question
 
 # What a file or a narrow encoding may not show.
 _PLAIN = str.maketrans(
@@ -206,9 +203,9 @@ def machine_words(machine: Machine, world_size: int) -> str:
     return f"{world_size:,} × {device.name}: {count(nodes, 'node')}{within}, {machine.network.name} between"
 
 
-def slow_precision(question: Question) -> str:
+def slow_precision(case: Case) -> str:
     """Say what to write where the device computes much faster in another precision; "" where it does not."""
-    device, dtype = question.machine.device, question.settings.precision.params_dtype
+    device, dtype = case.machine.device, case.settings.precision.params_dtype
     best = max(("bfloat16", "float16"), key=lambda each: device.flops.get(each, 0.0))
     if dtype not in device.flops or best not in device.flops:
         return ""
@@ -254,10 +251,8 @@ def reference_words(planned: Estimate) -> str:
 
 def waiting_words(planned: Estimate) -> str:
     """Say how much of a step the stages of a pipeline wait for each other."""
-    chunks, micro_batches = planned.time.chunks, planned.case.num_micro_batches
-    busiest = micro_batches * max(sum(chunk.total for chunk in stage) for stage in chunks)
-    least = 1 - busiest / makespan(chunks, micro_batches)
-    waits = f"stages wait {bubble_share(chunks, micro_batches):.1%} of a step, the busiest of them {least:.1%}"
+    of_all, of_slowest = bubble_shares(planned.time.chunks, planned.case.num_micro_batches)
+    waits = f"stages wait {of_all:.1%} of a step, the busiest of them {of_slowest:.1%}"
     return f"Pipeline: {waits}. --figures DIR writes the schedule as a trace."
 
 

@@ -1,14 +1,67 @@
-"""The plan of a run: bytes of every device in every phase, and seconds of a step."""
+"""The plan of a run: bytes of every device in every phase, and seconds of a step, phase by phase.
+
+A decoding step reads the weights that its sequences meet and their keys and values, computes two FLOP a weight and
+sequence, adds up over the engine's devices twice a layer, and costs the host what scheduling and sampling take. All of
+that follows from the model and the device; what the host takes is a figure of each engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatune.plan.rl.engine import EngineMemory
-from megatune.plan.rl.held import Held, RoleShares, engine_of, phases, shares
-from megatune.plan.rl.question import RLQuestion
-from megatune.plan.rl.seconds import StepSeconds, step_seconds
+from megatune.architecture import Architecture
+from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.plan.flops import num_matmul_parameters, num_parameters
+from megatune.plan.machine import Machine
+from megatune.plan.rl.question import ROLLOUT, RLQuestion
+from megatune.plan.rl.roles import (
+    ITEMSIZE,
+    OLD_PASS,
+    REFERENCE_PASS,
+    SAMPLE,
+    SYNC,
+    TRAIN_CRITIC,
+    VALUES,
+    EngineMemory,
+    Held,
+    RoleShares,
+    cache_shards,
+    engine_of,
+    forward_case,
+    key_value_bytes,
+    num_updates,
+    phases,
+    shared_devices,
+    shares,
+    training_case,
+)
+from megatune.plan.time import step_time
+from megatune.plan.time.rates import Rates
+
+OFFLOAD = "offload"
+# Two of three of the published runs of benchmarks/planner/published_rl.py lie within: 0.4 is from 1 / 1.4 of the total
+# to 1.4 times it.
+UNCERTAINTY = 0.4
+# Between a device and the main memory of its machine, one way.
+HOST_BANDWIDTH = 12e9
+# Of the object store, which one rank writes weights to; assumed. Two busy cores put and get 1 GB/s.
+STORE_BANDWIDTH = 2e9
+# Of each bucket, and of an update's beginning and end: calls of all actors. Measured: 0.05 s for a few MB.
+_BUCKET_SECONDS = 0.05
+# Of a network's bandwidth, by Ray's objects, which go over TCP; an assumption.
+_TCP_SHARE = 0.3
+# Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of
+# it that grouped products do of others (`Efficiency.grouped`).
+_READING = 0.7
+# Of the peak, by the products of a prefill; they are not as large as those of training.
+_PREFILL = 0.5
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# What an engine's host takes for a decoding step and for each sequence in it, in seconds, and operators of a layer that
+# are launched one by one, 0 where the step is a captured graph. Assumed, of the engines' own profiles: scheduling,
+# sampling and detokenizing. Built in is Transformers' forward pass.
+_HOSTS = {"vllm": (2.5e-3, 12e-6, 0), "sglang": (2.0e-3, 10e-6, 0), "builtin": (1.5e-3, 20e-6, 20)}
 
 
 @dataclass(frozen=True)
@@ -27,9 +80,55 @@ class DeviceGroup:
         """Return bytes of a device in a phase."""
         return sum(each.total(phase) for each in self.held)
 
-    def fullest(self, among: tuple[str, ...]) -> str:
-        """Return the phase in which a device holds most."""
-        return max(among, key=self.total)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Seconds of the rollouts of a step, and how they come about.
+
+    Attributes:
+        prefill: of prompts, once a group where the engine finds them in its cache.
+        decode: until the last response has ended.
+        full: of `decode`, while as many sequences are sampled as fit; after that fewer and fewer are.
+        at_once: sequences that an engine samples while all places are taken.
+        busy_step, last_step: of one token of each sequence, with all of them and with the last one.
+    """
+
+    prefill: float
+    decode: float
+    full: float
+    at_once: float
+    busy_step: float
+    last_step: float
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of a step.
+
+    Attributes:
+        phases: by name, in their order.
+        rollout: how the seconds of "rollout" come about.
+        overlaps: rollouts run beside everything else (async_generation_ratio on devices of their own).
+    """
+
+    phases: Mapping[str, float]
+    rollout: Rollout
+    overlaps: bool
+
+    @property
+    def rollout_side(self) -> float:
+        """Seconds in which the devices of the rollouts work."""
+        return self.phases[SAMPLE] + self.phases[SYNC]
+
+    @property
+    def trainer_side(self) -> float:
+        """Seconds in which the others do."""
+        return sum(self.phases.values()) - self.phases[SAMPLE]
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step, in the steady state where rollouts run beside training."""
+        return max(self.rollout_side, self.trainer_side) if self.overlaps else sum(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -48,25 +147,24 @@ class RLAnswer:
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
+        """The phases that a step has, in their order."""
         return phases(self.question)
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:
         """Devices by what they hold, the first first."""
-        by_content: dict[tuple[int, ...], list[int]] = {}
-        content: dict[tuple[int, ...], tuple[Held, ...]] = {}
+        groups: dict[tuple[int, ...], DeviceGroup] = {}
         for device in range(self.question.world_size):
             held = tuple(role.on(device) for role in self.roles if device in role.devices)
             key = tuple(map(id, held))
-            by_content.setdefault(key, []).append(device)
-            content[key] = held
-        return tuple(DeviceGroup(tuple(devices), content[key]) for key, devices in by_content.items() if content[key])
+            groups[key] = DeviceGroup((*(groups[key].devices if key in groups else ()), device), held)
+        return tuple(group for group in groups.values() if group.held)
 
     @cached_property
     def fullest(self) -> tuple[DeviceGroup, str]:
         """The devices that hold most, and the phase in which they do."""
-        group = max(self.groups, key=lambda each: each.total(each.fullest(self.phases)))
-        return group, group.fullest(self.phases)
+        pairs = ((group, phase) for group in self.groups for phase in self.phases)
+        return max(pairs, key=lambda pair: pair[0].total(pair[1]))
 
     @property
     def fits(self) -> bool:
@@ -82,13 +180,17 @@ class RLAnswer:
     @property
     def host_bytes(self) -> int:
         """Bytes that sleeping roles have in the main memory of the fullest machine."""
-        per_node = self.question.machine.gpus_per_node
         by_node: dict[int, int] = {}
         for role in self.roles:
             for device in role.devices:
-                node = device // per_node
+                node = device // self.question.machine.gpus_per_node
                 by_node[node] = by_node.get(node, 0) + role.on(device).offloaded
         return max(by_node.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run, prompts counted."""
+        return self.question.settings.samples_per_step * self.question.lengths.mean / self.seconds.total
 
 
 def plan_rl(question: RLQuestion) -> RLAnswer:
@@ -97,6 +199,151 @@ def plan_rl(question: RLQuestion) -> RLAnswer:
     Raises:
         MegatuneError: INPUT, where nothing is known of the device's generation, or of its speed in a role's dtype.
     """
-    held = shares(question)
-    engine = engine_of(question, question.settings.actor_infer)
-    return RLAnswer(question, tuple(held), engine, step_seconds(question, held))
+    held, engine = shares(question), engine_of(question, question.settings.actor_infer)
+    rollout = _rollout(question, engine)
+    found = {phase: _seconds(question, phase, rollout) for phase in phases(question)}
+    if shared_devices(question):
+        found[OFFLOAD] = _moves(question, held)
+    return RLAnswer(question, tuple(held), engine, StepSeconds(found, rollout, question.steps_ahead > 0))
+
+
+def _seconds(question: RLQuestion, phase: str, rollout: Rollout) -> float:
+    settings = question.settings
+    actor, critic = settings.actor_train, settings.critic
+    if phase == SYNC:
+        return _sync_seconds(question) / max(1, actor.model_update_frequency)
+    if phase == SAMPLE:
+        return rollout.prefill + rollout.decode
+    if phase == REFERENCE_PASS:
+        own = _forward(question, settings.reference or actor) if settings.algorithm.enable_reference else 0.0
+        return own + sum(_forward(question, teacher) for teacher in settings.teachers.values())
+    if critic is not None and phase in (VALUES, TRAIN_CRITIC):
+        return _forward(question, critic) if phase == VALUES else _training(question, critic)
+    return _forward(question, actor) if phase == OLD_PASS else _training(question, actor)
+
+
+def _forward(question: RLQuestion, role: ModelRole) -> float:
+    """Return seconds of a pass without gradients over the samples of a step."""
+    return step_time(forward_case(question, role, longest=False)).forward
+
+
+def _training(question: RLQuestion, role: ModelRole) -> float:
+    return num_updates(question, role) * step_time(training_case(question, role, longest=False)).total
+
+
+def sync_bytes(question: RLQuestion) -> int:
+    """Return bytes of all weights, as an engine takes them; those of adapters are merged before."""
+    actor = question.settings.actor_train
+    size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
+    return num_parameters(question.models[actor.name].architecture) * size
+
+
+def _sync_seconds(question: RLQuestion) -> float:
+    """Return seconds of a weight update: a stream of buckets, as fast as the slowest part of its way.
+
+    From the trainer's devices to the object store, from machine to machine, and to every engine's devices.
+    """
+    machine, engines = question.machine, question.settings.actor_infer
+    nodes = {device // machine.gpus_per_node for device in engines.devices}
+    rates = [STORE_BANDWIDTH]
+    if len(nodes) > 1:
+        rates.append(machine.network.bandwidth * _TCP_SHARE)
+    if not machine.device.on_cpu:
+        rates.append(HOST_BANDWIDTH)
+    buckets = sync_bytes(question) / (question.settings.run.model_update_buffer_size_mb * 2**20)
+    return sync_bytes(question) / min(rates) + _BUCKET_SECONDS * (1 + buckets)
+
+
+def _moves(question: RLQuestion, held: list[RoleShares]) -> float:
+    """Return seconds in which what takes turns on the busiest device leaves it, and comes back."""
+    of_device = (
+        sum(role.on(device).offloaded for role in held if device in role.devices) for device in shared_devices(question)
+    )
+    device = question.machine.device
+    return 2 * max(of_device) / (device.bandwidth if device.on_cpu else HOST_BANDWIDTH)
+
+
+def _rollout(question: RLQuestion, memory: EngineMemory) -> Rollout:
+    """Return the seconds of one engine with an even share of the step's samples.
+
+    Samples that wait for a place are sampled while all places are taken; then the places empty. Where rollouts run
+    ahead places are never empty, but a response of the longest length may not take longer than it may be old.
+    """
+    role, lengths, ahead = question.settings.actor_infer, question.lengths, question.steps_ahead
+    engine = _Engine(role, question.models[ROLLOUT].architecture, question.machine)
+    samples = question.settings.samples_per_step / role.num_engines
+    at_once = min(samples * (1 + ahead), memory.sequences)
+    age = lengths.mean_prompt + lengths.mean_response / 2
+    busy = engine.step(at_once, age)
+    if ahead:
+        full, tail = samples * lengths.mean_response / at_once * busy, 0.0
+        full = max(full, lengths.response * busy / (1 + ahead))
+    else:
+        waiting = samples > at_once
+        full = (samples - at_once) * lengths.mean_response / at_once * busy
+        tail = sum(
+            width * engine.step(max(1.0, at_once * share), age if waiting else lengths.mean_prompt + tokens)
+            for tokens, share, width in lengths.steps()
+        )
+    cached = role.engine != "builtin" and role.config.get("enable_prefix_caching", True)
+    group = question.settings.rollout.num_return_sequences_in_group if cached else 1
+    compute = question.machine.calibration.compute
+    return Rollout(
+        prefill=compute * engine.prefill(samples / group * lengths.mean_prompt),
+        decode=compute * (full + tail),
+        full=compute * full,
+        at_once=at_once,
+        busy_step=busy,
+        last_step=engine.step(1.0, lengths.longest),
+    )
+
+
+class _Engine:
+    """One engine's devices, and what they read and compute for a token."""
+
+    def __init__(self, role: InferRole, architecture: Architecture, machine: Machine) -> None:
+        self.architecture, self.devices, self.host = architecture, role.devices_per_engine, _HOSTS[role.engine]
+        self.size = ITEMSIZE[role.dtype]
+        self.rates = Rates.of(machine, _TORCH_NAMES[role.dtype])
+        self.link = machine.network if self.devices > machine.gpus_per_node else machine.link
+        self.active = num_matmul_parameters(architecture)
+        self.experts, self.others = _split(architecture)
+        self.of_token = key_value_bytes(architecture, self.size) / cache_shards(architecture, self.devices)
+
+    def step(self, sequences: float, context: float) -> float:
+        """Return seconds of one token of each sequence, with so many tokens before it."""
+        experts = self.experts * self._met(sequences) / self.rates.efficiency.grouped
+        read = (self.others + experts) * self.size / self.devices
+        moved = (read + sequences * context * self.of_token) / (self.rates.bandwidth * _READING)
+        computed = 2 * self.active * sequences / self.devices / self.rates.dense
+        on_device = max(moved, computed) + self._exchange(sequences)
+        of_step, of_sequence, launches = self.host
+        launched = launches * self.architecture.num_layers * self.rates.efficiency.launch
+        return max(on_device, launched) + of_step + of_sequence * sequences
+
+    def prefill(self, tokens: float) -> float:
+        """Return seconds of the prompts of an engine."""
+        return 2 * self.active * tokens / self.devices / (self.rates.peak * _PREFILL)
+
+    def _met(self, sequences: float) -> float:
+        """Return the share of the experts that any of the sequences goes to, if each chooses evenly."""
+        moe = self.architecture.moe
+        return 1 - (1 - moe.router_topk / moe.num_experts) ** sequences if moe is not None else 0.0
+
+    def _exchange(self, sequences: float) -> float:
+        """Return seconds of two all-reduces a layer."""
+        if self.devices == 1:
+            return 0.0
+        message = sequences * self.architecture.hidden_size * self.size
+        once = 2 * message / (self.link.bandwidth * self.rates.efficiency.link) + 2 * self.link.latency
+        return 2 * self.architecture.num_layers * once
+
+
+def _split(architecture: Architecture) -> tuple[int, int]:
+    """Return parameters of routed experts, and of all other matrices that a token meets."""
+    whole, moe = num_parameters(architecture), architecture.moe
+    table = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size
+    if moe is None:
+        return 0, whole - table  # of the word embedding a few rows are read
+    experts = sum(moe.layers) * moe.num_experts * 3 * architecture.hidden_size * moe.moe_ffn_hidden_size
+    return experts, whole - table - experts

@@ -1,23 +1,27 @@
-"""A plan of reinforcement learning: in words and tables, and as one JSON document of bytes and seconds."""
+"""A plan of reinforcement learning: in words and tables, what would make it fit, and one JSON document of bytes and
+seconds."""
 
 from __future__ import annotations
 
 import dataclasses
-import textwrap
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.plan.case import Case
+from megatune.plan.changes.fixes import savings
+from megatune.plan.changes.variation import written
+from megatune.plan.estimate import estimate
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT
-from megatune.plan.pages.page import Page, show_pages, words_page
-from megatune.plan.pages.tables import wrapped
+from megatune.plan.pages.page import Entry, Item, Page, Table, time_table
 from megatune.plan.pages.words import (
     Unit,
     amount,
     bytes_unit,
-    columns,
+    change,
     count,
     duration,
     layout_words,
@@ -27,32 +31,47 @@ from megatune.plan.pages.words import (
     seconds_unit,
     size,
 )
-from megatune.plan.rl.advice import advice
-from megatune.plan.rl.answer import DeviceGroup, RLAnswer
-from megatune.plan.rl.engine import GRAPHS
-from megatune.plan.rl.held import OLD_PASS
-from megatune.plan.rl.passes import forward_case, num_updates, training_case
-from megatune.plan.rl.question import RLQuestion
-from megatune.plan.rl.seconds import HOST_BANDWIDTH, STORE_BANDWIDTH, sync_bytes
+from megatune.plan.rl.answer import (
+    HOST_BANDWIDTH,
+    STORE_BANDWIDTH,
+    UNCERTAINTY,
+    DeviceGroup,
+    RLAnswer,
+    plan_rl,
+    sync_bytes,
+)
+from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, RLQuestion
+from megatune.plan.rl.roles import (
+    GRAPHS,
+    OLD_PASS,
+    SAMPLE,
+    SYNC,
+    TRAIN,
+    TRAIN_CRITIC,
+    forward_case,
+    num_updates,
+    training_case,
+)
+
+_SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
+# Changes that are asked for, and that are said; those of the length of samples are not a role's own.
+_TRIED, _SAID, _NOT_A_ROLE_S = 8, 3, ("data.", "optimizer.exp_avg")
+_ACCUMULATION = "batch.gradient_accumulation_steps"
+_LESS = "more devices, a larger tensor_model_parallel_size, a shorter response_length, lora_target"
 
 
-def show(found: RLAnswer) -> None:
-    """Print the plan."""
-    show_pages(lambda width: pages(found, width))
-
-
-def pages(found: RLAnswer, width: int = 80) -> Iterator[Page]:
+def pages(found: RLAnswer) -> Iterator[Page]:
     """Yield what is planned, memory by device and phase, seconds by phase, and what was assumed."""
-    yield words_page("", _head(found, width))
-    yield words_page("", _role_lines(found, width))
-    yield words_page("", _memory(found, width))
+    yield Page("", _head(found))
+    yield Page("", _role_lines(found))
+    yield Page("", _memory(found))
     if not found.fits:
-        yield words_page("What would make it fit", (line for text in advice(found) for line in wrapped(text, width)))
-    yield words_page("", _time(found, width))
-    yield words_page("Assumed", (line for note in notes(found) for line in wrapped(f"- {note}", width)))
+        yield Page("What would make it fit", (f"  {text}" for text in advice(found)))
+    yield Page("", _time(found))
+    yield Page("Assumed", (f"  - {note}" for note in notes(found)))
 
 
-def device_words(devices: Sequence[int]) -> str:
+def _device_words(devices: Sequence[int]) -> str:
     """Write devices as runs: 0-15, 24."""
     runs: list[list[int]] = []
     for device in sorted(devices):
@@ -63,62 +82,52 @@ def device_words(devices: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _head(found: RLAnswer, width: int) -> Iterator[str]:
+def _head(found: RLAnswer) -> Iterator[Item]:
     question, settings, lengths = found.question, found.question.settings, found.question.lengths
-
-    def entry(name: str, text: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
-
-    yield from entry("models", _models(question))
-    yield from entry("devices", machine_words(question.machine, question.world_size))
+    yield Entry("models", _models(question))
+    yield Entry("devices", machine_words(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
-    yield from entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
+    yield Entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
     longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
     mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
-    yield from entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
+    yield Entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
 
 
-def _role_lines(found: RLAnswer, width: int) -> Iterator[str]:
-    """A row for each role; where that is too wide, a paragraph."""
+def _role_lines(found: RLAnswer) -> Iterator[Item]:
+    """Yield a row for each role; where that is too wide, a paragraph."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
-    rows += [[role.name, device_words(role.devices), *_layout(question, role)] for role in question.model_roles]
-    rows += [[role.name, device_words(role.devices), *_engine(found, role)] for role in question.infer_roles]
-    lines = list(columns(rows, left=(0, 1, 2, 3)))
-    if max(map(len, lines)) > width:
-        lines = [line for row in rows[1:] for line in wrapped(f"{row[0]}: {'; '.join(row[1:])}", width, "")]
-    yield from lines
+    rows += [[role.name, _device_words(role.devices), *_layout(question, role)] for role in question.model_roles]
+    rows += [[role.name, _device_words(role.devices), *_engine(found, role)] for role in question.infer_roles]
+    yield Table(rows, range(4), [f"{row[0]}: {'; '.join(row[1:])}" for row in rows[1:]])
 
 
 def _models(question: RLQuestion) -> str:
     """Write each model with its roles."""
     roles: dict[str, list[str]] = {}
-    for name in question.devices:
-        model = question.models.get(name)
-        words = (
-            f"{_short(model.name)}, {amount(num_parameters(model.architecture))} parameters" if model else "not known"
-        )
-        roles.setdefault(words, []).append(name)
+    roles_of_step: tuple[ModelRole | InferRole, ...] = (*question.model_roles, *question.infer_roles)
+    for role in roles_of_step:
+        words = "not known"
+        if model := question.models.get(role.name):
+            name = model.name.rstrip("/").split("/")[-1]
+            words = f"{name}, {amount(num_parameters(model.architecture))} parameters"
+        roles.setdefault(words, []).append(role.name)
     return "; ".join(f"{words} ({', '.join(names)})" for words, names in roles.items())
 
 
-def _short(name: str) -> str:
-    return name.rstrip("/").split("/")[-1]
-
-
 def _layout(question: RLQuestion, role: ModelRole) -> tuple[str, str]:
-    if role.training:
-        case, updates = training_case(question, role, longest=False), num_updates(question, role)
-        again = recompute_words(case.settings.recompute)
-        layout = f"{layout_words(case)}{f', recompute {again}' if again != 'none' else ''}"
-        return layout, f"{_batch(case)}, {updates:g} update{'s' * (updates != 1)}"
-    case = forward_case(question, role, longest=False)
-    return layout_words(case), _batch(case)
+    """Write layout and batch of a role: rows of a micro-batch × micro-batches × data-parallel processes."""
 
+    def batch(case: Case) -> str:
+        return f"{case.micro_batch_size}×{case.num_micro_batches}×{case.dp_size}"
 
-def _batch(case: Case) -> str:
-    """Write rows of a micro-batch × micro-batches × data-parallel processes."""
-    return f"{case.micro_batch_size}×{case.num_micro_batches}×{case.dp_size}"
+    if not role.training:
+        case = forward_case(question, role, longest=False)
+        return layout_words(case), batch(case)
+    case, updates = training_case(question, role, longest=False), num_updates(question, role)
+    again = recompute_words(case.settings.recompute)
+    layout = f"{layout_words(case)}{f', recompute {again}' if again != 'none' else ''}"
+    return layout, f"{batch(case)}, {updates:g} update{'s' * (updates != 1)}"
 
 
 def _engine(found: RLAnswer, role: InferRole) -> tuple[str, str]:
@@ -127,71 +136,67 @@ def _engine(found: RLAnswer, role: InferRole) -> tuple[str, str]:
     return engines, f"{at_once:.0f} at once"
 
 
-def _memory(found: RLAnswer, width: int) -> Iterator[str]:
-    """A table for each kind of device: a row for each role, a column for each phase; then the verdict."""
+def _memory(found: RLAnswer) -> Iterator[Item]:
+    """Yield a table for each kind of device, a row for each role, a column for each phase; then the verdict."""
     group, phase = found.fullest
-    unit, limit = bytes_unit(group.total(phase)), found.question.machine.device.memory
+    held, limit = group.total(phase), found.question.machine.device.memory
+    unit = bytes_unit(held)
     yield f"Memory of a device, {unit.name}, phase by phase"
     for each in found.groups:
-        yield from (f"  {line}" for line in _group_lines(found, each, unit, width))
-    held = group.total(phase)
-    devices = f"device{'s' * (len(group.devices) > 1)} {device_words(group.devices)}"
+        yield _group_table(found, each, unit)
+    devices = f"device{'s' * (len(group.devices) > 1)} {_device_words(group.devices)}"
     said = f"The fullest: {devices} in phase {phase}, {unit.of(held)} of {unit.with_name(limit)}, {held / limit:.0%}."
     verdict = f"It fits, with {unit.with_name(limit - held)} to spare."
     if held > limit:
         verdict = f"IT DOES NOT FIT: {unit.with_name(held - limit)} too much."
     elif not found.has_cache:
         verdict = f"IT DOES NOT FIT: {_no_cache(found)}"
-    yield from wrapped(f"{said} {verdict}", width, "")
+    yield f"{said} {verdict}"
     for role in group.held:
         biggest = sorted(role.parts[phase].items(), key=lambda part: -part[1])
         parts = ", ".join(f"{name.replace('_', ' ')} {unit.of(part)}" for name, part in biggest if part)
-        yield from wrapped(f"{role.role}: {parts}", width, "  ")
+        yield f"  {role.role}: {parts}"
     if host := found.host_bytes:
-        yield from wrapped(f"Offloaded roles have {size(host)} in the main memory of a machine.", width, "")
+        yield f"Offloaded roles have {size(host)} in the main memory of a machine."
 
 
-def _group_lines(found: RLAnswer, group: DeviceGroup, unit: Unit, width: int) -> Iterator[str]:
-    names = [*found.phases]
-    rows = [[f"devices {device_words(group.devices)}", *names]]
+def _group_table(found: RLAnswer, group: DeviceGroup, unit: Unit) -> Table:
+    names = found.phases
+    rows = [[f"devices {_device_words(group.devices)}", *names]]
     rows += [[f"  {role.role}", *(unit.of(role.total(phase)) for phase in names)] for role in group.held]
     if len(group.held) > 1:
         rows.append(["  total", *(unit.of(group.total(phase)) for phase in names)])
-    lines = list(columns(rows))
-    if max(map(len, lines)) + 2 > width:
-        lines = list(columns([[cell.strip() for cell in row] for row in zip(*rows, strict=True)]))
-    yield from lines
+    turned = [[cell.strip() for cell in row] for row in zip(*rows, strict=True)]
+    return Table(rows, instead=[Table(turned)])
 
 
 def _no_cache(found: RLAnswer) -> str:
     engine, longest = found.engine, found.question.lengths.longest
     if engine.cache <= 0:
-        return (
-            f"an engine's weights leave no room for keys and values ({size(-engine.cache)} are missing on each device)."
-        )
+        missing = f"({size(-engine.cache)} are missing on each device)"
+        return f"an engine's weights leave no room for keys and values {missing}."
     return f"an engine's cache holds {engine.cached_tokens:,} tokens, the longest sample has {longest:,}."
 
 
-def _time(found: RLAnswer, width: int) -> Iterator[str]:
-    """A row for each phase, tokens/s, and what the rollouts wait for."""
-    time, question = found.seconds, found.question
-    unit, factor = seconds_unit(time.total), 1 + time.uncertainty
+def _time(found: RLAnswer) -> Iterator[Item]:
+    """Yield a row for each phase, tokens/s, and what the rollouts wait for."""
+    time, whole = found.seconds, found.seconds.total
     beside = "; rollouts of the next steps run concurrently" if time.overlaps else ""
-    yield f"Time of a step, {unit.name}{beside}"
-    whole = time.total
-    rows = [[name, unit.of(each), f"{each / whole:.1%}", "█" * round(30 * each / whole)]
-            for name, each in time.phases.items()]  # fmt: skip
-    likely = f"likely {unit.of(whole / factor)} to {unit.of(whole * factor)}"
-    yield from (f"  {line}" for line in columns([*rows, ["total", unit.of(whole), "", likely]], left=(0, 3)))
-    rate = f"{time.tokens / whole:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
-    steps = question.settings.run.max_steps
-    yield from wrapped(f"{rate}; {steps:,} steps take {duration(steps * whole)}", width, "")
-    yield from wrapped(_rollout_words(found), width, "")
+    yield f"Time of a step, {seconds_unit(whole).name}{beside}"
+    yield time_table(time.phases.items(), whole, 1 + UNCERTAINTY)
+    rate = f"{found.tokens_per_second:,.0f} tokens/s, {_rate(found):,.0f} a device"
+    steps = found.question.settings.run.max_steps
+    yield f"{rate}; {steps:,} steps take {duration(steps * whole)}"
+    yield _rollout_words(found)
     if time.overlaps:
         rollout, trainer = 1 - time.rollout_side / whole, 1 - time.trainer_side / whole
-        yield from wrapped(
-            f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}.", width, ""
-        )
+        waiting = f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
+        yield waiting
+
+
+def _rate(found: RLAnswer) -> float:
+    """Return tokens/s of one device."""
+    return found.tokens_per_second / found.question.world_size
 
 
 def _rollout_words(found: RLAnswer) -> str:
@@ -208,13 +213,12 @@ def _rollout_words(found: RLAnswer) -> str:
 
 def notes(found: RLAnswer) -> Iterator[str]:
     """List the user's own notes, then what is taken for granted, with the numbers behind it."""
-    question, settings = found.question, found.question.settings
-    device, on_cpu = question.machine.device, question.machine.device.generation == "cpu"
+    question, device = found.question, found.question.machine.device
     yield from question.notes
     yield f"{device.name}: {size(device.memory)} can be used, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
     yield "responses end with a constant chance at each token, and are cut at the longest length"
     yield "no group is filtered, and rewards are computed while others are sampled: neither takes time of its own"
-    if on_cpu:
+    if device.on_cpu:
         yield "on a CPU offloaded weights stay in the same memory"
     else:
         yield (
@@ -223,14 +227,14 @@ def notes(found: RLAnswer) -> Iterator[str]:
             "others have their turn, and none of it was measured"
         )
     rates = f"{STORE_BANDWIDTH / 1e9:g} GB/s to and from Ray's objects"
-    rates += "" if on_cpu else f", {HOST_BANDWIDTH / 1e9:g} GB/s between a device and main memory"
-    bucket = settings.run.model_update_buffer_size_mb
+    rates += "" if device.on_cpu else f", {HOST_BANDWIDTH / 1e9:g} GB/s between a device and main memory"
+    bucket = question.settings.run.model_update_buffer_size_mb
     yield f"sync: {size(sync_bytes(question))} of weights in buckets of {bucket:,} MB, {rates}"
     if OLD_PASS not in found.phases:
         yield "old log-probabilities are those of the rollouts: they are not computed again"
     yield (
-        f"of published runs, whose lengths are known, two of three lie within ± {found.seconds.uncertainty:.0%}; all "
-        "took longer than planned without sync (docs/plan-rl.md)"
+        f"of published runs, whose lengths are known, two of three lie within ± {UNCERTAINTY:.0%}; all took longer "
+        "than planned without sync (docs/plan-rl.md)"
     )
 
 
@@ -263,8 +267,89 @@ def document(found: RLAnswer) -> dict[str, Any]:
         "rollout": dataclasses.asdict(time.rollout),
         "seconds": {**time.phases, "total": time.total},
         "rollouts_run_ahead": time.overlaps,
-        "uncertainty": time.uncertainty,
-        "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+        "uncertainty": UNCERTAINTY,
+        "tokens_per_second_per_gpu": _rate(found),
         "advice": [] if found.fits else advice(found),
         "assumptions": list(notes(found)),
     }
+
+
+# --- changes of the file after which what does not fit does -----------------------------------------------------------
+
+
+def advice(found: RLAnswer) -> list[str]:
+    """Return sentences: what to write, and what a device then holds; each was computed."""
+    group, phase = found.fullest
+    role = {TRAIN: found.question.settings.actor_train, TRAIN_CRITIC: found.question.settings.critic}.get(phase)
+    texts = [] if found.has_cache else [*_room_for_cache(found)]
+    if group.total(phase) > found.question.machine.device.memory:
+        if role is not None:
+            texts += _of_training(found, group, phase, role)
+        elif phase in (SAMPLE, SYNC):
+            texts += _smaller_share(found, group, phase)
+        else:
+            texts += _smaller_batch(found, group, phase)
+    return texts or [f"No single change that was tried is enough; what needs less: {_LESS}."]
+
+
+def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[str]:
+    """Ask the planner of training, with the room that the other roles leave."""
+    others = sum(each.total(phase) for each in group.held if each.role != role.name)
+    room = found.question.machine.device.memory - others
+    tried = savings(estimate(training_case(found.question, role, longest=True)), _TRIED, room)
+    for fix in [each for each in tried if not any(path.startswith(_NOT_A_ROLE_S) for path in each.changes)][:_SAID]:
+        held, pace = fix.after.fullest.total, change(1 - fix.gain, "slower", "faster", "as fast")
+        enough = "" if held <= room else ", which is not enough alone"
+        changes = dict(fix.changes)
+        if _ACCUMULATION in changes:  # of packed rows a case has others than the file
+            ratio = fix.after.case.num_micro_batches / fix.before.case.num_micro_batches
+            changes[_ACCUMULATION] = round(role.settings.batch.gradient_accumulation_steps * ratio)
+        yield f"{role.name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
+
+
+def _smaller_share(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
+    """Lower the share of the device that the engine takes, if that leaves room for a cache."""
+    infer, limit = found.question.settings.actor_infer, found.question.machine.device.memory
+    if (key := _SHARES.get(infer.engine)) is None:
+        return
+    over = group.total(phase) - limit
+    share = math.floor(100 * (float(infer.config.get(key, 0.9)) - over / limit) - 1) / 100
+    after = _with_share(found, key, share) if share > 0 else None
+    if after is not None and after.has_cache:
+        held = size(max(each.total(phase) for each in after.groups))
+        yield f"actor_infer: {key}: {share}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once"
+
+
+def _smaller_batch(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
+    """Halve the rows that pass forward together until they fit."""
+    limit, settings = found.question.machine.device.memory, found.question.settings
+    busy = max(group.held, key=lambda held: held.parts[phase].get("activations", 0)).role
+    role = next((each for each in found.question.model_roles if each.name == busy), None)
+    while role is not None and busy in (ACTOR, REFERENCE, CRITIC) and role.infer_batch_size > 1:
+        role = role.model_copy(update={"infer_batch_size": role.infer_batch_size // 2})
+        changes: dict[str, Any] = {busy: role}
+        after = plan_rl(replace(found.question, settings=replace(settings, **changes)))
+        held = max(each.total(phase) for each in after.groups)
+        if held <= limit:
+            yield f"{busy}: infer_batch_size: {role.infer_batch_size}: {size(held)} in {phase}"
+            return
+
+
+def _room_for_cache(found: RLAnswer) -> Iterator[str]:
+    """Raise the share, or spread an engine over more devices."""
+    infer = found.question.settings.actor_infer
+    if (key := _SHARES.get(infer.engine)) is None:
+        return
+    for share in (0.7, 0.8, 0.85, 0.9):
+        if (after := _with_share(found, key, share)).fits:
+            yield f"actor_infer: {key}: {share}: {after.seconds.rollout.at_once:.0f} sequences at once"
+            return
+    more = 2 * infer.devices_per_engine
+    if len(infer.devices) % more == 0:
+        yield f"actor_infer: tensor_parallel_size: {more}, so that {more} devices hold the weights of an engine"
+
+
+def _with_share(found: RLAnswer, key: str, share: float) -> RLAnswer:
+    settings = found.question.settings
+    infer = settings.actor_infer.model_copy(update={"config": {**settings.actor_infer.config, key: share}})
+    return plan_rl(replace(found.question, settings=replace(settings, actor_infer=infer)))

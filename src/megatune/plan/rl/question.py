@@ -1,4 +1,5 @@
-"""What is planned of a run of reinforcement learning: settings, models of its roles, machines, lengths of samples."""
+"""What is planned of a run of reinforcement learning, and how `megatune plan` reads it: settings, models of the roles,
+machines, lengths of samples."""
 
 from __future__ import annotations
 
@@ -7,12 +8,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatune.architecture import Architecture
+from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.settings import Settings
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import PlannedModel
+from megatune.plan.catalogue import find_model
 from megatune.plan.machine import Machine
+from megatune.plan.reader import PlanReader
+from megatune.plan.rows import cut_scale
 
 _POINTS = 64  # of a numeric integral
 ACTOR, ROLLOUT, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
+# Options that have no effect on a file of reinforcement learning, and why.
+_NOT_HERE = {
+    "gpus": "device_mapping says which devices there are",
+    "seq": "prompt_length and response_length say how long samples are",
+    "global_batch": "rollout_batch_size and num_return_sequences_in_group say how many samples a step has",
+    "trainable": "lora_target of actor_train says what is trained",
+    "document_length": "--prompt_tokens and --response_tokens say how long the mean sample is",
+    "image_tokens": "prompts of text are planned",
+    "dataset_tokens": "max_steps says how long a run is",
+    "top": "the file's own layouts are planned, and no others are searched for",
+    "output": "the file's own layouts are planned, and no others are searched for",
+    "price": "one kind of GPU is planned",
+    "figures": "a plan of reinforcement learning is text",
+    "launch": "megatune rl starts its own processes, on Ray",
+}
+# Of what is longest, taken for the mean where no flag says it.
+_MEAN_PROMPT, _MEAN_RESPONSE = 4, 2
 
 
 @dataclass(frozen=True)
@@ -45,18 +70,7 @@ class Lengths:
     @cached_property
     def hazard(self) -> float:
         """h: the chance of a response to end at a token; its mean length is (1 - exp(-h · response)) / h."""
-        if self.mean_response >= self.response * (1 - 1e-6):
-            return 0.0
-        low, high = 1e-12, 1 / self.mean_response
-        for _ in range(60):
-            middle = (low + high) / 2
-            mean = -math.expm1(-middle * self.response) / middle
-            low, high = (middle, high) if mean > self.mean_response else (low, middle)
-        return (low + high) / 2
-
-    def share_longer(self, tokens: float) -> float:
-        """Return the share of responses that are not ended after so many tokens."""
-        return math.exp(-self.hazard * tokens) if tokens < self.response else 0.0
+        return 1 / cut_scale(self.mean_response, self.response)
 
     @property
     def share_cut(self) -> float:
@@ -65,14 +79,31 @@ class Lengths:
 
     def mean_longest(self, count: int) -> float:
         """Return tokens of the longest of `count` samples, on average, each with a mean prompt."""
-        step = self.response / _POINTS
-        middles = ((point + 0.5) * step for point in range(_POINTS))
-        return self.mean_prompt + sum(1 - (1 - self.share_longer(tokens)) ** count for tokens in middles) * step
+        return self.mean_prompt + sum((1 - (1 - share) ** count) * width for _, share, width in self.steps())
 
     def steps(self) -> list[tuple[float, float, float]]:
         """Return (tokens, share still sampled, width) of stretches of a response, which add up to the longest."""
         step = self.response / _POINTS
-        return [((point + 0.5) * step, self.share_longer((point + 0.5) * step), step) for point in range(_POINTS)]
+        middles = ((point + 0.5) * step for point in range(_POINTS))
+        return [(tokens, math.exp(-self.hazard * tokens), step) for tokens in middles]
+
+
+def model_roles(settings: RLSettings) -> tuple[ModelRole, ...]:
+    """Return the roles with a model of the engine, in the order in which a step needs them."""
+    roles = (settings.actor_train, settings.reference, *settings.teachers.values(), settings.critic)
+    return tuple(role for role in roles if role is not None)
+
+
+def infer_roles(settings: RLSettings) -> tuple[InferRole, ...]:
+    """Return the roles that sample responses, the policy's first; the others are judges."""
+    judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
+    return (settings.actor_infer, *(judge for judge in judges if judge is not None))
+
+
+def world_size(settings: RLSettings) -> int:
+    """Return the devices of the run: up to the largest that a role is mapped to."""
+    roles = (*model_roles(settings), *infer_roles(settings))
+    return 1 + max(device for role in roles for device in role.devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +126,13 @@ class RLQuestion:
 
     @property
     def model_roles(self) -> tuple[ModelRole, ...]:
-        """Roles with a model of the engine, in the order in which a step needs them."""
-        settings = self.settings
-        roles = (settings.actor_train, settings.reference, *settings.teachers.values(), settings.critic)
-        return tuple(role for role in roles if role is not None)
+        """The roles with a model of the engine, see `model_roles`."""
+        return model_roles(self.settings)
 
     @property
     def infer_roles(self) -> tuple[InferRole, ...]:
-        """Roles that sample responses, the policy's first; the others are judges."""
-        settings = self.settings
-        judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
-        return (settings.actor_infer, *(judge for judge in judges if judge is not None))
+        """The roles that sample responses, see `infer_roles`."""
+        return infer_roles(self.settings)
 
     @property
     def steps_ahead(self) -> float:
@@ -115,12 +142,84 @@ class RLQuestion:
         return self.settings.rollout.async_generation_ratio if apart else 0.0
 
     @property
-    def devices(self) -> dict[str, tuple[int, ...]]:
-        """Devices by role."""
-        of_models = {role.name: role.devices for role in self.model_roles}
-        return of_models | {role.name: role.devices for role in self.infer_roles}
-
-    @property
     def world_size(self) -> int:
-        """Devices of the run: up to the largest that a role is mapped to."""
-        return 1 + max(device for devices in self.devices.values() for device in devices)
+        """Devices of the run, see `world_size`."""
+        return world_size(self.settings)
+
+
+class RLQuestionReader(PlanReader):
+    """Reads everything, and reports all that is wrong at once."""
+
+    def question(self, file: str) -> RLQuestion:
+        """Return the question.
+
+        Raises:
+            MegatuneError: SETTINGS or INPUT, with everything that is wrong.
+        """
+        self._known: dict[tuple[str, str | None], PlannedModel | None] = {}
+        overrides = [word for word in self.given.words if "=" in word]
+        fix = "write overrides as key=value, such as rollout_batch_size=32"
+        self.findings.extend(
+            Finding(f"{word!r} has no effect on a file of reinforcement learning", fix=fix)
+            for word in self.given.words
+            if word != file and word not in overrides
+        )
+        self.refuse(_NOT_HERE, f" with {file}")
+        read = read_roll(file, overrides, self._architecture)
+        self.findings.extend(read.findings)
+        if (settings := read.settings) is None:
+            raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
+        rollout, models = settings.rollout, self._models(settings)
+        prompt = self._tokens("prompt_tokens", rollout.prompt_length, _MEAN_PROMPT)
+        response = self._tokens("response_tokens", rollout.max_response_length, _MEAN_RESPONSE)
+        lengths = Lengths(rollout.prompt_length, rollout.max_response_length, prompt, response)
+        machine = self._machine(settings)
+        self.stop()
+        assert machine is not None
+        notes = (*read.lines, *self.notes)
+        return RLQuestion(settings=settings, models=models, machine=machine, lengths=lengths, notes=notes, file=file)
+
+    def _model(self, name: str, stage: str | None = None) -> PlannedModel | None:
+        if (name, stage) not in self._known:
+            self._known[name, stage] = self.found(lambda: find_model(name, stage=stage))
+        return self._known[name, stage]
+
+    def _architecture(self, settings: Settings) -> Architecture | None:
+        """Return the numbers of a role's model, for the rules of its layout."""
+        found = self._model(settings.model.model_name_or_path or "", settings.run.stage)
+        return found.architecture if found else None
+
+    def _models(self, settings: RLSettings) -> dict[str, PlannedModel]:
+        """Return the models by role; one that judges and is not known here is left out, with a note."""
+        found = {
+            role.name: self._model(role.settings.model.model_name_or_path or "", role.settings.run.stage)
+            for role in model_roles(settings)
+        }
+        policy, *judges = infer_roles(settings)
+        found[policy.name] = self._model(policy.model_name_or_path)
+        for judge in judges:
+            try:
+                found[judge.name] = find_model(judge.model_name_or_path, asks_hub=False)
+            except MegatuneError:
+                self.notes.append(f"{judge.name}: {judge.model_name_or_path} is not known here, and not planned")
+        return {name: model for name, model in found.items() if model is not None}
+
+    def _tokens(self, name: str, longest: int, part: int) -> float:
+        """Return tokens of the mean prompt or response."""
+        value: float | None = getattr(self.options, name)
+        if value is None:
+            self.notes.append(f"the mean {name.partition('_')[0]} has {longest / part:,.0f} tokens (--{name})")
+            return longest / part
+        if value > longest:
+            what, why = f"--{name} {value:g} is too many", f"the longest has {longest:,}"
+            self.findings.append(Finding(what, "", why, f"--{name} {max(1, longest // part)}"))
+            return longest / part
+        return value
+
+    def _machine(self, settings: RLSettings) -> Machine | None:
+        """Return the machines: of the catalogue, or this one."""
+        world = world_size(settings)
+        if self.options.gpu is not None:
+            return self.catalogued(world, self.options.gpus_per_node or settings.run.num_gpus_per_node)
+        self.need_gpu()
+        return self.this_machine(world, self.count_gpus())

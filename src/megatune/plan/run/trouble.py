@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
-from megatune.plan.run.ended import Ended, how_it_ended, metrics, unplanned
 from megatune.plan.run.record import (
     PLAN_NAME,
     RankMemory,
@@ -28,16 +29,24 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
 _LESS = 0.9  # of the memory at which a run ended, for what helps
+_KINDS = ("error", "unavailable", "collective")  # what started the others first
+_OUTCOMES = {
+    "finished": "finished",
+    "stopped": "stopped on request; the same command resumes it",
+    "failed": "failed",
+    "running": "did not come to an end, or is still running",
+}
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run as its folder says."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, and whether it ran out of
+    memory; all empty where nobody noted it."""
 
-    folder: Path
-    record: RunRecord
-    ended: Ended
-    memory: list[RankMemory]
+    exit_code: int | None = None
+    rank: int | None = None
+    what: str = ""
+    out_of_memory: bool = False
 
 
 def diagnose(folder: Path) -> list[str]:
@@ -46,30 +55,23 @@ def diagnose(folder: Path) -> list[str]:
     Raises:
         MegatuneError: INPUT, where it is no run's, or nothing was planned for it.
     """
-    if not (folder / "run.yaml").is_file() and not (folder / PLAN_NAME).is_file():
+    is_run = (folder / "run.yaml").is_file()
+    if not is_run and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
         finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
         raise MegatuneError(finding, ExitCode.INPUT)
     try:
         record = read_records(folder)[-1]
     except MegatuneError as error:
-        if (folder / "run.yaml").is_file():
-            raise unplanned(folder, error) from None
-        raise
+        raise (_unplanned(folder, error) if is_run else error) from None
     world_size = record.case.world_size
-    # An earlier run of more ranks may have left notes of those that are not in this one.
-    memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
-    run = _Run(folder, record, how_it_ended(folder / "launch", world_size), memory)
-    outcomes = {
-        "finished": "finished",
-        "stopped": "stopped on request; the same command resumes it",
-        "failed": "failed",
-        "running": "did not come to an end, or is still running",
-    }
-    head = f"{folder}: {run.ended.what or outcomes[run.record.outcome]}"
-    if run.ended.out_of_memory:
-        return [head, *_out_of_memory(run)]
-    return [head, *verdict(run.record), *_memory_apart(run), *_pace(run)]
+    ended = how_it_ended(folder / "launch", world_size)
+    head = f"{folder}: {ended.what or _OUTCOMES[record.outcome]}"
+    if ended.out_of_memory:
+        # An earlier run of more ranks may have left notes of those that are not in this one.
+        memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
+        return [head, *_out_of_memory(record, ended.rank, memory)]
+    return [head, *verdict(record), *_memory_apart(record), *_pace(folder, record)]
 
 
 def ran_out_of_memory(folder: Path) -> bool:
@@ -77,48 +79,106 @@ def ran_out_of_memory(folder: Path) -> bool:
     return how_it_ended(folder / "launch").out_of_memory
 
 
-class _Share(NamedTuple):
-    """Bytes that one kind of thing was planned to take, and took."""
+def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
+    """Read OUTPUT/launch/report.json, or where torchrun started the ranks what they noted themselves; those from
+    `world_size` on are of an earlier, larger run."""
+    try:
+        report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
+        said = [Finding(**each) for each in report["findings"]]
+        exit_code, rank = int(report["exit_code"]), report["culprit"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
+    killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
+    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed)
 
-    name: str
-    planned: int
-    measured: int
 
-    @property
-    def is_larger(self) -> bool:
-        return self.measured > _LARGER * self.planned
+def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
+    """Yield of each rank that noted one (`launch.failure.Failure`) how likely it was the first, when, and what."""
+    for path in launch.glob("rank-*.error.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            noted = json.loads(path.read_text(encoding="utf-8"))
+            exit_code, rank, step = int(noted["exit_code"]), int(noted["rank"]), int(noted["step"])
+            out_of_memory = exit_code == ExitCode.OUT_OF_MEMORY
+            if noted["findings"]:
+                what = Finding(**noted["findings"][0]).what
+            else:
+                verb = "ran out of memory" if out_of_memory else "failed"
+                place = f"at step {step}" if step else "before the first step"
+                what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
+            order, when = _KINDS.index(noted["kind"]), float(noted["time"])
+            if world_size is None or rank < world_size:
+                yield order, when, Ended(exit_code, rank, what, out_of_memory)
 
 
-def _shares(memory: RankMemory, stage: StageMemory, counted: str) -> list[_Share]:
-    """Split what a rank held, as far as its moments tell kinds apart."""
-    state, name = stage.weights + stage.gradients + stage.master_weights, "weights, gradients, master weights"
-    held = memory.loaded
-    if memory.stepped:
-        state, name, held = state + stage.optimizer_state, "weights, gradients, optimizer", memory.stepped
-    if not held:
-        return []
-    if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
-        state, name = state + stage.framework, f"framework, {name}"
-    passing = comparable(stage, counted) - state
-    return [_Share(name, state, held), _Share("activations, loss, exchanges", passing, max(0, memory.peak - held))]
+def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
+    """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
+
+    `error` is what reading its plan raised.
+    """
+    ended = how_it_ended(folder / "launch")
+    endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
+    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not recorded')}"
+    peaks = [each.peak for each in read_rank_memory(folder / "launch")]
+    measured = []
+    with contextlib.suppress(LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
+        of_steps = [each["seconds"] / each["num_steps"] for each in _steps(folder)]
+        measured.append(f"{seconds(statistics.median(of_steps))} a step")
+    measured += [size(max(peaks))] if any(peaks) else []
+    if measured:
+        what += f"; it took {' and '.join(measured)}"
+    end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}; memory_check: off plans nothing"
+    if (folder / PLAN_NAME).is_file():
+        end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
+    fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start records its plan"
+    return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    """Read the lines of steps of the newest process in metrics.jsonl."""
+    records: list[dict[str, Any]] = []
+    text = ""
+    with contextlib.suppress(OSError):
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            # The clock of a process begins anew.
+            if records and record.get("elapsed_seconds", 0) < records[-1]["elapsed_seconds"]:
+                records = []
+            if "elapsed_seconds" in record:
+                records.append(record)
+    return [each for each in records if "grad_norm" in each]
 
 
 def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
-    whole = _Share("all", comparable(stage, counted), memory.peak)
-    for row in (*_shares(memory, stage, counted), whole):
-        larger = f"  {row.measured / row.planned:.1f} times what was planned" if row.is_larger and row.planned else ""
-        yield f"    {row.name:<47} planned {size(row.planned):>9}, was {size(row.measured):>9}{larger}"
+    """Split what a rank held, as far as its moments tell kinds apart, each kind beside its plan."""
+    state, name, held = stage.weights + stage.gradients + stage.master_weights, "master weights", memory.loaded
+    if memory.stepped:
+        state, name, held = state + stage.optimizer_state, "optimizer", memory.stepped
+    name, whole = f"weights, gradients, {name}", comparable(stage, counted)
+    if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
+        state, name = state + stage.framework, f"framework, {name}"
+    passing = ("activations, loss, exchanges", whole - state, max(0, memory.peak - held))
+    rows = [(name, state, held), passing] if held else []
+    for name, planned, measured in (*rows, ("all", whole, memory.peak)):
+        is_larger = measured > _LARGER * planned and planned
+        larger = f"  {measured / planned:.1f} times what was planned" if is_larger else ""
+        yield f"    {name:<47} planned {size(planned):>9}, was {size(measured):>9}{larger}"
 
 
-def _out_of_memory(run: _Run) -> Iterator[str]:
-    """Say what was held when memory ended, what was larger than planned, and what helps."""
-    planned = (run.record.as_trained() or (run.record.planned(),))[0]
+def _out_of_memory(record: RunRecord, rank: int | None, ranks: list[RankMemory]) -> Iterator[str]:
+    """Say what was held when memory ended, what was larger than planned, and what helps.
+
+    Args:
+        rank: that failed first.
+        ranks: what was noted of each.
+    """
+    planned = (record.as_trained() or (record.planned(),))[0]
     case, available = planned.case, planned.case.machine.device.memory
     usual = "resident" if case.machine.device.on_cpu else "allocated"
-    counted = run.record.measured.counted if run.record.measured else usual
-    memory = next((each for each in run.memory if each.rank == run.ended.rank), None) or max(
-        run.memory, key=lambda each: each.peak, default=None
-    )
+    counted = record.measured.counted if record.measured else usual
+    fullest = max(ranks, key=lambda each: each.peak, default=None)
+    memory = next((each for each in ranks if each.rank == rank), fullest)
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
     held = f"{size(stage.total)} of {size(available)} for stage {stage.stage} ({parts(stage)})"
     yield f"planned    {held}, with rows of {row_words(case)}"
@@ -132,16 +192,16 @@ def _out_of_memory(run: _Run) -> Iterator[str]:
         yield from _table(memory, stage, counted)
         if max(memory.peak + stage.total - expected, stage.total) < _CLOSE * available:
             why = "one large allocation, something else that holds the rest, or a lower limit of the process"
-            ended = f"memory ended at {size(memory.peak)} of the {size(available)} that were planned with"
-            yield f"limit      {ended}: {why} or its container"
+            end = f"memory ended at {size(memory.peak)} of the {size(available)} that were planned with"
+            yield f"limit      {end}: {why} or its container"
     # The run did not get along with what it held: what helps takes less than that.
     share = _LESS * min(1.0, memory.peak / expected if memory else 1.0)
-    yield from _listed("helps", savings(planned, room=int(share * min(planned.fullest.total, available))))
+    yield from _listed(savings(planned, room=int(share * min(planned.fullest.total, available))))
 
 
-def _memory_apart(run: _Run) -> Iterator[str]:
+def _memory_apart(record: RunRecord) -> Iterator[str]:
     """Say where memory was planned too small, by kind."""
-    measured, trained = run.record.measured, run.record.as_trained()
+    measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None:
         return
     for memory in measured.stages:
@@ -151,17 +211,16 @@ def _memory_apart(run: _Run) -> Iterator[str]:
             yield from _table(memory, stage, measured.counted)
 
 
-def _pace(run: _Run) -> Iterator[str]:
+def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
     """Say whether it was slow, of what a step consists, what else took time, and what helps."""
-    measured, trained = run.record.measured, run.record.as_trained()
+    measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None or measured.step_seconds is None:
         yield "nothing    was measured: no step came to its end"
         return
     planned = trained[1]
     ratio = measured.step_seconds / planned.time.total
-    slow = ratio > _SLOW and ratio > 1 + planned.time.uncertainty
-    yield from _beside_steps(run)
-    if not slow:
+    yield from _beside_steps(folder)
+    if ratio <= max(_SLOW, 1 + planned.time.uncertainty):
         yield "it went as planned" if ratio > 1 / _SLOW else "it was faster than planned"
         return
     shares = {part: getattr(planned.time, part) / planned.time.total for part in TIME_PARTS}
@@ -169,32 +228,27 @@ def _pace(run: _Run) -> Iterator[str]:
     yield f"slow       {ratio:.1f} times what was planned, which is ±{percent(planned.time.uncertainty)}"
     yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
     if not planned.case.machine.calibration.num_runs:
-        fits = f"`megatune plan --calibrate {run.folder}` fits the planner to this machine"
+        fits = f"`megatune plan --calibrate {folder}` fits the planner to this machine"
         yield f"           {fits}; what stays slow after it is the run's"
-    yield from _listed("helps", speedups(planned))
+    yield from _listed(speedups(planned))
 
 
-def _beside_steps(run: _Run) -> Iterator[str]:
+def _beside_steps(folder: Path) -> Iterator[str]:
     """Say what share of the time went into anything but steps: data, evaluation, saving."""
-    steps = [each for each in metrics(run.folder) if "grad_norm" in each]
-    if len(steps) < 2:
-        return
-    try:
+    steps = _steps(folder)
+    with contextlib.suppress(KeyError, TypeError, IndexError):
         whole = steps[-1]["elapsed_seconds"] - steps[0]["elapsed_seconds"]
         inside = sum(each["seconds"] for each in steps[1:])
         each_step = [each["seconds"] / each["num_steps"] for each in steps[1:]]
-    except (KeyError, TypeError):
-        return
-    if whole > 0 and 1 - inside / whole > 0.1:
-        yield f"other      {percent(1 - inside / whole)} of the time was not in steps: evaluation, saving"
-    middle = statistics.median(each_step)
-    if len(each_step) >= 5 and max(each_step) > 3 * middle:
-        yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
+        if whole > 0 and 1 - inside / whole > 0.1:
+            yield f"other      {percent(1 - inside / whole)} of the time was not in steps: evaluation, saving"
+        if len(each_step) >= 5 and max(each_step) > 3 * (middle := statistics.median(each_step)):
+            yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
 
 
-def _listed(head: str, fixes: list[Fix]) -> Iterator[str]:
+def _listed(fixes: list[Fix]) -> Iterator[str]:
     if not fixes:
-        yield f"{head:<10} nothing in the settings, by the planner"
+        yield f"{'helps':<10} nothing in the settings, by the planner"
         return
-    yield f"{head}, by the planner:"
+    yield "helps, by the planner:"
     yield from (f"    {number}. {each}" for number, each in enumerate(fixes, 1))

@@ -1,25 +1,6 @@
 """Which layouts a model can be trained in on a machine, the fastest that fits first."""
 
-from megatune.plan.search.candidate import (
-    TIGHT,
-    Refusal,
-    SearchRequest,
-    SearchResult,
-    equal_within,
-    is_tight,
-    num_kinds,
-    safe_bytes,
-)
-from megatune.plan.search.rank import search
+from megatune.plan.search.rank import SearchResult, equal_within, num_kinds, search
+from megatune.plan.search.space import SearchRequest
 
-__all__ = [
-    "TIGHT",
-    "Refusal",
-    "SearchRequest",
-    "SearchResult",
-    "equal_within",
-    "is_tight",
-    "num_kinds",
-    "safe_bytes",
-    "search",
-]
+__all__ = ["SearchRequest", "SearchResult", "equal_within", "num_kinds", "search"]

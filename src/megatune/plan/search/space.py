@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
+from megatune.architecture import Architecture
+from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.rules import check
@@ -14,10 +17,10 @@ from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors, nearest
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.errors import Finding
+from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
 from megatune.plan.changes.variation import with_settings
-from megatune.plan.search import recompute
-from megatune.plan.search.candidate import Candidate, Refusal, SearchRequest
+from megatune.plan.estimate import Estimate
 
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
@@ -34,6 +37,39 @@ _EVEN_STAGES = {
     "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,
 }
+
+# Ways to recompute activations.
+NO_RECOMPUTE = RecomputeSettings()
+FULL_RECOMPUTE = RecomputeSettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """What to search for.
+
+    Attributes:
+        case: the model, its rows and its machines, and settings, from which what is not searched is taken.
+        global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
+        keep: how many layouts are ranked.
+        written: settings, "group.name", that a user wrote: of what costs nothing these stay as they are.
+        free: whether what costs nothing is turned on; see `with_free`.
+        below: seconds; slower layouts are of no interest, nor is a frontier, if that is finite.
+    """
+
+    case: Case
+    global_batch_size: int | None = None
+    keep: int = 20
+    written: frozenset[str] = frozenset()
+    free: bool = True
+    below: float = math.inf
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step: the global batch that was asked for, or the settings' own on this world."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        case = self.case
+        return case.micro_batch_size * case.num_micro_batches * max(case.dp_size, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,82 +91,86 @@ class CandidateBatch:
     accumulation: int
 
 
-@dataclass(frozen=True)
 class Space:
     """The candidates of a request. Groups of settings that many of them share are made once: keys of many caches."""
 
-    request: SearchRequest
-    _made: dict[tuple[CandidateLayout, int | None], ParallelSettings] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    _batches: dict[CandidateBatch, BatchSettings] = field(default_factory=dict, compare=False, repr=False)
-
-    @cached_property
-    def tensor_sizes(self) -> list[int]:
-        """Sizes that split the model and stay inside one machine."""
-        request = self.request
-        inside = request.world_size if self.one_machine else request.machine.gpus_per_node
-        longest = inside if request.model.architecture.moe is None else max(1, self.cutoff)
-        sizes = (size for size in divisors(inside) if size <= longest and request.world_size % size == 0)
-        return [size for size in sizes if tensor_parallel_fits(request.model.architecture, size)]
-
-    @property
-    def one_machine(self) -> bool:
-        """Whether the whole world is inside one machine."""
-        return self.request.world_size <= self.request.machine.gpus_per_node
-
-    @property
-    def cutoff(self) -> int:
-        return self.request.settings.data.cutoff_len
+    def __init__(self, request: SearchRequest) -> None:
+        self.request, self.settings, self.world = request, request.case.settings, request.case.world_size
+        self.architecture, self.machine = request.case.model.architecture, request.case.machine
+        self.cutoff = self.settings.data.cutoff_len
+        self.one_machine = self.world <= self.machine.gpus_per_node
+        self.selective = selective(self.architecture, self.settings.experts)
+        self._parallels: dict[tuple[CandidateLayout, int | None], ParallelSettings] = {}
+        self._batches: dict[CandidateBatch, BatchSettings] = {}
 
     def layouts(self) -> Iterator[CandidateLayout]:
-        """Tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
-        world, architecture = self.request.world_size, self.request.model.architecture
-        for tp in self.tensor_sizes:
-            for pp in divisors(world // tp):
-                if pp > architecture.num_layers or not self.holds_deepstack(pp):
-                    break
-                for cp in divisors(world // (tp * pp)):
-                    if not self._has_context(tp, cp) or self.request.rows % (world // (tp * pp * cp)):
+        """Yield tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
+        for layout, problem in self.all_layouts():
+            too_wide = self.architecture.moe is not None and layout.tp > max(1, self.cutoff)
+            if not problem and not too_wide and self._has_context(layout):
+                yield layout
+
+    def all_layouts(self) -> Iterator[tuple[CandidateLayout, str]]:
+        """Yield all of the processes' layouts with tensor parallelism inside a machine, each with what is wrong with
+        it, "" for nothing; experts are whole, or cut as the rest of a layer is."""
+        for tp in divisors(self.world if self.one_machine else self.machine.gpus_per_node):
+            for pp in divisors(self.world // tp) if self.world % tp == 0 else ():
+                for cp in divisors(self.world // (tp * pp)):
+                    layout = CandidateLayout(tp, pp, cp)
+                    if (problem := self._problem(layout)) or self.architecture.moe is None:
+                        yield layout, problem
                         continue
-                    for ep, etp in self._experts(tp, pp):
-                        yield CandidateLayout(tp, pp, cp, ep, etp)
+                    for etp in sorted({1, tp}):
+                        for ep in divisors(self.world // pp):
+                            layout = CandidateLayout(tp, pp, cp, ep, etp)
+                            yield layout, self._problem_of_experts(layout)
+
+    def _problem(self, layout: CandidateLayout) -> str:
+        """Say what is wrong with a layout, but for its experts."""
+        if not tensor_parallel_fits(self.architecture, layout.tp):
+            return "tensor parallelism does not split the model evenly"
+        if layout.pp > self.architecture.num_layers:
+            return "more pipeline stages than layers"
+        if not self.holds_deepstack(layout.pp):
+            return "the first pipeline stage has fewer layers than deepstack mergers feed"
+        if self.request.rows % (self.world // (layout.tp * layout.pp * layout.cp)):
+            return "the global batch is not split evenly over the data-parallel processes"
+        return ""
+
+    def _problem_of_experts(self, layout: CandidateLayout) -> str:
+        moe = self.architecture.moe
+        assert moe is not None
+        if moe.moe_ffn_hidden_size % layout.etp:
+            return "expert tensor parallelism does not split the experts evenly"
+        if moe.num_experts % layout.ep:
+            return "expert parallelism does not shard the experts evenly"
+        if self.world % (layout.ep * layout.etp * layout.pp):
+            return "the processes do not hold whole copies of the experts"
+        return ""
 
     def holds_deepstack(self, pp: int, virtual: int | None = None) -> bool:
         """Return whether the first of even parts has the layers that a vision encoder's mergers feed."""
         sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
-        return holds_deepstack(ParallelSettings.model_validate(sizes), self.request.model.architecture)
+        return holds_deepstack(ParallelSettings.model_validate(sizes), self.architecture)
 
-    def _has_context(self, tp: int, cp: int) -> bool:
-        if cp == 1:
+    def _has_context(self, layout: CandidateLayout) -> bool:
+        """Return whether context parallelism leaves each process enough of a row, and there is a kernel for it."""
+        if layout.cp == 1:
             return True
-        whole_rows = self.request.settings.performance.attention_backend == "fused"
-        if whole_rows and self._cp_comm_type(CandidateLayout(tp, 1, cp)) != "a2a":
+        whole_rows = self.settings.performance.attention_backend == "fused"
+        if whole_rows and self._cp_comm_type(layout) != "a2a":
             return False
-        return self.cutoff >= cp * TOKENS_OF_A_CONTEXT_PART
-
-    def _experts(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Expert parallelism, with experts whole or cut as the rest of a layer is."""
-        moe = self.request.model.architecture.moe
-        if moe is None:
-            yield 1, 1
-            return
-        for etp in sorted({1, tp}):
-            if moe.moe_ffn_hidden_size % etp:
-                continue
-            for ep in divisors(moe.num_experts):
-                if self.request.world_size % (ep * etp * pp) == 0:
-                    yield ep, etp
+        return self.cutoff >= layout.cp * TOKENS_OF_A_CONTEXT_PART
 
     def batches(self, layout: CandidateLayout) -> list[CandidateBatch]:
         """Micro-batches that make up the global batch, the smallest first."""
-        rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.request.world_size
+        rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.world
         return [CandidateBatch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
 
     def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> list[int]:
         """Return numbers of virtual stages that there are micro-batches for: those that split the layers evenly, the
         embedding and the loss counted as layers or not; two and four where none does."""
-        num_layers = self.request.model.architecture.num_layers
+        num_layers = self.architecture.num_layers
         if layout.pp == 1 or batch.accumulation % layout.pp:
             return []
         most = min(MOST_VIRTUAL_STAGES, num_layers // layout.pp)
@@ -147,28 +187,33 @@ class Space:
         layout: CandidateLayout,
         batch: CandidateBatch,
         virtual: int | None,
-        how: RecomputeSettings = recompute.NONE,
-    ) -> Candidate:
-        return Candidate(self.request.case(self.settings(layout, batch, virtual, how)))
+        how: RecomputeSettings = NO_RECOMPUTE,
+    ) -> Estimate:
+        """Return the request's model in this layout."""
+        return self.estimate(self.settings_of(layout, batch, virtual, how))
 
-    def settings(
+    def estimate(self, settings: Settings) -> Estimate:
+        """Return the estimate of the request's case with these settings."""
+        return Estimate(replace(self.request.case, settings=settings))
+
+    def settings_of(
         self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None, how: RecomputeSettings
     ) -> Settings:
         """Return the request's settings in this layout."""
         if batch not in self._batches:
             rows = {"per_device_train_batch_size": batch.micro_batch, "gradient_accumulation_steps": batch.accumulation}
-            self._batches[batch] = self.request.settings.batch.model_copy(update=rows)
+            self._batches[batch] = self.settings.batch.model_copy(update=rows)
         parallel = self._parallel(layout, virtual)
         update = {"parallel": parallel, "batch": self._batches[batch], "recompute": how, "run": self._run}
-        return self.request.settings.model_copy(update=update)
+        return self.settings.model_copy(update=update)
 
     def _parallel(self, layout: CandidateLayout, virtual: int | None) -> ParallelSettings:
-        if found := self._made.get((layout, virtual)):
+        if found := self._parallels.get((layout, virtual)):
             return found
-        dense, overlaps = self.request.model.architecture.moe is None, {}
+        dense, overlaps = self.architecture.moe is None, {}
         # On a CPU nothing runs beside the computing: the settings' own stay.
-        if not self.request.machine.device.on_cpu:
-            has_replicas = self.request.world_size > layout.tp * layout.pp * layout.cp
+        if not self.machine.device.on_cpu:
+            has_replicas = self.world > layout.tp * layout.pp * layout.cp
             overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), has_replicas)
             overlaps["use_distributed_optimizer"] = True
         update = {
@@ -183,18 +228,18 @@ class Space:
             "expert_tensor_parallel_size": None if dense or layout.etp == layout.tp else layout.etp,
             "cp_comm_type": self._cp_comm_type(layout),
         }
-        self._made[layout, virtual] = made = self.request.settings.parallel.model_copy(update=update)
+        self._parallels[layout, virtual] = made = self.settings.parallel.model_copy(update=update)
         return made
 
     @cached_property
     def _run(self) -> object:
-        processes = self.request.world_size if self.one_machine else None
-        return self.request.settings.run.model_copy(update={"num_processes": processes})
+        processes = self.world if self.one_machine else None
+        return self.settings.run.model_copy(update={"num_processes": processes})
 
     def _cp_comm_type(self, layout: CandidateLayout) -> str:
         """Return the settings' own where it can be, or a ring."""
-        asked = self.request.settings.parallel.cp_comm_type
-        heads = self.request.model.architecture.num_attention_heads
+        asked = self.settings.parallel.cp_comm_type
+        heads = self.architecture.num_attention_heads
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
@@ -202,7 +247,7 @@ class Space:
         parallel = settings.parallel
         if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
             return  # what there is for whole rows is a2a
-        heads = self.request.model.architecture.num_attention_heads
+        heads = self.architecture.num_attention_heads
         for kind in ("p2p", "all_gather", "a2a"):
             share = parallel.tensor_model_parallel_size * parallel.context_parallel_size if kind == "a2a" else 1
             if kind != parallel.cp_comm_type and heads % share == 0:
@@ -212,14 +257,14 @@ class Space:
         """Yield the same layout with the other dispatcher of tokens to experts, where the user did not choose one."""
         experts, name = settings.experts, "moe_token_dispatcher_type"
         free = self.request.free and f"experts.{name}" not in self.request.written
-        if self.request.model.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
+        if self.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
             return
         kind = "alltoall" if experts.moe_token_dispatcher_type == "allgather" else "allgather"
         yield settings.model_copy(update={"experts": experts.model_copy(update={name: kind})})
 
     def reshaped(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with other numbers of layers in the first and the last stage."""
-        parallel, architecture = settings.parallel, self.request.model.architecture
+        parallel, architecture = settings.parallel, self.architecture
         if parallel.pipeline_model_parallel_size == 1:
             return
         for embedding, loss in ((False, True), (True, True)):
@@ -235,7 +280,7 @@ class Space:
     @property
     def policy(self) -> tuple[str, ...]:
         """What is valid and left out all the same."""
-        devices = self.request.machine.gpus_per_node
+        devices = self.machine.gpus_per_node
         return (
             f"tensor parallelism stays inside a machine of {devices}",
             "sequence parallelism is on with tensor parallelism: it saves memory and costs nothing",
@@ -252,10 +297,9 @@ class Space:
 def with_free(request: SearchRequest) -> Settings:
     """Return the request's settings with everything on that costs nothing, but for what the user wrote, and for what
     the rules have something against. On a CPU, where none of it makes a step faster, the settings as they are."""
-    settings = request.settings
-    if not request.free or request.machine.device.on_cpu:
+    settings, architecture = request.case.settings, request.case.model.architecture
+    if not request.free or request.case.machine.device.on_cpu:
         return settings
-    architecture = request.model.architecture
     before = set(check(settings, architecture))
     for path, value in FREE.items():
         if path in request.written or (architecture.moe is None and path.startswith("experts.")):
@@ -266,20 +310,47 @@ def with_free(request: SearchRequest) -> Settings:
     return settings
 
 
-# --- layouts that cannot be ------------------------------------------------------------------------------------------
+def selective(architecture: Architecture, experts: ExpertSettings) -> list[RecomputeSettings]:
+    """Return what can be recomputed of this model's layers short of all: what is cheap, attention, the feed-forward."""
+    moe = architecture.moe
+    cheap = ["layernorm", *(["mla_up_proj"] if architecture.mla is not None else [])]
+    cheapest = [*cheap, *(["moe_act"] if moe is not None and experts.moe_grouped_gemm else [])]
+    wide = [*(["mlp"] if moe is None or not all(moe.layers) else []), *(["moe"] if moe is not None else [])]
+    attention = ["core_attn"]
+    chosen = [cheapest, attention, cheapest + attention, wide, cheap + wide, cheap + wide + attention]
+    return [_selective(tuple(modules)) for modules in chosen]
 
-_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+@lru_cache(maxsize=64)
+def _selective(modules: tuple[str, ...]) -> RecomputeSettings:
+    return RecomputeSettings.model_validate({"recompute_granularity": "selective", "recompute_modules": list(modules)})
+
+
+@lru_cache(maxsize=1024)
+def block(num_layers: int) -> RecomputeSettings:
+    """Return the first layers of each stage."""
+    return RecomputeSettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Layouts that cannot be: what they have in common, why, as the rules say, how many of the machine's processes they
+    are, and the rules' finding about one of them, whose fix is the nearest valid value."""
+
+    what: str
+    why: str
+    count: int
+    example: Finding
 
 
 def refusals(space: Space) -> tuple[Refusal, ...]:
-    """Group the layouts that the rules refuse by the first reason, the largest group first: of all the processes'
-    layouts with tensor parallelism inside a machine."""
-    examples: dict[str, Mapping[str, int]] = {}
+    """Group the layouts that the rules refuse by the first reason, the largest group first."""
+    examples: dict[str, CandidateLayout] = {}
     counts: Counter[str] = Counter()
-    for what, layout in _impossible(space):
-        examples.setdefault(what, layout)
-        counts[what] += 1
+    for layout, what in space.all_layouts():
+        if what:
+            examples.setdefault(what, layout)
+            counts[what] += 1
     findings = {what: _finding(space, layout) for what, layout in examples.items()}
     return tuple(
         Refusal(what=what, why=findings[what].why, count=count, example=findings[what])
@@ -287,51 +358,22 @@ def refusals(space: Space) -> tuple[Refusal, ...]:
     )
 
 
-def _impossible(space: Space) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yield layouts that cannot be, as settings, each with what is wrong."""
-    request, architecture = space.request, space.request.model.architecture
-    world = request.world_size
-    inside = world if space.one_machine else request.machine.gpus_per_node
-    for tp in (size for size in divisors(inside) if world % size == 0):
-        for pp in divisors(world // tp):
-            for cp in divisors(world // (tp * pp)):
-                layout = {_TP: tp, _PP: pp, _CP: cp}
-                if not tensor_parallel_fits(architecture, tp):
-                    yield "tensor parallelism does not split the model evenly", layout
-                elif pp > architecture.num_layers:
-                    yield "more pipeline stages than layers", layout
-                elif not space.holds_deepstack(pp):
-                    yield "the first pipeline stage has fewer layers than deepstack mergers feed", layout
-                elif request.rows % (world // (tp * pp * cp)):
-                    yield "the global batch is not split evenly over the data-parallel processes", layout
-                elif architecture.moe is not None:
-                    yield from _impossible_experts(space, layout)
-
-
-def _impossible_experts(space: Space, layout: Mapping[str, int]) -> Iterator[tuple[str, Mapping[str, int]]]:
-    moe, world = space.request.model.architecture.moe, space.request.world_size
-    assert moe is not None
-    for etp in sorted({1, layout[_TP]}):
-        for ep in divisors(world // layout[_PP]):
-            experts = {**layout, _EP: ep, _ETP: etp}
-            if moe.moe_ffn_hidden_size % etp:
-                yield "expert tensor parallelism does not split the experts evenly", experts
-            elif moe.num_experts % ep:
-                yield "expert parallelism does not shard the experts evenly", experts
-            elif world % (ep * etp * layout[_PP]):
-                yield "the processes do not hold whole copies of the experts", experts
-
-
-def _finding(space: Space, layout: Mapping[str, int]) -> Finding:
+def _finding(space: Space, layout: CandidateLayout) -> Finding:
     """Return what the rules say about a layout, or, as no rule knows of a global batch, what is wrong with that."""
-    request = space.request
-    parallel = ParallelSettings.model_validate({**layout, "sequence_parallel": 1 < layout[_TP] <= space.cutoff})
-    settings = with_settings(request.settings, {"run.num_processes": None}).model_copy(update={"parallel": parallel})
-    origins = {f"parallel.{key}": "plan" for key in layout}
-    found = check(settings, request.model.architecture, request.world_size, origins=origins)
+    sizes = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+    }
+    if layout.ep * layout.etp > 1:
+        sizes |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp}
+    parallel = ParallelSettings.model_validate({**sizes, "sequence_parallel": 1 < layout.tp <= space.cutoff})
+    settings = with_settings(space.settings, {"run.num_processes": None}).model_copy(update={"parallel": parallel})
+    origins = {f"parallel.{key}": "plan" for key in sizes}
+    found = check(settings, space.architecture, space.world, origins=origins)
     if about := next((finding for finding in found if finding.where), None):
         return replace(about, where="")
-    dp = request.world_size // (layout[_TP] * layout[_PP] * layout[_CP])
-    valid = nearest(request.rows, (max(request.rows // dp, 1) * dp, (request.rows // dp + 1) * dp))
-    what = f"a global batch of {request.rows} rows on {dp} data-parallel processes"
+    rows, dp = space.request.rows, space.world // (layout.tp * layout.pp * layout.cp)
+    valid = nearest(rows, (max(rows // dp, 1) * dp, (rows // dp + 1) * dp))
+    what = f"a global batch of {rows} rows on {dp} data-parallel processes"
     return Finding(what, "", "every process takes as many rows of a step", f"ask for a global batch of {valid}")

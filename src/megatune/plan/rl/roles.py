@@ -1,0 +1,416 @@
+"""What each role holds of its devices in each phase of a step: active, or asleep while other roles use the device.
+
+The passes of a role with a model of the engine are cases of the planner. An engine that samples responses holds its
+share of the weights, a cache of keys and values, and what a prefill takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatune.architecture import Architecture
+from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.config.settings import ParallelSettings, Settings
+from megatune.plan.case import Case, PlannedModel
+from megatune.plan.changes.variation import with_settings
+from megatune.plan.flops import num_parameters
+from megatune.plan.machine import Machine
+from megatune.plan.memory.activations import layer_memory
+from megatune.plan.memory.estimate import (
+    COMMUNICATOR,
+    CONTEXT,
+    CPU_PROCESS,
+    StageMemory,
+    stage_memory,
+    workspace_bytes,
+)
+from megatune.plan.memory.parameters import state_bytes
+from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.operators.decoder import embedding, head, inputs
+from megatune.plan.operators.operator import chain
+from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
+from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, Lengths, RLQuestion
+
+SYNC, SAMPLE, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
+    "sync", "rollout", "reference", "old log-probs", "values", "train critic", "train",
+)  # fmt: skip
+# In which phases a role is active; it sleeps in the others.
+_ACTIVE = {ACTOR: (SYNC, OLD_PASS, TRAIN), REFERENCE: (REFERENCE_PASS,), CRITIC: (VALUES, TRAIN_CRITIC)}
+_STATE = ("weights", "gradients", "master_weights", "optimizer_state")
+# Whole tensors of a bucket of the weight update: gathered, and as they are handed over.
+_BUCKETS = 2
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+# vLLM's and SGLang's own defaults.
+_SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192
+_CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
+# Of the memory that is free once its weights are loaded, what the built-in engine's cache may have: of a device, and of
+# a machine without one (rl.rollout.model.room_of_cache).
+_GPU_SHARE, _CPU_SHARE = 0.5, 0.25
+# Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
+GRAPHS = 2**30
+
+
+# --- passes of a role with a model of the engine ----------------------------------------------------------------------
+
+
+def training_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Case:
+    """Return one update of a role.
+
+    Args:
+        longest: all samples are as long as any may be, which is what memory is planned for; else as the mean one.
+    """
+    batch = role.settings.batch
+    rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+    limit = role.packed_tokens_train or role.dynamic_tokens_train
+    return _case(question, role, rows, batch.per_device_train_batch_size, limit, longest=longest)
+
+
+def forward_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Case:
+    """Return the forward passes over the samples of a step, see `training_case`."""
+    rows = -(-question.settings.samples_per_step // _dp_size(role))
+    limit = role.packed_tokens_forward or role.dynamic_tokens_forward
+    return _case(question, role, rows, role.infer_batch_size, limit, longest=longest)
+
+
+def num_updates(question: RLQuestion, role: ModelRole) -> float:
+    """Return updates of a step."""
+    batch = role.settings.batch
+    rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * _dp_size(role)
+    return question.settings.samples_per_step * question.settings.algorithm.ppo_epochs / rows
+
+
+def _dp_size(role: ModelRole) -> int:
+    """Return how many processes of a role compute samples of their own."""
+    return max(1, len(role.devices) // _layout_of(role).model_parallel_size)
+
+
+def _layout_of(role: ModelRole) -> ParallelSettings:
+    """Return a role's layout; Transformers' models are whole on every device."""
+    parallel = role.settings.parallel
+    if role.strategy == "megatron":
+        return parallel
+    one = {name: 1 for name, _ in parallel if name in _SIZES}
+    return parallel.model_copy(update={**one, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False})
+
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def _case(
+    question: RLQuestion, role: ModelRole, samples: int, micro_batch: int, limit: int | None, *, longest: bool
+) -> Case:
+    """Return the micro-batches of a data-parallel process.
+
+    Args:
+        samples: of the process.
+        micro_batch: rows, where `limit` is None.
+        limit: tokens of a micro-batch.
+    """
+    lengths = question.lengths
+    if limit is not None:  # what is bounded by tokens is packed
+        rows, limit = 1, max(limit, lengths.longest)
+        count = max(1, math.ceil(samples * lengths.mean / limit))
+        length = float(limit) if longest else samples * lengths.mean / count
+    else:
+        rows = min(micro_batch, samples)
+        count = math.ceil(samples / rows)
+        length = lengths.longest if longest else lengths.mean_longest(rows)
+    changes = {
+        "run.stage": "sft",
+        "run.num_processes": None,
+        "data.packing": limit is not None,
+        "data.cutoff_len": math.ceil(length),
+        "batch.per_device_train_batch_size": rows,
+        "batch.gradient_accumulation_steps": count,
+    }
+    settings: Settings = with_settings(role.settings, changes).model_copy(update={"parallel": _layout_of(role)})
+    return Case(
+        model=question.models[role.name],
+        settings=settings,
+        world_size=len(role.devices),
+        machine=question.machine,
+        document_length=None if limit is None else lengths.longest if longest else lengths.mean,
+    )
+
+
+def forward_memory(case: Case) -> tuple[StageMemory, ...]:
+    """Return the memory of each pipeline stage of passes without gradients: nothing is kept for a backward pass."""
+    shapes = replace(frozen(shapes_of(case)), embedding_trained=False, output_trained=False)
+    chunks = stage_chunks(case.settings.parallel, case.model.architecture, case.settings.finetuning)
+    return tuple(_forward_stage(case, shapes, stage, contents) for stage, contents in enumerate(chunks))
+
+
+def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkContent, ...]) -> StageMemory:
+    state, work = state_bytes(case, stage), workspace_bytes(case, stage)
+    kinds = {(layer.delta, layer.sparse) for chunk in chunks for layer in chunk.layers}
+    passes = [layer_memory(of_layer(shapes, delta, False), sparse, ()) for delta, sparse in kinds]
+    if any(chunk.embedding for chunk in chunks):
+        passes.append(embedding(shapes).memory)
+    # A layer counts with all that it saves for a backward pass, of which some is freed on the way.
+    before = inputs(shapes).kept + shapes.hidden
+    bare = before + max(memory.kept + memory.forward for memory in passes)
+    logits = 0
+    if any(chunk.loss for chunk in chunks):
+        last = chain(operator.memory for operator in head(shapes))
+        logits = max(0, before + last.kept + last.forward - bare)
+    factor = case.machine.calibration.activations
+    return StageMemory(
+        stage=stage,
+        num_layers=state.num_layers,
+        weights=state.weights,
+        gradients=0,
+        master_weights=0,
+        optimizer_state=0,
+        activations=round(factor * bare),
+        logits_and_loss=round(factor * logits),
+        communication=_forward_communication(case, work.communication),
+        expert_imbalance=0,
+        framework=work.framework,
+    )
+
+
+def _forward_communication(case: Case, counted: int) -> int:
+    """Return buffers of exchanges: of the groups that a forward pass uses, in place of all those that training does."""
+    if case.machine.device.on_cpu:
+        return counted
+    parallel = case.settings.parallel
+    sizes = [
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    ]
+    if case.model.architecture.moe is not None:
+        sizes += [parallel.expert_model_parallel_size, parallel.expert_tensor_size]
+    return COMMUNICATOR * sum(size > 1 for size in sizes)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of one device of an engine.
+
+    Attributes:
+        weights: of the device's share.
+        cache: of keys and values; below 0 where weights leave no room.
+        workspace: activations of a prefill, and logits.
+        framework: what stays while the engine sleeps: the device's context, the libraries', and captured graphs.
+        sequences: that one engine samples at once, of those that it is given.
+        cached_tokens: that `cache` of an engine's devices holds together.
+    """
+
+    weights: int
+    cache: int
+    workspace: int
+    framework: int
+    sequences: int
+    cached_tokens: int
+
+    @property
+    def total(self) -> int:
+        """All of it, while it samples."""
+        return self.weights + max(0, self.cache) + self.workspace + self.framework
+
+
+def key_value_bytes(architecture: Architecture, itemsize: int) -> int:
+    """Return bytes of one token's keys and values in all layers; with latent attention, of its latent, which every
+    engine keeps: the built-in one caches what Transformers hands over."""
+    if architecture.mla is not None:
+        return architecture.num_layers * architecture.latent_size * itemsize
+    # The state of a gated delta net is as large whatever the number of tokens.
+    layers = sum(not architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))
+    return layers * 2 * architecture.key_value_size * itemsize
+
+
+def cache_shards(architecture: Architecture, devices: int) -> int:
+    """Return over how many devices keys and values are cut: no more than there are heads; a latent is on all."""
+    return 1 if architecture.mla is not None else min(devices, architecture.num_query_groups)
+
+
+def engine_of(question: RLQuestion, role: InferRole) -> EngineMemory:
+    """Return the memory of an engine of a role; a built-in judge samples as many at once as it is told to."""
+    settings = question.settings
+    is_judge = role.name != ROLLOUT and role.engine == "builtin"
+    return engine_memory(
+        role,
+        question.models[role.name],
+        question.machine,
+        question.lengths,
+        samples=round(settings.samples_per_step * (1 + question.steps_ahead)),
+        max_running=role.infer_batch_size if is_judge else settings.rollout.max_running_requests,
+    )
+
+
+def engine_memory(
+    role: InferRole, model: PlannedModel, machine: Machine, lengths: Lengths, *, samples: int, max_running: int
+) -> EngineMemory:
+    """Return what each device of the role's engines holds.
+
+    Args:
+        samples: of a step, over all engines.
+        max_running: requests in flight to one engine.
+    """
+    architecture, size, devices = model.architecture, ITEMSIZE[role.dtype], role.devices_per_engine
+    memory, on_cpu = machine.device.memory, machine.device.on_cpu
+    weights = num_parameters(architecture) * size // devices
+    given = min(-(-samples // role.num_engines), max_running)
+    process = CPU_PROCESS if on_cpu else CONTEXT + (COMMUNICATOR if devices > 1 else 0)
+    of_token = key_value_bytes(architecture, size) // cache_shards(architecture, devices)
+    if role.engine == "builtin":  # it makes room for as many of the longest as it may sample
+        room = _CPU_SHARE * memory * machine.gpus_per_node if on_cpu else _GPU_SHARE * (memory - weights - process)
+        sequences = max(1, min(given, int(room // (lengths.longest * of_token))))
+        return EngineMemory(
+            weights=weights,
+            cache=sequences * lengths.longest * of_token,
+            workspace=8 * sequences * architecture.vocab_size + _prefill_bytes(architecture, sequences, size),
+            framework=process,
+            sequences=sequences,
+            cached_tokens=sequences * lengths.longest,
+        )
+    config = role.config
+    asked = min(given, int(config.get("max_num_seqs") or config.get("max_running_requests") or _MAX_NUM_SEQS))
+    at_once = int(config.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS)
+    workspace = (8 * asked * architecture.vocab_size + _prefill_bytes(architecture, at_once, size)) // devices
+    if on_cpu:
+        cache = int(float(role.system_envs.get(_CPU_CACHE) or _CPU_CACHE_GIB) * 2**30)
+    elif role.engine == "vllm":  # all but graphs stays below the share
+        cache = int(float(config.get("gpu_memory_utilization") or _SHARE) * memory) - weights - workspace - process
+    else:  # weights and cache do
+        cache = int(float(config.get("mem_fraction_static") or _SHARE) * memory) - weights
+    tokens = max(0, cache) // max(of_token, 1)
+    has_graphs = not (on_cpu or config.get("enforce_eager") or config.get("disable_cuda_graph"))
+    return EngineMemory(
+        weights=weights,
+        cache=cache,
+        workspace=workspace,
+        framework=process + has_graphs * GRAPHS,
+        sequences=max(1, min(asked, int(tokens // lengths.mean))),
+        cached_tokens=tokens,
+    )
+
+
+def _prefill_bytes(architecture: Architecture, tokens: int, size: int) -> int:
+    """Return bytes of a layer's tensors at once: four hidden states, gate, up and their product."""
+    channels = architecture.ffn_hidden_size
+    if (moe := architecture.moe) is not None:
+        channels = moe.router_topk * moe.moe_ffn_hidden_size + moe.shared_expert_intermediate_size
+    return tokens * (4 * architecture.hidden_size + 3 * channels) * size
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one role on one of its devices.
+
+    Attributes:
+        parts: by phase, each part by its name.
+        offloaded: bytes that it has in main memory while it sleeps.
+    """
+
+    role: str
+    parts: Mapping[str, Mapping[str, int]]
+    offloaded: int = 0
+
+    def total(self, phase: str) -> int:
+        return sum(self.parts[phase].values())
+
+
+@dataclass(frozen=True, slots=True)
+class RoleShares:
+    """A role's devices.
+
+    Attributes:
+        of_place: by pipeline stage; all devices of a stage hold as much. Others than trainers have one.
+    """
+
+    role: str
+    devices: tuple[int, ...]
+    of_place: tuple[Held, ...]
+
+    def on(self, device: int) -> Held:
+        """Return what is on one of `devices`: stages are whole runs of ranks."""
+        return self.of_place[self.devices.index(device) * len(self.of_place) // len(self.devices)]
+
+
+def phases(question: RLQuestion) -> tuple[str, ...]:
+    """Return the phases that a step has, in their order."""
+    settings, found = question.settings, [SYNC, SAMPLE]
+    if settings.algorithm.enable_reference or settings.teachers:
+        found.append(REFERENCE_PASS)
+    if settings.algorithm.enable_old_logprobs_recompute:
+        found.append(OLD_PASS)
+    found += [VALUES, TRAIN_CRITIC] if settings.critic is not None else []
+    return (*found, TRAIN)
+
+
+def shares(question: RLQuestion) -> list[RoleShares]:
+    """Return what every role holds."""
+    roles = [_of_trainer(question, role) for role in question.model_roles]
+    return [*roles, *(_of_engine(question, role) for role in question.infer_roles if role.name in question.models)]
+
+
+def shared_devices(question: RLQuestion) -> frozenset[int]:
+    """Return devices that models, rollouts and judges take turns on."""
+    roles = (*question.model_roles, *question.infer_roles)
+    counts = Counter(device for role in roles for device in set(role.devices))
+    return frozenset(device for device, count in counts.items() if count > 1)
+
+
+def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
+    takes_turns, on_cpu = not shared_devices(question).isdisjoint(role.devices), question.machine.device.on_cpu
+    forward = forward_memory(forward_case(question, role, longest=True))
+    training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
+    bucket = _BUCKETS * question.settings.run.model_update_buffer_size_mb * 2**20
+    active = _ACTIVE.get(role.name, (REFERENCE_PASS,))
+    if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
+        active = (*active, REFERENCE_PASS)
+
+    def held(passing: StageMemory, trained: StageMemory) -> Held:
+        # Communicators and the device's context stay. Gradients are not kept, so that they need no room elsewhere.
+        stays = {"framework": trained.framework + trained.communication}
+        state = {name: size for name in _STATE if (size := getattr(trained, name))}
+        moved = {name: size for name, size in state.items() if name != "gradients"}
+        asleep = {**state, **stays} if not takes_turns else {**moved, **stays} if on_cpu else stays
+        # For a pass without gradients the weights alone come back.
+        light = {**asleep, "weights": trained.weights}
+        working = {"activations": passing.activations + passing.logits_and_loss, **light}
+        activations = trained.activations + trained.logits_and_loss + trained.expert_imbalance
+        full = {**state, "activations": activations, **stays}
+        if takes_turns and on_cpu:  # copies are made before what was copied is freed
+            full["copies"] = max(0, sum(moved.values()) - activations)
+        by_phase = {SYNC: {**light, "buckets": bucket}, REFERENCE_PASS: working, OLD_PASS: working, VALUES: working,
+                    TRAIN_CRITIC: full, TRAIN: full}  # fmt: skip
+        parts = {phase: by_phase[phase] if phase in active else asleep for phase in phases(question)}
+        return Held(role.name, parts, sum(moved.values()) if takes_turns else 0)
+
+    return RoleShares(role.name, role.devices, tuple(map(held, forward, training)))
+
+
+def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
+    """Return what an engine holds: it sleeps where its devices are shared, and that of the policy is updated."""
+    memory, on_cpu = engine_of(question, role), question.machine.device.on_cpu
+    sleeps = not shared_devices(question).isdisjoint(role.devices)
+    weights, framework = {"weights": memory.weights}, {"framework": memory.framework}
+    working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
+    bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
+    # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
+    keeps = role.name != ROLLOUT or question.settings.sleep_level == 1
+    stays = keeps and (on_cpu or role.engine == "builtin")
+    asleep = working if not sleeps else {**weights, **framework} if stays else framework
+    offloaded = memory.weights if sleeps and keeps and not stays else 0
+    # Where devices are shared the cache wakes once the weights are there, and the trainer has left.
+    updated = {**weights, **framework} if sleeps else working
+    by_phase = {SYNC: {**updated, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
+    parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
+    return RoleShares(role.name, role.devices, (Held(role.name, parts, offloaded),))
