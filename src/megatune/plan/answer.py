@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from megatune.config.rules import check
-from megatune.plan.changes.fixes import Fix, more_devices, savings
+from megatune.plan.changes.fixes import Fix, savings
 from megatune.plan.changes.table import LOSSY, smaller_runs
 from megatune.plan.changes.variation import Changes, with_settings
 from megatune.plan.estimate import Estimate, estimate
@@ -71,10 +71,23 @@ def answer(question: Question) -> Answer:
     own = estimate(question.case) if question.plans_own else None
     fixes = tuple(savings(own)) if own is not None and not own.fits else ()
     result = search(question.request)
-    enough = more_devices(result.too_large) if result.best is None else None
+    enough = _more_devices(question) if result.best is None else None
     found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
     less = tuple(_less(question)) if result.best is None else ()
     return replace(found, lossy=dict(_lossy(found)), less=less)
+
+
+def _more_devices(question: Question) -> Estimate | None:
+    """Search on two, four, eight and sixteen times as many devices for a layout that surely fits, or fits as planned;
+    None where sixteen times are too few."""
+    likely: Estimate | None = None
+    for factor in (2, 4, 8, 16) if not question.case.machine.device.on_cpu else ():
+        case = replace(question.case, world_size=factor * question.case.world_size)
+        found = search(replace(question.request, case=case, keep=1)).best
+        if found is not None and not found.is_tight:
+            return found
+        likely = likely or found
+    return likely
 
 
 def _best_with(question: Question, changes: Changes, below: float = math.inf) -> Estimate | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 from megatune.config.names import plain
 from megatune.plan.case import Case
 from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
-from megatune.plan.changes.variation import ACCUMULATION, Changes, named, varied, with_settings
+from megatune.plan.changes.variation import ACCUMULATION, Changes, named, varied
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import SearchRequest, search
@@ -146,42 +146,6 @@ def searched(before: Estimate) -> Fix | None:
         if value != getattr(getattr(case.settings, group), name)
     }
     return Fix(changes, before, found)
-
-
-def more_devices(too_large: Sequence[Estimate]) -> Estimate | None:
-    """Find the fastest of the nearest misses' layouts that surely fits on two, four, eight or sixteen times as many
-    devices, or that fits as planned.
-
-    These make up more stages, shard more experts, or train more rows at a time. None where sixteen times are too few.
-    """
-    likely: Estimate | None = None
-    cases = [near.case for near in too_large if not near.case.machine.device.on_cpu]
-    for factor in (2, 4, 8, 16):
-        asked = (estimate(more) for case in cases for more in _on_more(case, factor))
-        found = sorted((after for after in asked if after.fits), key=lambda after: after.time.total)
-        if sure := next((after for after in found if not after.is_tight), None):
-            return sure
-        likely = likely or next(iter(found), None)
-    return likely
-
-
-def _on_more(case: Case, factor: int) -> Iterator[Case]:
-    """Yield the layout on `factor` times as many devices, shared by its kinds of parallelism in every way."""
-    parallel = case.settings.parallel
-    settings = with_settings(case.settings, {"run.num_processes": None})
-    wider = replace(case, settings=settings, world_size=factor * case.world_size)
-    shares = [2**power for power in range(factor.bit_length())]
-    for stages, experts in product(shares, shares if case.model.architecture.moe is not None else (1,)):
-        rows = case.micro_batch_size * wider.dp_size // stages
-        if wider.dp_size % stages or case.global_batch_size % rows:
-            continue
-        changes = {
-            "parallel.pipeline_model_parallel_size": stages * parallel.pipeline_model_parallel_size,
-            "parallel.expert_model_parallel_size": experts * parallel.expert_model_parallel_size,
-            ACCUMULATION: case.global_batch_size // rows,
-        }
-        if (found := varied(wider, changes)) is not None:
-            yield found[1]
 
 
 def _distinct(found: Iterable[Fix]) -> list[Fix]:
