@@ -24,7 +24,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
     config = SimpleNamespace(
         moe_ffn_hidden_size=ffn, hidden_size=HIDDEN, expert_tensor_parallel_size=1, params_dtype=dtype,
         moe_grouped_gemm=grouped, bias_activation_fusion=False, recompute_granularity=None, recompute_modules=[],
-        quantized_form=None,
+        quantized_form=None, add_bias_linear=False, moe_swiglu_limit=None,
     )  # fmt: skip
     vars(config).update(more)
     module = GroupedExperts(NUM_EXPERTS, config)

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import pytest
 from computing import LENGTHS, differences, failures, parameter_names
-from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
 
 from megatune.verify.samples import random_samples
 
-ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS}
+ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 DENSE = ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
-SPARSE = ("deepseek_v2", "glm4_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "minimax_m2", "qwen3_5_moe_text")
+SPARSE = (
+    "deepseek_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "gpt_oss",
+)
 CASES = [
     *((family, layout) for family in (*DENSE, *SPARSE) for layout in ("1", "tp2 sp", "pp2", "packed")),
     *((family, layout) for family in SPARSE for layout in ("ep2 etp1 tp2 sp", "ep2 pp2")),
     # Without sequence parallelism, and with fewer keys than ranks.
     *(("olmo3", layout) for layout in ("tp2", "tp4 sp")),
+    # Sinks, and biases that are added once, where heads, experts and sequences are cut.
+    *(("gpt_oss", layout) for layout in ("tp4 sp", "ep2 etp2 tp2 sp", "cp2 p2p", "cp2 a2a", "cp2 ep2, packed")),
 ]
 
 # Every layer of these has one in some files, and a layer of gemma3_text.

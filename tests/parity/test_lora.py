@@ -101,6 +101,7 @@ CASES = [
     ),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
+    *(("gpt_oss", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "ep2, recompute selective")),
 ]
 
 

@@ -61,6 +61,7 @@ def check_arranged(architecture: Architecture, where: str) -> None:
     """
     weights = FAMILIES[architecture.model_type].weights
     is_fused = any(tensor.blocks for weight in weights for tensor in weight.hf)
+    is_fused |= architecture.moe is not None and architecture.moe.swiglu_limit is not None  # gates and ups alternate
     if architecture.delta is not None or architecture.attention_output_gate or is_fused:
         what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
         why = "it has rows of attention or of the feed-forward in another order than Hugging Face checkpoints"
