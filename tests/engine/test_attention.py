@@ -171,7 +171,7 @@ def test_gpu_kernel_is_called_as_torch_declares_it(spans):
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors[:3]]
 
 
-ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None)
+ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None, attention_sinks=False)
 
 
 def choice(backend: str, cp: str | None = None, packing: bool = False, bf16: bool = device.HAS_GPU) -> Settings:
@@ -195,6 +195,11 @@ def test_cudnn_is_refused_without_a_gpu():
         "    why: fused attention is cuDNN's, and there is no GPU\n"
         "    fix: write attention_backend: auto, which takes the fastest available kernel"
     )
+
+
+def test_cudnn_is_refused_with_sinks():
+    with pytest.raises(MegatuneError, match="attention sinks need a kernel's log-sum-exp"):
+        require(choice("fused"), SimpleNamespace(kv_channels=64, mla=None, attention_sinks=True))
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="what a GPU refuses")

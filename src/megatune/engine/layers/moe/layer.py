@@ -111,12 +111,35 @@ class GroupedExperts(torch.nn.Module):
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         """Compute silu(gate) · up · probability, or what else the experts' gates are: [R, 2 · f] to [R, f]."""
-        if self.config.moe_swiglu_limit is not None:
-            return (clamped_swiglu(gate_up, self.config.moe_swiglu_limit) * probs[:, None]).to(gate_up.dtype)
+        if (limit := self.config.moe_swiglu_limit) is not None:
+            weighted = _InputsKept.apply if self.config.bias_activation_fusion else _weighted_clamped_swiglu
+            return weighted(gate_up, probs, limit)
         if self.config.bias_activation_fusion:
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
         return (F.silu(gate) * up * probs[:, None]).to(gate_up.dtype)
+
+
+def _weighted_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
+    """See `GroupedExperts._activate`."""
+    return (clamped_swiglu(gate_up, limit) * probs[:, None]).to(gate_up.dtype)
+
+
+class _InputsKept(torch.autograd.Function):
+    """The same, of which the inputs alone are kept for the backward pass: it computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up, probs)
+        ctx.limit = limit
+        return _weighted_clamped_swiglu(gate_up, probs, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.enable_grad():
+            gate_up, probs = inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            output = _weighted_clamped_swiglu(gate_up, probs, ctx.limit)
+        return *torch.autograd.grad(output, inputs, grad), None
 
 
 def _weight(shape: tuple[int, int, int], config: Any) -> Weight:
