@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from bridging import tensors
 from layouts import EXPERT_LAYOUTS, MORE_EXPERT_LAYOUTS
+from mxfp4_kit import as_published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -31,23 +31,6 @@ LAYOUTS = {
     **{name: EXPERT_LAYOUTS[name] for name in ("1", "ep2", "pp2")},
     "ep2 etp2 tp2 sp": MORE_EXPERT_LAYOUTS["ep2 etp2 tp2 sp"],
 }
-
-
-def as_published(model: Path, folder: Path) -> Path:
-    """Copy a gpt_oss in bf16, its experts' matrices random ones in MXFP4."""
-    shutil.copytree(model, folder)
-    generator = torch.Generator().manual_seed(3)
-    found = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
-    for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = found.pop(name).shape
-        count = columns // 32
-        found[f"{name}_blocks"] = torch.randint(256, (experts, rows, count, 16), generator=generator).byte()
-        found[f"{name}_scales"] = torch.randint(119, 125, (experts, rows, count), generator=generator).byte()
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    return folder
 
 
 @pytest.fixture(scope="module")

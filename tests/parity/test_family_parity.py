@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from computing import LENGTHS, differences, failures, parameter_names
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+from mxfp4_kit import as_published
 
 from megatune.verify.samples import random_samples
 
@@ -58,3 +59,12 @@ def test_windows_agree(pool, model_dir, reference, table, tmp_path, family, layo
     found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
     assert not failures(found)
     table.add(f"{family}, windows", layout, found)
+
+
+def test_a_model_in_mxfp4_agrees(pool, model_dir, reference, table, tmp_path):
+    """Experts' matrices are dequantized by both sides, and cut here."""
+    model = as_published(model_dir("gpt_oss"), tmp_path / "model")
+    samples, layout = random_samples(301, LENGTHS), "ep2 etp2 tp2 sp"
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path / "numbers")
+    assert not failures(found)
+    table.add("gpt_oss, MXFP4", layout, found)

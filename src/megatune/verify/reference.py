@@ -60,7 +60,13 @@ def load_reference_model(
         kind, options["num_labels"] = AutoModelForSequenceClassification, 1
     elif FAMILIES[str(config["model_type"])].vision is not None:
         kind = AutoModelForImageTextToText
-    return kind.from_pretrained(model_dir, **options).eval()
+    model = kind.from_pretrained(model_dir, **options).eval()
+    if config.get("quantization_config"):
+        # What it dequantizes is in bf16, whatever is asked for, and would be named as in these files.
+        model._weight_conversions = None
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _load_rounded(
