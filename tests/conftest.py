@@ -83,6 +83,8 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # a state that is gone after a token has hardly a gradient, but its rounding
                 parameter.uniform_(-3, 0)
+            elif name.endswith("proj_bias"):  # of experts: some of what they make is clamped
+                parameter.normal_(std=3 if name.endswith("gate_up_proj_bias") else 0.3)
             elif parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in model.named_buffers():

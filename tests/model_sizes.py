@@ -132,6 +132,12 @@ FAMILY_SIZES |= {
         "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 40, "rope_parameters": _ROPE,
         "moe_layer_interval": 2,
     },
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6,
+        "rope_parameters": {
+            **{name: size for name, size in YARN_ROPE.items() if "mscale" not in name}, "truncate": False,
+        },
+    },
 }  # fmt: skip
 for _family in ("glm4_moe",):
     for _name in ("num_experts", "norm_topk_prob", "decoder_sparse_step"):

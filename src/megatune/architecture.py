@@ -51,6 +51,8 @@ class MixtureOfExperts:
         expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
         router_dtype: what the family computes the router's logits in; None for the dtype of the model.
         aux_loss_coeff: weight of the balancing loss that config.json names; 0 where it names none.
+        swiglu_limit: an expert's gates are at most this and its ups within plus and minus this, it computes (up + 1) ·
+            gate · sigmoid(1.702 · gate), and rows of gates and ups alternate (gpt-oss); None for SwiGLU.
     """
 
     layers: tuple[bool, ...]
@@ -68,6 +70,12 @@ class MixtureOfExperts:
     expert_bias: bool = False
     router_dtype: Literal["fp32"] | None = None
     aux_loss_coeff: float = field(default=0.0, compare=False)  # models that differ in it alone compute the same
+    swiglu_limit: float | None = None
+
+    @property
+    def gate_up_size(self) -> int:
+        """Rows of one projection to gates and ups of an expert."""
+        return 2 * self.moe_ffn_hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +247,10 @@ class Architecture:
         kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
+        add_bias_linear: biases on the output projection of attention, on the router and on both projections of experts;
+            no layer has a dense feed-forward.
+        attention_sinks: each head has one more score that all its queries share, learned and without a value
+            (arXiv:2309.17453, section 3.3).
         rotary_channels: of a head that rotary embedding turns, its first ones; None for all.
         rope_interleaved: rotary embedding turns neighbouring channels, not those half the dimension apart.
         no_rope_layers: layers, counted from 0, whose attention has no rotary embedding.
@@ -281,6 +293,8 @@ class Architecture:
     rotary_base: float
     rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None
     add_qkv_bias: bool = False
+    add_bias_linear: bool = False
+    attention_sinks: bool = False
     rotary_channels: int | None = None
     rope_interleaved: bool = False
     no_rope_layers: tuple[int, ...] = ()

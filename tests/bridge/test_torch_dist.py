@@ -24,7 +24,7 @@ from megatune.errors import MegatuneError
 from megatune.families import FAMILIES
 
 # Megatron-Core has other orders of the rows of gated delta nets and of gated attention.
-REFUSED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "phi3")
+REFUSED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "phi3", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", REFUSED)

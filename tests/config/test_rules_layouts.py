@@ -120,7 +120,7 @@ WRONG = [
         DELTA,
         ["save_format=torch_dist"],
         "save_format: torch_dist with a qwen3_next\n"
-        "    why: Megatron-Core has rows of gated delta nets in another order than Hugging Face checkpoints\n"
+        "    why: Megatron-Core has rows of its layers in another order than Hugging Face checkpoints\n"
         "    fix: write save_format: hf",
     ),
     (

@@ -250,3 +250,15 @@ def test_found_or_refused_whatever_people_write(turns: list[tuple[str, str]], en
             assert said.split("</think>")[-1].strip() in turn.completion[0]
             assert turn.completion[0].endswith("<|im_end|>\n")
             text += turn.completion[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_last_answer_may_end_with_another_token(count: int) -> None:
+    """As gpt-oss's, which returns at its end; before a question, or a prompt, it only ends."""
+    source = HEAD + (
+        "<|im_start|>{{ m.role + '\n' + m.content }}"
+        "{{ '<|endoftext|>' if loop.last and not add_generation_prompt and m.role == 'assistant' else '<|im_end|>' }}"
+    ) + PROMPT  # fmt: skip
+    asked = Message("user", "1 + 1?")
+    turns = render(source, Conversation((asked, Message("assistant", "2")) * count))
+    assert [turn.completion for turn in turns] == [*[("2<|im_end|>",)] * (count - 1), ("2<|endoftext|>",)]

@@ -13,6 +13,7 @@ def reference_attention(
     boundaries: tuple[int, ...] | None = None,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the definition, with explicit scores, for tests.
 
@@ -22,6 +23,7 @@ def reference_attention(
         value: [s, b, g, e].
         boundaries: of the documents; None for one a row.
         window: the tokens that a query sees, its own among them; None for all.
+        sinks: [n], one more score of each query of a head, whose value is zero.
 
     Returns:
         [s, b, n · e].
@@ -34,6 +36,11 @@ def reference_attention(
     visible = (document[:, None] == document) & torch.ones(s, s, dtype=torch.bool).tril()
     visible &= torch.ones(s, s, dtype=torch.bool).triu(1 - (window or s))
     scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.einsum("bnst,tbne->sbne", torch.cat((scores, of_sinks), -1).softmax(-1)[..., :-1], value).flatten(
+            2
+        )
     return torch.einsum("bnst,tbne->sbne", scores.softmax(-1), value).flatten(2)
 
 

@@ -30,11 +30,17 @@ SPANS = {
 }
 
 
-def attention(backend: str = "auto", scale: float | None = None, window: int | None = None) -> CoreAttention:
+def attention(
+    backend: str = "auto", scale: float | None = None, window: int | None = None, sinks: Tensor | None = None
+) -> CoreAttention:
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-    config = SimpleNamespace(context_parallel_size=1, attention_backend=AttnBackend[backend], windows=[window])
-    return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
+    config = SimpleNamespace(
+        context_parallel_size=1, attention_backend=AttnBackend[backend], windows=[window], softmax_type="vanilla"
+    )
+    module = CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
+    module.softmax_offset = None if sinks is None else torch.nn.Parameter(sinks)
+    return module
 
 
 def attend(module: CoreAttention, *tensors: Tensor, boundaries: tuple[int, ...] | None = None) -> Tensor:
@@ -55,10 +61,11 @@ def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     channels=st.sampled_from([(8, 8), (12, 8), (6, 10)]),
     scale=st.sampled_from([None, 0.7]),
     window=st.sampled_from([None, 1, 3, 20]),
+    has_sinks=st.booleans(),
     backend=st.sampled_from(["auto", "flash", "unfused", "local"]),
 )
-def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, scale, window, backend):
-    """Causal, grouped, inside documents, within a window, with values narrower and wider than keys."""
+def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, scale, window, has_sinks, backend):
+    """Causal, grouped, inside documents, within a window, with sinks, with values narrower and wider than keys."""
     boundaries = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
     s, (d, e) = boundaries[-1], channels
     inputs = [
@@ -66,9 +73,12 @@ def test_attention_is_its_definition(lengths, rows, groups, repeats, channels, s
         random(s, rows, groups, d, seed=2),
         random(s, rows, groups, e, seed=3),
     ]
-    ours = attend(attention(backend, scale, window), *inputs, boundaries=boundaries)
-    expected = reference_attention(*inputs, boundaries, scale, window)
+    module = attention(backend, scale, window, random(groups * repeats, seed=5) if has_sinks else None)
+    sinks = module.softmax_offset
+    ours = attend(module, *inputs, boundaries=boundaries)
+    expected = reference_attention(*inputs, boundaries, scale, window, sinks)
     torch.testing.assert_close(ours, expected)
+    inputs += [sinks] if has_sinks else []
     weights = random(*ours.shape, seed=4).detach()
     torch.testing.assert_close(
         torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(expected, inputs, weights)
@@ -161,7 +171,7 @@ def test_gpu_kernel_is_called_as_torch_declares_it(spans):
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors[:3]]
 
 
-ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None)
+ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None, attention_sinks=False)
 
 
 def choice(backend: str, cp: str | None = None, packing: bool = False, bf16: bool = device.HAS_GPU) -> Settings:
@@ -185,6 +195,11 @@ def test_cudnn_is_refused_without_a_gpu():
         "    why: fused attention is cuDNN's, and there is no GPU\n"
         "    fix: write attention_backend: auto, which takes the fastest available kernel"
     )
+
+
+def test_cudnn_is_refused_with_sinks():
+    with pytest.raises(MegatuneError, match="attention sinks need a kernel's log-sum-exp"):
+        require(choice("fused"), SimpleNamespace(kv_channels=64, mla=None, attention_sinks=True))
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="what a GPU refuses")

@@ -34,7 +34,9 @@ def attention(
 ) -> CoreAttention:
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-    config = SimpleNamespace(context_parallel_size=cp_size, attention_backend=AttnBackend[backend], windows=[None])
+    config = SimpleNamespace(
+        context_parallel_size=cp_size, attention_backend=AttnBackend[backend], windows=[None], softmax_type="vanilla"
+    )
     return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, cp_comm_type=cp_comm_type)
 
 
@@ -161,3 +163,33 @@ def recomputed(variant: str) -> bool:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recomputed_attention_is_bit_equal(pool: RankPool, variant):
     assert all(pool.run(2, recomputed, variant))
+
+
+def sinks_across_ranks(variant: str, size: int) -> list[float]:
+    """On every rank: errors of the output, of gradients of query, key and value, and of the sinks' over all ranks."""
+    groups.build(ParallelSettings(context_parallel_size=size, cp_comm_type=variant), seed=1, timeout=30)
+    boundaries, rows = bounds(DOCUMENTS["packed"], 2 * size), 2
+    mine, whole = (
+        local_tokens(boundaries, groups.place().cp_rank, size),
+        inputs("grouped", boundaries, rows, torch.float32),
+    )
+    module, sinks = attention(variant, size), torch.linspace(-2, 3, SHAPES["grouped"][0])
+    module.softmax_offset = torch.nn.Parameter(sinks)
+    definition = sinks.double().requires_grad_()
+    expected = results(
+        lambda *tensors: reference_attention(*tensors, boundaries, sinks=definition), *(each.double() for each in whole)
+    )
+    found = results(
+        lambda *tensors: module(*tensors, packed_seq_params=SimpleNamespace(boundaries=boundaries)),
+        *(each[mine] for each in whole),
+    )
+    total = module.softmax_offset.grad.clone()
+    torch.distributed.all_reduce(total)
+    return errors([*found, total], [*(each[mine] for each in expected), definition.grad])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sinks_across_ranks_are_their_definition(pool: RankPool, variant, size):
+    for rank, found in enumerate(pool.run(size, sinks_across_ranks, variant, size)):
+        assert max(found) < ROUNDING, rank

@@ -24,7 +24,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
     config = SimpleNamespace(
         moe_ffn_hidden_size=ffn, hidden_size=HIDDEN, expert_tensor_parallel_size=1, params_dtype=dtype,
         moe_grouped_gemm=grouped, bias_activation_fusion=False, recompute_granularity=None, recompute_modules=[],
-        quantized_form=None,
+        quantized_form=None, add_bias_linear=False, moe_swiglu_limit=None,
     )  # fmt: skip
     vars(config).update(more)
     module = GroupedExperts(NUM_EXPERTS, config)
@@ -196,3 +196,45 @@ def test_a_sum_of_few_choices_among_many_takes_the_memory_of_its_rows():
         back = permutation.unpermute(output)
     assert largest.numel <= (n + 1) * channels  # and not n · k · channels
     assert torch.equal(back, output[permutation.rows[:, 0]])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("counts", COUNTS[:-1], ids=str)
+def test_clamped_experts_with_biases_equal_transformers(pool, counts, fused):
+    assert pool.run(1, clamped_experts, counts, fused) == [[]]
+
+
+def clamped_experts(counts: tuple[int, ...], fused: bool) -> list[str]:
+    """What differs from GptOssExperts: the output, or a gradient."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    from megatune.config.settings import ParallelSettings
+    from megatune.engine import groups
+
+    groups.build(ParallelSettings(), seed=0, timeout=30)
+    ours = experts(grouped=True, bias_activation_fusion=fused, add_bias_linear=True, moe_swiglu_limit=7.0)
+    theirs = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=HIDDEN, intermediate_size=FFN))
+    generator = torch.Generator().manual_seed(3)
+    pairs = {
+        "weight1": (ours.weight1, theirs.gate_up_proj), "bias1": (ours.linear_fc1["bias"], theirs.gate_up_proj_bias),
+        "weight2": (ours.weight2, theirs.down_proj), "bias2": (ours.linear_fc2["bias"], theirs.down_proj_bias),
+    }  # fmt: skip
+    with torch.no_grad():
+        for name, (mine, other) in pairs.items():
+            mine.copy_(torch.randn(mine.shape, generator=generator) * (3 if name.endswith("1") else 1))
+            other.copy_(mine if mine.dim() == 2 else mine.transpose(1, 2))
+    rows, probs = torch.randn(sum(counts), HIDDEN), torch.rand(sum(counts))
+    inputs = [[each.clone().requires_grad_() for each in (rows, probs)] for _ in range(2)]
+    numbers = torch.arange(NUM_EXPERTS).repeat_interleave(torch.tensor(counts))
+    found, _ = ours(inputs[0][0], torch.tensor(counts), inputs[0][1])
+    expected = theirs(inputs[1][0], numbers[:, None], inputs[1][1][:, None])
+    weights = torch.randn(found.shape)
+    found.backward(weights)
+    expected.backward(weights)
+    compared = {"output": (found, expected), "rows": (inputs[0][0].grad, inputs[1][0].grad)}
+    compared |= {"probabilities": (inputs[0][1].grad, inputs[1][1].grad)}
+    for name, (mine, other) in pairs.items():
+        grad = torch.zeros_like(other) if other.grad is None else other.grad
+        compared[name] = mine.grad, grad if grad.dim() == 2 else grad.transpose(1, 2)
+    return [name for name, (a, b) in compared.items() if not torch.allclose(a, b, rtol=1e-5, atol=1e-4)]

@@ -156,12 +156,13 @@ def test_segments_cover_every_element_exactly_once(case):
         for layer in layers_of(weight, architecture):
             shapes = hf_shapes(weight, architecture, layer)
             covered: Counter[tuple[str, int, int]] = Counter()
-            for part in all_slices(expert_cut if weight.per_expert else dense_cut):
+            cut = expert_cut if weight.per_expert else dense_cut
+            for part in all_slices(cut):
                 size = add_covered(covered, weight, architecture, part, shapes, layer)
                 # Padding of the vocabulary is in no segment; everything else is full.
                 room = element_count(engine_shape(weight, architecture, part))
                 assert size <= room if weight.layout is TensorLayout.VOCABULARY else size == room
-            copies = dense_cut.tp_size if weight.layout is TensorLayout.REPLICATED else 1
+            copies = cut.tp_size if weight.layout is TensorLayout.REPLICATED else 1
             dim = 1 if weight.layout is TensorLayout.COLUMNS else 0
             assert covered == {(name, dim, i): copies for name, shape in shapes.items() for i in range(shape[dim])}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from layouts import Layout
@@ -48,7 +49,10 @@ def failures(found: list[Difference]) -> list[str]:
 
 
 def parameter_names(model: Path) -> list[str]:
-    """Every tensor of the checkpoint that is trained: all but the bias by which experts are chosen."""
+    """Every tensor of the checkpoint that is trained: all but the bias by which experts are chosen. Of experts that are
+    in one tensor each has a name."""
     biases = ("e_score_correction_bias", ".mlp.expert_bias")
-    names = SafetensorsFolder(model).names()
-    return [name for name in names if not name.endswith(biases)]
+    folder = SafetensorsFolder(model)
+    names = [name for name in folder.names() if not name.endswith(biases)]
+    fused = {name: folder.file_shape(name)[0] for name in names if re.search(r"\.experts\.\D", name)}
+    return [f"{name} {expert}" for name in names for expert in range(fused.get(name, 1))]

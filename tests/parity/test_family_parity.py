@@ -5,18 +5,30 @@ from __future__ import annotations
 
 import pytest
 from computing import LENGTHS, differences, failures, parameter_names
-from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+from mxfp4_kit import as_published
 
 from megatune.verify.samples import random_samples
 
-ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS}
+ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 DENSE = ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
-SPARSE = ("deepseek_v2", "glm4_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "minimax_m2", "qwen3_5_moe_text")
+SPARSE = (
+    "deepseek_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "gpt_oss",
+)
 CASES = [
     *((family, layout) for family in (*DENSE, *SPARSE) for layout in ("1", "tp2 sp", "pp2", "packed")),
     *((family, layout) for family in SPARSE for layout in ("ep2 etp1 tp2 sp", "ep2 pp2")),
     # Without sequence parallelism, and with fewer keys than ranks.
     *(("olmo3", layout) for layout in ("tp2", "tp4 sp")),
+    # Sinks, and biases that are added once, where heads, experts and sequences are cut.
+    *(("gpt_oss", layout) for layout in ("tp4 sp", "ep2 etp2 tp2 sp", "cp2 p2p", "cp2 a2a", "cp2 ep2, packed")),
 ]
 
 # Every layer of these has one in some files, and a layer of gemma3_text.
@@ -47,3 +59,12 @@ def test_windows_agree(pool, model_dir, reference, table, tmp_path, family, layo
     found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
     assert not failures(found)
     table.add(f"{family}, windows", layout, found)
+
+
+def test_a_model_in_mxfp4_agrees(pool, model_dir, reference, table, tmp_path):
+    """Experts' matrices are dequantized by both sides, and cut here."""
+    model = as_published(model_dir("gpt_oss"), tmp_path / "model")
+    samples, layout = random_samples(301, LENGTHS), "ep2 etp2 tp2 sp"
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path / "numbers")
+    assert not failures(found)
+    table.add("gpt_oss, MXFP4", layout, found)

@@ -89,10 +89,11 @@ def _plain_steps(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = load_reference_model(model_dir, torch.float32)
     before = _checkpoint_copy(model)
-    # Neither norms nor biases decay.
+    # Neither norms nor biases decay; those of experts are in one tensor.
+    decays = {name: p.dim() > 1 and not name.endswith("_bias") for name, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": settings["weight_decay"]},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in model.named_parameters() if decays[name] is is_decayed], "weight_decay": decay}
+        for is_decayed, decay in ((True, settings["weight_decay"]), (False, 0.0))
     ]
     if settings["optimizer"] == "adam":
         betas = (settings["adam_beta1"], settings["adam_beta2"])
@@ -222,6 +223,15 @@ def test_one_step_of_experts_with_the_usual_epsilon(pool, plain_steps, model_dir
 def test_steps_of_other_families_of_experts(pool, plain_steps, model_dir, tmp_path, family, optimizer, num_steps):
     layout = EXPERT_LAYOUTS["ep2 pp2"]
     assert_same_steps(pool, plain_steps, model_dir, layout, family, False, optimizer, num_steps, tmp_path)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
+@pytest.mark.parametrize("layout", ["ep2 pp2", "ep2 etp2 tp2 sp"])
+def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
+    """The gradient is clipped: its norm has each bias, and each head's sink, once."""
+    chosen = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
+    assert_same_steps(pool, plain_steps, model_dir, chosen, "gpt_oss", False, optimizer, 1, tmp_path)
 
 
 @pytest.mark.covering

@@ -45,6 +45,8 @@ PUBLISHED = {
     "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Mixtral-8x7B": 46_702_792_704,
     "DeepSeek-V3": 671_026_419_200,  # without the layers that predict further tokens
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "Qwen2-VL-7B": 8_291_375_616,
     "Qwen2.5-VL-7B": 8_292_166_656,
     "Qwen3-VL-8B": 8_767_123_696,

@@ -255,3 +255,19 @@ def test_a_judge_that_is_too_short_is_told_what_fits(dense: Path) -> None:
     advised = longest - INSTRUCTION_TOKENS - 8
     assert (f"response_length of {advised} together" in finding.fix) == (advised > 0)
     assert "a smaller max_new_tokens of reward_model" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gpt_oss", "gpt_oss has attention sinks"),
+        ("gemma3_text", "gemma3_text has a window of 16 tokens, and rows of 20"),
+    ],
+)
+def test_attention_that_the_engine_does_not_compute_is_refused(family: str, why: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / "model", num_layers=2, hidden_size=32)
+    role = InferRole(device_mapping=[0], model_name_or_path=str(folder), dtype="fp32", name="actor")
+    with pytest.raises(MegatuneError) as raised:
+        BuiltinEngine.load(role, max_running=1, context=20)
+    (finding,) = raised.value.findings
+    assert (finding.why, finding.fix) == (why, "take a model without, or `strategy_name: vllm` for actor")

@@ -87,7 +87,7 @@ def export_weights(
                 (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
                 together = matrices[0].new_empty(shape) if together is None else together
                 matrix = torch.cat(matrices)
-                together[part.ep_rank] = matrix.T if loaded.form.transposed else matrix
+                together[part.ep_rank] = matrix.T if loaded.form.transposed and matrix.dim() > 1 else matrix
         if fused is not None and together is not None:
             yield fused, together
 

@@ -176,7 +176,7 @@ class FileSet:
                 parts = send_expert(piece, holders, self.place, file.slice_rank, self.architecture)
                 if parts is not None:
                     matrix = torch.cat(list(parts.values()))
-                    yield matrix.T if self.form.transposed else matrix
+                    yield matrix.T if self.form.transposed and matrix.dim() > 1 else matrix
                 continue
             values = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
             if piece.local.weight.layout is TensorLayout.REPLICATED or holders.slices.size() == 1:

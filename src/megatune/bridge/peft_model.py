@@ -222,8 +222,10 @@ def _places_of_experts(
         b: [out, n · r · E], of which each matrix has its own rows, and is zero in the others.
         names: by layer and matrix, with {expert}.
     """
-    layer, kinds = _layer_of(path), _STACKS[module.parameter_name]
-    found = {matrix for _, matrix in names}
+    layer, found = _layer_of(path), {matrix for _, matrix in names}
+    # An adapter may be that of the parameter.
+    parameter = module.parameter_name
+    kinds = ((parameter,),) if parameter in found else _STACKS[parameter]
     present = [next((name for name in of_kind if name in found), None) for of_kind in kinds]
     count, experts, rows = len(present) - present.count(None), module.num_experts, len(b) // len(kinds)
     for matrix in filter(None, present):

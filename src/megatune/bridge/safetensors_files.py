@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatune.bridge import mxfp4
 from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
@@ -103,7 +104,7 @@ class SafetensorsFolder(ModelFolder):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
     Only what is asked for is read. NAME is "model" for a Hugging Face checkpoint. A tensor may be there in parts, which
-    several ranks wrote (`part_name`).
+    several ranks wrote (`part_name`), or in MXFP4, and is then read in bf16.
 
     Attributes:
         places: where a tensor is in the files, by its name; those that it does not list are there under their names.
@@ -129,6 +130,18 @@ class SafetensorsFolder(ModelFolder):
             if not is_inside or sum(part.box.numel for part in parts) != all_of_it.numel:
                 raise self._parts_missing(whole)
         self.places: Mapping[str, FileTensor] = {}
+        self._packed = mxfp4.packed(self._file_of)
+        for name in self._packed:
+            self._shapes[name] = self._packed_shape(name)
+
+    def _packed_shape(self, name: str) -> tuple[int, ...]:
+        blocks, scales = (self._header(name + part)[1] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+        *outer, rows, count = scales.shape
+        if len(outer) != 1 or blocks.shape != (*outer, rows, count, mxfp4.BLOCK // 2):
+            what = f"{name} has blocks {list(blocks.shape)} and scales {list(scales.shape)}"
+            why = "MXFP4 has one scale for each block of 32 values, of experts' matrices"
+            raise MegatuneError(Finding(what, str(self.folder), why, "copy the checkpoint again"), ExitCode.INPUT)
+        return *outer, count * mxfp4.BLOCK, rows
 
     def _parts_missing(self, name: str) -> MegatuneError:
         finding = Finding(f"parts of {name} are missing", str(self.folder), fix="copy the checkpoint again")
@@ -153,18 +166,21 @@ class SafetensorsFolder(ModelFolder):
 
     def names(self) -> set[str]:
         parts = {part.entry for each in self._parts.values() for part in each}
-        return {*self._file_of.keys() - parts, *self._parts}
+        parts |= {name + part for name in self._packed for part in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        return {*self._file_of.keys() - parts, *self._parts, *self._packed}
 
     def files(self) -> list[Path]:
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:
+        if name in self._packed:
+            return TensorEntry(name, self.file_shape(name), torch.bfloat16)
         entry = self._parts[name][0].entry if name in self._parts else name
         return TensorEntry(name, self.file_shape(name), _DTYPES[self._header(entry)[1].dtype])
 
     def has(self, name: str) -> bool:
         place = self._place(name)
-        return place.name in self._file_of or place.name in self._parts
+        return place.name in self._file_of or place.name in self._shapes
 
     def _opened(self, file: str) -> tuple[RangedFile, dict[str, HeaderEntry]]:
         if file not in self._open:
@@ -179,7 +195,8 @@ class SafetensorsFolder(ModelFolder):
         file, header = self._opened(name)
         if (found := header.get(entry)) is None:
             raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index says is there")
-        if found.dtype not in _DTYPES:
+        is_packed = found.dtype == "U8" and entry.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) in self._packed
+        if found.dtype not in _DTYPES and not is_packed:
             what, fix = f"{entry} is {found.dtype}", "give the model in bfloat16, float16 or float32"
             why = "tensors are read in 16 or 32 bits"
             raise MegatuneError(Finding(what, str(self.folder / name), why, fix), ExitCode.INPUT)
@@ -192,7 +209,7 @@ class SafetensorsFolder(ModelFolder):
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._place(name)
         shape = self.file_shape(place.name)
-        return shape if place.expert is None else (place.rows, shape[1 if place.transposed else 2])
+        return shape if place.expert is None else (place.rows, *(shape[1:2] if place.transposed else shape[2:]))
 
     def read(self, segment: Segment) -> Tensor:
         """Read the rows or columns that the segment names, in the file's dtype, on the CPU."""
@@ -209,8 +226,8 @@ class SafetensorsFolder(ModelFolder):
             return self._joined(place.name, box)
         if place.expert is None:
             return self._read_matrix(place.name, whole_box(self.file_shape(place.name)), box)
-        # A matrix in a stack of those of all experts.
-        rows, columns = self.file_shape(place.name)[1:]
+        # A matrix, or a bias, in a stack of those of all experts.
+        rows, columns = (*self.file_shape(place.name)[1:], 1)[:2]
         inside = box._replace(first=box.first + place.first_row, last=box.last + place.first_row)
         matrix = Box(0, rows, 0, columns)
         if place.transposed:
@@ -233,8 +250,10 @@ class SafetensorsFolder(ModelFolder):
 
     def _read_matrix(self, entry: str, whole: Box, box: Box, index: int = 0) -> Tensor:
         """Read a box of a matrix of an entry, which may be the index-th in a stack of the same size."""
+        if entry in self._packed:
+            return self._unpacked(entry, box, index)
         file, place = self._header(entry)
-        dtype = _DTYPES[place.dtype]
+        dtype = _DTYPES.get(place.dtype, torch.uint8)
         height, width = box.shape
         row_bytes = (whole.right - whole.left) * dtype.itemsize
         if place.stop - place.start < (index + 1) * whole.numel * dtype.itemsize:
@@ -259,6 +278,20 @@ class SafetensorsFolder(ModelFolder):
             columns = slice(box.left - whole.left, box.right - whole.left)
             found[row : row + step] = rows.view(-1, whole.right - whole.left)[:, columns]
         return found
+
+    def _unpacked(self, name: str, box: Box, index: int) -> Tensor:
+        """Read a box of the index-th matrix of a tensor in MXFP4, bf16, in whole blocks: its rows lie in columns."""
+        _, columns, rows = self._shapes[name]
+        first, last = box.first // mxfp4.BLOCK, -(-box.last // mxfp4.BLOCK)
+
+        def part(end: str, width: int) -> Tensor:
+            whole = Box(0, rows, 0, columns // mxfp4.BLOCK * width)
+            return self._read_matrix(name + end, whole, Box(box.left, box.right, first * width, last * width), index)
+
+        blocks = part(mxfp4.BLOCKS, mxfp4.BLOCK // 2).unflatten(1, (last - first, -1))
+        values = mxfp4.dequantize(blocks, part(mxfp4.SCALES, 1))
+        skipped = first * mxfp4.BLOCK
+        return values[:, box.first - skipped : box.last - skipped].T
 
     def _place(self, name: str) -> FileTensor:
         return self.places.get(name) or FileTensor(name)

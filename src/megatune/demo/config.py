@@ -78,6 +78,8 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
     if family.has_latent_attention:
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         parameters |= stretch
+    if family.model_type == "gpt_oss":
+        parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "truncate": False, **stretch}
     if family.model_type in ("gemma3_text", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
@@ -103,7 +105,7 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
             own = {"num_experts": num_experts}
         case "ernie4_5_moe":
             return {"moe_num_experts": num_experts, "moe_k": topk, "moe_intermediate_size": ffn}
-        case "mixtral" | "minimax_m2":
+        case "mixtral" | "minimax_m2" | "gpt_oss":
             return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
         case _:
             # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.

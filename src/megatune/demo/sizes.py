@@ -70,7 +70,7 @@ class ModelSizes(Group):
             found |= {"vision_num_layers": 4, "vision_hidden_size": 40, "vision_num_heads": 2}
         if family.has_experts:
             of_one = hidden if family.vision is None else hidden * 3 // 4
-            if family.model_type in ("mixtral", "minimax_m2"):  # they have no other feed-forward
+            if family.model_type in ("mixtral", "minimax_m2", "gpt_oss"):  # they have no other feed-forward
                 of_one = ffn
             found |= {"num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": of_one}
         return self.model_copy(update={name: _first(getattr(self, name), value) for name, value in found.items()})

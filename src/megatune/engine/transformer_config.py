@@ -45,7 +45,10 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses
         config.activation_func = functools.partial(F.gelu, approximate="tanh")
+    # Given to the constructor, it would refuse expert tensor parallelism.
+    config.add_bias_linear = architecture.add_bias_linear
     if architecture.moe is not None:
+        config.moe_swiglu_limit = architecture.moe.swiglu_limit
         # Given to the constructor, an expert bias would ask for sigmoids.
         config.moe_router_score_function = architecture.moe.score_function
         config.moe_router_group_best = architecture.moe.group_best
@@ -75,6 +78,7 @@ def _model(architecture: Architecture) -> dict[str, Any]:
         "rotary_interleaved": architecture.rope_interleaved,
         "no_rope_freq": _without_rotary(architecture),
         "add_bias_linear": False,
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "hidden_dropout": 0.0,

@@ -108,6 +108,18 @@ QKV_BIAS = layer_weight(
     exists=lambda architecture: architecture.add_qkv_bias,
     layers=Layers.ATTENTION,
 )
+OUTPUT_BIAS = layer_weight(
+    "self_attention.linear_proj.bias",
+    TensorLayout.REPLICATED,
+    ("self_attn.o_proj.bias", "hidden_size"),
+    layers=Layers.ATTENTION,
+)
+SINKS = layer_weight(
+    "self_attention.core_attention.softmax_offset",
+    TensorLayout.ROWS,
+    ("self_attn.sinks", "num_attention_heads"),
+    layers=Layers.ATTENTION,
+)
 QK_NORMS = tuple(
     layer_weight(
         f"self_attention.{which}_layernorm.weight",

@@ -63,6 +63,7 @@ class Family:
         windows: reads the window of each layer; () from it where none has one.
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
+        dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`).
         forms: how checkpoints name and arrange tensors; the first where several fit.
         renamed: parts of tensors' names that Transformers' modules have by another name.
     """
@@ -89,6 +90,7 @@ class Family:
     windows: Callable[[Config], tuple[int | None, ...]] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
+    dequantized: tuple[str, ...] = ()
     forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -206,8 +208,8 @@ class Family:
         )
 
     def _computation_problems(self, config: Config) -> Iterator[tuple[str, str]]:
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
+        method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
+        if config.get("quantization_config") and method not in self.dequantized:
             yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
         kinds = {FULL_ATTENTION} | ({LINEAR_ATTENTION} if self.delta_nets else set())
         kinds |= {SLIDING_ATTENTION} if self.windows else set()

@@ -36,7 +36,8 @@ class CheckpointForm:
 
     Attributes:
         prefixes: how a name begins in the map, and how it begins in files instead.
-        fused: engine names of experts' weights, and the one tensor [experts, rows, columns] that has all of a layer's.
+        fused: engine names of experts' weights, and the one tensor [experts, rows, columns] that has all of a layer's,
+            of biases [experts, rows].
         transposed: those are [experts, columns, rows].
     """
 
@@ -62,7 +63,7 @@ class CheckpointForm:
         if fused is None:
             return {self.file_name(name): shape for name, shape in hf_shapes(weight, architecture, layer).items()}
         shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-        matrix = sum(shape[0] for shape in shapes), shapes[0][1]
+        matrix = sum(shape[0] for shape in shapes), *shapes[0][1:]
         return {fused: (len(experts_of(weight, architecture)), *(matrix[::-1] if self.transposed else matrix))}
 
     def locate(self, weight: Weight, architecture: Architecture, layer: int) -> dict[str, FileTensor]:
@@ -72,10 +73,10 @@ class CheckpointForm:
             return {name: FileTensor(self.file_name(name)) for name in hf_shapes(weight, architecture, layer)}
         places, first = {}, 0
         for tensor in weight.hf:
-            rows = hf_shape(tensor, architecture)[0]
+            rows, *columns = hf_shape(tensor, architecture)
             for expert in experts_of(weight, architecture):
                 name = tensor.name.format(layer=layer, expert=expert)
-                places[name] = FileTensor(fused, expert, first, rows, self.transposed)
+                places[name] = FileTensor(fused, expert, first, rows, self.transposed and bool(columns))
             first += rows
         return places
 

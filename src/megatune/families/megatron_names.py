@@ -53,15 +53,21 @@ class Part(NamedTuple):
     rows: int
 
 
+def is_arranged(architecture: Architecture) -> bool:
+    """Return whether Megatron-Core arranges a model's tensors as the engine does."""
+    weights = FAMILIES[architecture.model_type].weights
+    is_fused = any(tensor.blocks for weight in weights for tensor in weight.hf)
+    alternates = architecture.moe is not None and architecture.moe.swiglu_limit is not None
+    return not (is_fused or alternates or architecture.attention_output_gate or architecture.delta is not None)
+
+
 def check_arranged(architecture: Architecture, where: str) -> None:
     """Refuse a model whose tensors Megatron-Core arranges in another way than the engine.
 
     Raises:
         MegatuneError: INPUT.
     """
-    weights = FAMILIES[architecture.model_type].weights
-    is_fused = any(tensor.blocks for weight in weights for tensor in weight.hf)
-    if architecture.delta is not None or architecture.attention_output_gate or is_fused:
+    if not is_arranged(architecture):
         what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
         why = "it has rows of attention or of the feed-forward in another order than Hugging Face checkpoints"
         raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)

@@ -9,13 +9,11 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.adapters import LORA_A, adapters, alpha_of, module_path
+from megatune.families.adapters import LORA_A, adapters, alpha_of, expert_parameter, module_path, takes_adapter
 from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Weight, layers_of
 
-# Transformers has the matrices of all experts in parameters of these names.
-EXPERT_PARAMETERS = {2: "gate_up_proj", 1: "down_proj"}  # by how many matrices of an expert are in one
 _EXPERTS = "mlp.experts"
 _GATE_UP = r"(mlp\.experts\.gate_up_proj)"
 
@@ -26,8 +24,11 @@ def stacked_matrices() -> dict[str, tuple[tuple[str, ...], ...]]:
     found: dict[str, tuple[dict[str, None], ...]] = {}
     for family in FAMILIES.values():
         for weight in family.weights:
-            if weight.per_expert:
-                names = found.setdefault(EXPERT_PARAMETERS[len(weight.hf)], tuple({} for _ in weight.hf))
+            if weight.per_expert and takes_adapter(weight):
+                parameter = expert_parameter(weight)
+                if parameter == "gate_up_proj" and len(weight.hf) == 1:
+                    continue  # files have it as Transformers
+                names = found.setdefault(parameter, tuple({} for _ in weight.hf))
                 for kind, tensor in zip(names, weight.hf, strict=True):
                     kind[_leaf(module_path(tensor))] = None
     return {parameter: tuple(map(tuple, names)) for parameter, names in found.items()}
@@ -45,7 +46,7 @@ def adapter_config(
     modules, parameters = _targets(architecture, selection)
     alpha = alpha_of(selection)
     ranks, alphas = {}, {}
-    if f"{_EXPERTS}.{EXPERT_PARAMETERS[2]}" in parameters:
+    if any(weight.per_expert and len(weight.hf) == 2 for weight in _trained(architecture, selection)):
         # Gate and up together have twice the rank, and the factor that each of them has. peft adds a pattern of its own
         # with twice the alpha, which is wrong with use_rslora: the first one that holds counts, and it sorts them.
         ranks[_GATE_UP] = 2 * selection.lora_rank
@@ -98,7 +99,7 @@ def stacked_path(weight: Weight, architecture: Architecture, selection: Selectio
     path = _in_modules(weight.hf[0].name.partition(".{expert}")[0].format(layer=layer), architecture)
     # peft wraps one parameter after the other: that of gate and up is inside, if both have adapters.
     both = sum(each.per_expert for each in _trained(architecture, selection)) == 2
-    return f"{path}.base_layer" if both and len(weight.hf) == 2 else path
+    return f"{path}.base_layer" if both and expert_parameter(weight) == "gate_up_proj" else path
 
 
 def _trained(architecture: Architecture, selection: Selection) -> list[Weight]:
@@ -120,14 +121,15 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     }
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     everywhere = _modules(weights, architecture)
-    of_experts = {_leaf(module_path(tensor)) for weight in weights if weight.per_expert for tensor in weight.hf}
+    matrices = [weight for weight in weights if weight.per_expert and takes_adapter(weight)]
+    of_experts = {_leaf(module_path(tensor)) for weight in matrices for tensor in weight.hf}
     linear = [path for path, per_expert in paths.items() if not per_expert]
     as_parameters = [path for path in linear if _leaf(path) in of_experts]
     ends = _suffixes(as_parameters, everywhere)
     assert ends is not None, "families with experts name no other feed-forward alike"
     parameters = [f"{end}.weight" for end in ends]
-    trained = {len(weight.hf) for weight in _trained(architecture, selection) if weight.per_expert}
-    parameters += [f"{_EXPERTS}.{EXPERT_PARAMETERS[count]}" for count in sorted(trained, reverse=True)]
+    trained = {expert_parameter(weight) for weight in _trained(architecture, selection) if weight.per_expert}
+    parameters += [f"{_EXPERTS}.{parameter}" for parameter in trained]
     linear = [path for path in linear if path not in as_parameters]
     names: list[str] | str | None = _suffixes(linear, everywhere)
     if names is None:

@@ -12,7 +12,15 @@ from typing import NamedTuple
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, module_path
+from megatune.families.adapters import (
+    ADAPTER_CONFIG,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    expert_parameter,
+    module_path,
+    takes_adapter,
+)
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_config import WEIGHTS_FILE, PeftConfig, read_peft_config
 from megatune.families.weight_index import read_header
@@ -222,8 +230,7 @@ class _Reading:
                 self.adapter.tensors[f"{module}.{LORA_B}"] = AdapterTensor(name_b, (rows, own), *place, first_row)
                 modules.append(module)
             first_row += rows
-        parameter = "gate_up_proj" if len(weight.hf) == 2 else "down_proj"
-        self._scale(modules, f"{path.removesuffix('.base_layer')}.{parameter}", rank)
+        self._scale(modules, f"{path.removesuffix('.base_layer')}.{expert_parameter(weight)}", rank)
 
     @property
     def _num_experts(self) -> int:
@@ -232,7 +239,7 @@ class _Reading:
     def _expert_weight(self, layer: int, columns: int, rows: int) -> Weight | None:
         """Return the experts' weight of a layer whose stacked matrices have these sizes."""
         for weight in FAMILIES[self.architecture.model_type].weight_map(self.architecture):
-            if not weight.per_expert or layer not in layers_of(weight, self.architecture):
+            if not weight.per_expert or not takes_adapter(weight) or layer not in layers_of(weight, self.architecture):
                 continue
             shapes = [hf_shape(tensor, self.architecture) for tensor in weight.hf]
             if (sum(shape[0] for shape in shapes), shapes[0][1]) == (rows, columns):

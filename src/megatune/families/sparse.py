@@ -15,19 +15,19 @@ def routed_experts(module: str, gate: str, up: str, down: str, router: str = "")
     is its `gate` unless it has another name."""
     expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
     return (
-        _sparse(
+        sparse_weight(
             "router.weight",
             TensorLayout.REPLICATED,
             (f"{router or f'{module}.gate'}.weight", "moe.num_experts", "hidden_size"),
             linear=False,
         ),
-        _sparse(
+        sparse_weight(
             "experts.weight1",
             TensorLayout.GATE_UP,
             (f"{expert}.{gate}.weight", ffn, "hidden_size"),
             (f"{expert}.{up}.weight", ffn, "hidden_size"),
         ),
-        _sparse("experts.weight2", TensorLayout.COLUMNS, (f"{expert}.{down}.weight", "hidden_size", ffn)),
+        sparse_weight("experts.weight2", TensorLayout.COLUMNS, (f"{expert}.{down}.weight", "hidden_size", ffn)),
     )
 
 
@@ -35,24 +35,25 @@ def shared_experts(module: str) -> tuple[Weight, ...]:
     """Declare the experts that every token goes to, as one feed-forward of this name."""
     hf, size = f"mlp.{module}", "moe.shared_expert_intermediate_size"
     return (
-        _sparse(
+        sparse_weight(
             "shared_experts.linear_fc1.weight",
             TensorLayout.GATE_UP,
             (f"{hf}.gate_proj.weight", size, "hidden_size"),
             (f"{hf}.up_proj.weight", size, "hidden_size"),
         ),
-        _sparse(
+        sparse_weight(
             "shared_experts.linear_fc2.weight", TensorLayout.COLUMNS, (f"{hf}.down_proj.weight", "hidden_size", size)
         ),
     )
 
 
-def _sparse(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
+def sparse_weight(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
+    """Declare a weight of the sparse feed-forwards, by its name in the engine's; see `layer_weight`."""
     return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, **declared)
 
 
 EXPERTS = routed_experts("mlp", "gate_proj", "up_proj", "down_proj")
-SHARED_EXPERT_GATE = _sparse(
+SHARED_EXPERT_GATE = sparse_weight(
     "shared_experts.gate_weight",
     TensorLayout.REPLICATED,
     ("mlp.shared_expert_gate.weight", 1, "hidden_size"),
@@ -62,7 +63,7 @@ SHARED_EXPERT_GATE = _sparse(
 
 def expert_bias(name: str, *shape: str | int) -> Weight:
     """Declare the bias that experts are chosen with."""
-    return _sparse("router.expert_bias", TensorLayout.REPLICATED, (name, *shape), role=Role.BUFFER)
+    return sparse_weight("router.expert_bias", TensorLayout.REPLICATED, (name, *shape), role=Role.BUFFER)
 
 
 EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias", "moe.num_experts")

@@ -138,7 +138,7 @@ def reference_places(model: Any) -> Iterator[Place]:
     for number, layer in enumerate(decoder.layers):
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
         yield f"layer {number} attention", mixer, _hidden_states
-        yield from _feed_forward(number, layer.mlp, "gate")
+        yield from _feed_forward(number, layer.mlp, "router" if hasattr(layer.mlp, "router") else "gate")
     yield FINAL_NORM, decoder.norm, _hidden_states
 
 
@@ -181,7 +181,7 @@ def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
             return f"layer {layer} attention"
         if layer not in sparse_layers:
             return f"layer {layer} MLP"
-        return f"layer {layer} {'router' if part == 'gate' else 'experts'}"
+        return f"layer {layer} {'router' if part in ('gate', 'router') else 'experts'}"
     inside = name.removeprefix("model.").removeprefix("language_model.")
     for prefix, place in (("visual", VISION), ("embed_tokens", EMBEDDING), ("norm", FINAL_NORM)):
         if inside.startswith(prefix):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
-from megatune.families import FAMILIES, as_trained, read_architecture, read_config
+from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.adapters import LORA_A, LORA_B, module_path
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
@@ -51,14 +51,22 @@ def load_reference_model(
 
     logging.disable_progress_bar()
     config = read_config(model_dir)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "experts_implementation": "eager"}
+    # Transformers has no other attention with sinks that runs on a CPU.
+    attention = "eager" if load_architecture(model_dir).attention_sinks else "sdpa"
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
     options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     kind = AutoModelForCausalLM
     if as_reward_model or num_labels(config):
         kind, options["num_labels"] = AutoModelForSequenceClassification, 1
     elif FAMILIES[str(config["model_type"])].vision is not None:
         kind = AutoModelForImageTextToText
-    return kind.from_pretrained(model_dir, **options).eval()
+    model = kind.from_pretrained(model_dir, **options).eval()
+    if config.get("quantization_config"):
+        # What it dequantizes is in bf16, whatever is asked for, and would be named as in these files.
+        model._weight_conversions = None
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _load_rounded(

@@ -249,6 +249,12 @@ class _Rendering:
         ended = self.text(up_to)
         if whole.startswith(ended):
             return len(ended)
+        # The last answer may end with a token of its own, where no prompt follows it.
+        prompts = [self.text(chat, add_generation_prompt=True) for chat in (up_to[:-1], up_to)]
+        opening = prompts[0].removeprefix(self.text(up_to[:-1]))
+        followed = prompts[1].removesuffix(opening)
+        if followed != prompts[1] and whole.startswith(followed):
+            return len(followed)
         if not ended.startswith(whole[:start]):
             return None
         thought, said = split_thought(ended[start:])

@@ -84,6 +84,13 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Compute (up + 1) · gate · sigmoid(1.702 · gate) of gates up to a limit and ups within plus and minus it, as
+    Transformers' GptOssExperts. From [..., 2 · f], gates and ups in turn, to [..., f]."""
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:  # type: ignore[override]

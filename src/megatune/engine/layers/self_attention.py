@@ -52,8 +52,8 @@ class GroupedQueryAttention(SelfAttention):
         context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
         if gate:
             context = context * gate[0].flatten(2)
-        output, _ = self.linear_proj(context)
-        return output, None
+        output, bias = self.linear_proj(context)
+        return output if bias is None else output + bias, None
 
     def _is_unturned(self) -> bool:
         """Return whether the layer has no rotary embedding."""

@@ -31,7 +31,9 @@ _ORDER = (
     "self_attention.out_proj.weight",
     "self_attention.linear_q_proj.weight",
     "self_attention.linear_q_down_proj.weight",
+    "self_attention.core_attention.softmax_offset",
     "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
     "self_attention.q_layernorm.weight",
@@ -42,8 +44,11 @@ _ORDER = (
     "self_attention.linear_kv_up_proj.weight",
     "pre_mlp_layernorm.weight",
     "mlp.router.weight",
+    "mlp.router.bias",
     "mlp.experts.weight1",
     "mlp.experts.weight2",
+    "mlp.experts.linear_fc1.bias",
+    "mlp.experts.linear_fc2.bias",
     "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared_experts.linear_fc2.weight",
@@ -65,7 +70,7 @@ class HeldParameter:
     Attributes:
         numel: elements of this rank.
         is_expert: its optimizer is sharded over the ranks that hold the same experts, not the same dense weights.
-        is_vector: it has one dimension, and so no weight decay.
+        is_vector: it is a vector, or one of each expert, and so has no weight decay.
         is_adapter: it is an adapter's, and so fp32 in a model of whatever dtype.
         trained: it has a gradient and optimizer state.
         is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.
@@ -185,7 +190,8 @@ def held_parameters(
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
         shape = engine_shape(weight, architecture, expert if weight.per_expert else whole)
         has_gradient, is_adapter = is_trained(weight, layer, architecture, trainable), weight.role is Role.ADAPTER
-        return HeldParameter(prod(shape), weight.per_expert, len(shape) == 1, is_adapter, has_gradient)
+        is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
+        return HeldParameter(prod(shape), weight.per_expert, is_vector, is_adapter, has_gradient)
 
     def layer(delta: bool, sparse: bool, index: int) -> Iterator[HeldParameter]:
         ours = [weight for weight in weights if is_in_layer(weight, delta, sparse)]

@@ -25,8 +25,8 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     """Load the model of a role's folder onto this machine's device, and its tokenizer if it has one.
 
     Raises:
-        MegatuneError: INPUT, what is missing or can't be read; a model that takes pictures, or whose context is too
-            short.
+        MegatuneError: INPUT, what is missing or can't be read; a model that takes pictures, whose context is too
+            short, or whose attention the engine does not compute.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -47,6 +47,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
         attn_implementation=ATTENTION,
         experts_implementation="eager",
     )
+    _check_attention(model, context, folder, role)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     return model.to(device), tokenizer
@@ -84,6 +85,19 @@ def room_of_cache(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available // 4
+
+
+def _check_attention(model: PreTrainedModel, context: int, folder: Path, role: InferRole) -> None:
+    """Refuse attention that the engine's own has no part of."""
+    window = getattr(model.config, "sliding_window", None)
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if has_sinks or (window is not None and window < context):
+        what = "attention sinks" if has_sinks else f"a window of {window} tokens, and rows of {context}"
+        finding = Finding(
+            "the built-in engine cannot sample from it", str(folder), f"{model.config.model_type} has {what}",
+            f"take a model without, or `strategy_name: vllm` for {role.name}",
+        )  # fmt: skip
+        raise MegatuneError(finding, ExitCode.INPUT)
 
 
 def _check_context(config: Any, context: int, folder: Path, role: InferRole) -> None:

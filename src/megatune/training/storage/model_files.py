@@ -32,8 +32,10 @@ def reward_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json that says the dtype of the weights, as torch names it, wherever it says one."""
+    """Return a config.json that says the dtype of the weights, as torch names it, wherever it says one, and no more how
+    those that were read are quantized."""
     said: dict[str, Any] = json.loads(json.dumps(config))
+    said.pop("quantization_config", None)
     # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
     said.setdefault("dtype" if "torch_dtype" not in said else "torch_dtype", None)
     for part in (said, said.get("text_config") or {}, said.get("vision_config") or {}):

@@ -34,13 +34,15 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
     if not device.HAS_GPU:
         return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
     capability, channels = device.compute_capability(), max(_channels(architecture))
-    kernels = attention_kernels(capability, backend, dtype, channels, in_runs=attends_in_runs(settings))
+    kernels = attention_kernels(capability, backend, dtype, channels, in_runs=_in_runs(settings, architecture))
     match kernels[0]:
         case "plain":
             obstacle = f"the flash kernel does not support {dtype} with {channels} channels on {device.name()}"
             return f"plain matrix products: {obstacle}"
         case "varlen":
-            return f"flash with variable lengths, for {'packed rows' if settings.packing else 'context parallelism'}"
+            what = "packed rows" if settings.packing else "context parallelism"
+            what = what if attends_in_runs(settings) else "attention sinks"
+            return f"flash with variable lengths, for {what}"
     names = {"cudnn": "cuDNN", "flash": "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
     major, minor = capability
@@ -57,9 +59,16 @@ def require(settings: Settings, architecture: Architecture) -> None:
     if backend not in ("flash", "fused"):
         return
     why = _obstacle(backend, getattr(torch, settings.precision.params_dtype), *_channels(architecture))
+    if backend == "fused" and architecture.attention_sinks:
+        why = "attention sinks need a kernel's log-sum-exp, which torch does not return of cuDNN's"
     if why:
         fix = f"write {_KEY}: auto, which takes the fastest available kernel"
         raise MegatuneError(Finding(f"{_KEY} {backend} is not available here", why=why, fix=fix), ExitCode.SETTINGS)
+
+
+def _in_runs(settings: Settings, architecture: Architecture) -> bool:
+    """Return whether a kernel that returns its log-sum-exp attends, see `kernels`."""
+    return architecture.attention_sinks or attends_in_runs(settings)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

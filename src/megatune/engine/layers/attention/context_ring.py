@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
-from megatune.engine.layers.attention.kernels import Kernel, pick
+from megatune.engine.layers.attention.kernels import Kernel, add_sinks, pick, sinks_gradient
 from megatune.engine.layers.attention.spans import RingStep, ring
 
 Boundaries: TypeAlias = tuple[int, ...]
@@ -29,21 +29,37 @@ _KEYS, _GRADIENTS = 1, 2
 
 
 def attend_ring(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, backend: AttnBackend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Boundaries,
+    scale: float,
+    backend: AttnBackend,
+    group: Group,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to what comes around the ring; shapes as in `core`."""
     steps = ring(boundaries, group.size())
-    arguments = (steps, scale, pick(query, value, backend), group)
+    sinks = None if sinks is None else sinks.repeat(query.shape[1])
+    arguments = (sinks, steps, scale, pick(query, value, backend), group)
     output = _RingAttention.apply(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), *arguments)
     return output.unflatten(1, query.shape[1:3])
 
 
 class _RingAttention(torch.autograd.Function):
-    """query [t, n, d], key [t, g, d], value [t, g, e] to [t, n, e]."""
+    """query [t, n, d], key [t, g, d], value [t, g, e] and sinks [n] to [t, n, e]."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, steps: Steps, scale: float, kernel: Kernel, group: Group
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        steps: Steps,
+        scale: float,
+        kernel: Kernel,
+        group: Group,
     ) -> Tensor:
         channels = key.shape[-1], value.shape[-1]
         output, lse = query.new_empty(0), query.new_empty(0)
@@ -55,14 +71,15 @@ class _RingAttention(torch.autograd.Function):
             else:
                 merged = _merge(output[of_query], lse[:, of_query], found, of_found)
                 output[of_query], lse[:, of_query] = merged
+        output, lse = add_sinks(output, lse, sinks)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
         ctx.arguments = steps, scale, kernel, group
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, output, lse, sinks = ctx.saved_tensors
         steps, scale, kernel, group = ctx.arguments
         channels = key.shape[-1], value.shape[-1]
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
@@ -78,7 +95,8 @@ class _RingAttention(torch.autograd.Function):
             of_others = _Passing(gradients, group, _GRADIENTS)
         assert of_others is not None  # a ring has at least one rank
         grad_key, grad_value = of_others.wait().to(key.dtype).split(channels, -1)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
+        grad_sinks = sinks_gradient(grad_output, output, lse, sinks)
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None, None
 
 
 def _around(here: Tensor, steps: Steps, group: Group) -> Iterator[tuple[Tensor, RingStep]]:

@@ -5,7 +5,8 @@ Legend: s tokens of a whole row, cp context-parallel ranks, b rows, n query head
 channels of queries and keys, e channels of values.
 
 Every way takes query [s, b, n, d], key [s, b, g, d] and value [s, b, g, e] to [s, b, n, e], with s / cp of the tokens
-on each rank where there is a group of context-parallel ranks; `boundaries` are those of the documents in the whole row.
+on each rank where there is a group of context-parallel ranks; `boundaries` are those of the documents in the whole row,
+and `sinks` [n] the scores of heads' sinks, see `kernels.add_sinks`.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def attend_rows(
     scale: float,
     backend: AttnBackend,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally inside each document, by the fastest kernel that the backend allows."""
     spans = documents(boundaries, window)
-    if spans.is_one_square and backend.name not in PLAIN_BACKENDS:
+    if spans.is_one_square and backend.name not in PLAIN_BACKENDS and sinks is None:
         return _one_document(query, key, value, scale, backend)
-    output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend)
+    output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend, sinks)
     return output.unflatten(1, query.shape[1:3])
 
 
@@ -78,13 +80,14 @@ def attend_all_gather(
     backend: AttnBackend,
     group: Group,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Gather all keys and values first; the backward pass adds their gradients up and scatters them."""
     order, spans = prefixes(boundaries, group.rank(), group.size(), window)
     both = torch.cat((key.flatten(1, 2), value.flatten(1, 2)), -1)
     whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
     keys, values = whole.split((key.shape[-1], value.shape[-1]), -1)
-    output = attend(query.flatten(1, 2), keys, values, spans, scale, backend)
+    output = attend(query.flatten(1, 2), keys, values, spans, scale, backend, sinks)
     return output.unflatten(1, query.shape[1:3])
 
 
@@ -97,6 +100,7 @@ def attend_all_to_all(
     backend: AttnBackend,
     group: Group,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
     exchanges; n is a multiple of cp."""
@@ -112,7 +116,8 @@ def attend_all_to_all(
     rows = all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
     parts = rows.split([share[0, 0, 0].numel() for share in shares], -1)
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
-    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window)
+    sinks = None if sinks is None else sinks.chunk(cp_size)[group.rank()]
+    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window, sinks)
     back = output.index_select(0, from_row).unflatten(0, (cp_size, -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
@@ -135,6 +140,9 @@ class CoreAttention(torch.nn.Module):
     Args:
         softmax_scale: multiplies the scores; None is 1 / √d.
         cp_comm_type: how context-parallel ranks attend to each other's tokens.
+
+    Attributes:
+        softmax_offset: the scores of this rank's heads' sinks, [n]; None without sinks.
     """
 
     def __init__(
@@ -155,6 +163,11 @@ class CoreAttention(torch.nn.Module):
         if self.window is not None and cp_comm_type == "p2p":
             cp_comm_type = "all_gather"
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.softmax_offset = torch.nn.Parameter(sinks)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Sequences) -> Tensor:
         """Attend, from the tokens of `engine.sequences.local_batch` to [s / cp, b, n · e] in the dtype of `query`.
@@ -163,8 +176,9 @@ class CoreAttention(torch.nn.Module):
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
         boundaries = packed_seq_params.boundaries
-        window = {} if self.window is None else {"window": self.window}
+        options: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        options |= {} if self.softmax_offset is None else {"sinks": self.softmax_offset}
         if self.cp_comm_type is None:
-            return attend_rows(query, key, value, boundaries, scale, self.backend, **window).flatten(2)
+            return attend_rows(query, key, value, boundaries, scale, self.backend, **options).flatten(2)
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()
-        return across(query, key, value, boundaries, scale, self.backend, group, **window).flatten(2)
+        return across(query, key, value, boundaries, scale, self.backend, group, **options).flatten(2)

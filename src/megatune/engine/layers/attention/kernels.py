@@ -195,24 +195,63 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
     return _PLAIN if kernel == "plain" else _FLASH
 
 
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Let queries see their head's sink, too, which has a score and no value: [t, n, e] and [n, t] with the scores of
+    sinks [n] to the same. A kernel's backward pass with these two finds the gradients of query, key and value."""
+    if sinks is None:
+        return output, lse
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (output * (lse - whole).exp().T[..., None]).to(output.dtype), whole
+
+
+def sinks_gradient(grad_output: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks' scores, [n], from what `add_sinks` returned: its value is zero, so it is
+    -P · sum(dO · O)."""
+    if sinks is None:
+        return None
+    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(shares * (wide_of(grad_output) * wide_of(output)).sum(-1).T).sum(1).to(sinks.dtype)
+
+
 class _Attention(torch.autograd.Function):
     """A kernel as an operator with a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, kernel: Kernel
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        spans: Spans,
+        scale: float,
+        kernel: Kernel,
     ) -> Tensor:
-        output, lse = kernel.forward(query, key, value, spans, scale)
-        ctx.save_for_backward(query, key, value, output, lse)
+        output, lse = add_sinks(*kernel.forward(query, key, value, spans, scale), sinks)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
         ctx.arguments, ctx.kernel = (spans, scale), kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.kernel.backward(grad_output, ctx.saved_tensors, *ctx.arguments)
-        return *gradients, None, None, None
+        *saved, sinks = ctx.saved_tensors
+        gradients = ctx.kernel.backward(grad_output, tuple(saved), *ctx.arguments)
+        return *gradients, sinks_gradient(grad_output, saved[3], saved[4], sinks), None, None, None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, backend: AttnBackend) -> Tensor:
-    """Attend within `spans`, with a gradient: [t, n, d], [u, g, d] and [u, g, e] to [t, n, e]."""
-    return _Attention.apply(query, key, value, spans, scale, pick(query, value, backend))
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    scale: float,
+    backend: AttnBackend,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend within `spans`, with a gradient: [t, n, d], [u, g, d] and [u, g, e] to [t, n, e].
+
+    Args:
+        sinks: scores of the heads' sinks, of a single row; see `add_sinks`.
+    """
+    sinks = None if sinks is None else sinks.repeat(query.shape[1] // len(sinks))
+    return _Attention.apply(query, key, value, sinks, spans, scale, pick(query, value, backend))

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
-from megatune.engine.layers.feed_forward import SharedExperts
+from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -37,8 +37,10 @@ class GroupedExperts(torch.nn.Module):
     """SwiGLU experts; each row is weighted by its router probability before the second projection.
 
     Attributes:
-        weight1: [L, 2 · f, h], of each expert its gate rows, then its up rows.
+        weight1: [L, 2 · f, h], of each expert its gate rows, then its up rows; in turn where SwiGLU is clamped.
         weight2: [L, h, f].
+        linear_fc1, linear_fc2: have the biases [L, 2 · f] and [L, h] of both projections, if there are any. The second
+            one is whole on every expert-tensor-parallel rank, and the first of them adds it.
         adapter1, adapter2: beside them.
     """
 
@@ -51,6 +53,9 @@ class GroupedExperts(torch.nn.Module):
         size, hidden_size = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, config.hidden_size
         self.weight1 = _weight((num_local_experts, 2 * size, hidden_size), config)
         self.weight2 = _weight((num_local_experts, hidden_size, size), config)
+        if config.add_bias_linear:
+            self.linear_fc1 = torch.nn.ParameterDict({"bias": _parameter((num_local_experts, 2 * size), config)})
+            self.linear_fc2 = torch.nn.ParameterDict({"bias": _parameter((num_local_experts, hidden_size), config)})
         self.adapter1 = self.adapter2 = None
         self.is_grouped = config.moe_grouped_gemm and config.params_dtype in _GROUPED_DTYPES
         self.recomputes_activation = (
@@ -65,14 +70,28 @@ class GroupedExperts(torch.nn.Module):
         With expert tensor parallelism the output is this rank's part of a sum.
         """
         gate_up = self._project(permuted_hidden_states, self.weight1, self.adapter1, tokens_per_expert)
+        if self.config.add_bias_linear:
+            of_rows = _membership(tokens_per_expert, gate_up)
+            gate_up = torch.addmm(gate_up, of_rows, self.linear_fc1["bias"])
         if not self.recomputes_activation:
             activated = self._activate(gate_up, permuted_probs)
-            return self._project(activated, self.weight2, self.adapter2, tokens_per_expert), None
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
-        activated = checkpoint.checkpoint(self._activate, gate_up, permuted_probs)
-        output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
-        checkpoint.discard_output_and_register_recompute(output)
+            output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
+        else:
+            checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+            activated = checkpoint.checkpoint(self._activate, gate_up, permuted_probs)
+            output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
+            checkpoint.discard_output_and_register_recompute(output)
+        if self.config.add_bias_linear:
+            shares = of_rows * permuted_probs[:, None].to(output.dtype)
+            output = torch.addmm(output, shares, self._added_once(self.linear_fc2["bias"]))
         return output, None
+
+    def _added_once(self, bias: Tensor) -> Tensor:
+        """Return a bias that a sum over expert-tensor-parallel ranks has once; its gradient is the same on all."""
+        group = parallel_state.get_expert_tensor_parallel_group()
+        if group.size() == 1:
+            return bias
+        return tensor_parallel.copy_to_tensor_model_parallel_region(bias, group=group) * (group.rank() == 0)
 
     def _project(
         self, rows: Tensor, weight: Weight, adapter: ExpertAdapter | None, tokens_per_expert: Tensor
@@ -91,17 +110,53 @@ class GroupedExperts(torch.nn.Module):
         return linear(rows, weight, tokens_per_expert)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
-        """Compute silu(gate) · up · probability: [R, 2 · f] to [R, f]."""
+        """Compute silu(gate) · up · probability, or what else the experts' gates are: [R, 2 · f] to [R, f]."""
+        if (limit := self.config.moe_swiglu_limit) is not None:
+            weighted = _InputsKept.apply if self.config.bias_activation_fusion else _weighted_clamped_swiglu
+            return weighted(gate_up, probs, limit)
         if self.config.bias_activation_fusion:
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
         return (F.silu(gate) * up * probs[:, None]).to(gate_up.dtype)
 
 
+def _weighted_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
+    """See `GroupedExperts._activate`."""
+    return (clamped_swiglu(gate_up, limit) * probs[:, None]).to(gate_up.dtype)
+
+
+class _InputsKept(torch.autograd.Function):
+    """The same, of which the inputs alone are kept for the backward pass: it computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up, probs)
+        ctx.limit = limit
+        return _weighted_clamped_swiglu(gate_up, probs, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.enable_grad():
+            gate_up, probs = inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            output = _weighted_clamped_swiglu(gate_up, probs, ctx.limit)
+        return *torch.autograd.grad(output, inputs, grad), None
+
+
 def _weight(shape: tuple[int, int, int], config: Any) -> Weight:
     if config.quantized_form is not None:
         return QuantizedMatrix(shape, config.params_dtype, config.quantized_form)
+    return _parameter(shape, config)
+
+
+def _parameter(shape: tuple[int, ...], config: Any) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+
+def _membership(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
+    """Return [R, L] in the dtype of `rows`: 1 where a row is one of the expert's. A product with it adds biases, and
+    finds their gradients in an order that is always the same."""
+    experts = torch.bucketize(torch.arange(len(rows), device=rows.device), tokens_per_expert.cumsum(0), right=True)
+    return (experts[:, None] == torch.arange(len(tokens_per_expert), device=rows.device)).to(rows.dtype)
 
 
 def looped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
