@@ -16,12 +16,14 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatune.cli.rehearse import run as rehearse
 from megatune.config.dialects.roll import ReadRL, read_keys
 from megatune.config.dialects.swift import read_swift
 from megatune.config.dialects.swift_lines import swift_lines
 from megatune.config.dialects.swift_rl import grpo_keys
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine.sequences import LocalBatch, Sequences
+from megatune.errors import MegatuneError
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.problems import count_rows, find_prompts
 from megatune.rl.reading import read_file
@@ -122,6 +124,7 @@ REFUSED = [
     ("--advantage_estimator reinforce_plus_plus", "advantage_estimator: reinforce_plus_plus is not supported"),
     ("--advantage_estimator rloo", "kl_in_reward: false is not supported"),
     ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
+    ("--max_completion_length 2000", "max_completion_length: 2000 is not supported"),
     ("--num_iterations 2", "num_iterations: 2 is not supported"),
     ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
     ("--reward_weights 1 2", "reward_weights: [1, 2] is not supported"),
@@ -143,6 +146,33 @@ REFUSED = [
 @pytest.mark.parametrize(("flags", "what"), REFUSED)
 def test_what_is_refused(rows: Path, flags: str, what: str) -> None:
     assert [finding.what for finding in read(rows, flags)[0].findings] == [what]
+
+
+def test_without_data_there_is_one_reason() -> None:
+    words = [
+        "--rlhf_type",
+        "grpo",
+        "--model",
+        "m",
+        "--train_iters",
+        "1",
+        "--reward_funcs",
+        "format",
+        "--output_dir",
+        "o",
+    ]
+    run = read_swift("rlhf", words, env={}, config=CONFIG, on_cpu=True)
+    findings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").findings
+    assert [finding.what for finding in findings] == ["dataset is missing"]
+
+
+def test_it_is_not_rehearsed(rows: Path, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path / "model")
+    words = f"rehearse megatron {NEEDED} --model {tmp_path}/model --dataset {rows} --train_iters 1".replace(
+        "megatron ", "megatron rlhf "
+    )
+    with pytest.raises(MegatuneError, match="it is not rehearsed"):
+        rehearse("rehearse", words.split()[1:])
 
 
 def test_a_preference_stage_has_none_of_its_flags(rows: Path) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megatune.plan.machine import Machine
 
 _SWIFT = "megatron"
+_REINFORCES = "reinforcement learning: it is not rehearsed"
+_WHY_NOT = "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model"
+_SMALL = "a few steps of it on a small model (docs/rl.md)"
 _EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
     megatune rehearse run.yaml --gpus 8
@@ -64,12 +67,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     swift = _swift_words(words)
     given = COMMAND.read(words if swift is None else swift[0])
     asked, options = given.settings, given.options
-    refuse_roles(
-        given,
-        "describes reinforcement learning: it is not rehearsed",
-        "its roles, rollouts and rewards share devices through Ray, and a rehearsal starts ranks of one model",
-        "megatune plan {}, then a few steps of megatune rl on a small model (docs/rl.md)",
-    )
+    refuse_roles(given, f"describes {_REINFORCES}", _WHY_NOT, f"megatune plan {{}}, then {_SMALL}")
     if swift is None and asked.source is None and not asked.flags + asked.overrides:
         given.findings.append(Finding("what is to be rehearsed?", fix="megatune rehearse FILE.yaml"))
     given.stop()
@@ -78,6 +76,8 @@ def run(verb: str, words: Sequence[str]) -> int:
     from megatune.cli.swift import read_command
 
     with read_command(swift[1], swift[2], on_cpu=False, processes=options.gpus) as found:
+        if found.command.stage == "grpo":
+            raise MegatuneError(Finding(f"grpo is {_REINFORCES}", "--rlhf_type", _WHY_NOT, _SMALL), ExitCode.SETTINGS)
         return _started(found.loaded, options)
 
 

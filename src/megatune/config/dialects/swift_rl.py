@@ -73,7 +73,7 @@ def _data(keys: Keys) -> None:
     """Files of prompts: rows, templates and systems are ms-swift's."""
     evaluates = keys.setting("evaluation.eval_strategy") != "no" and keys.setting("data.eval_dataset")
     for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
-        keys.put(f"{role}.data_args.file_name", keys.setting(path), path)
+        keys.put(f"{role}.data_args.file_name", keys.setting(path) or ["missing"], path)
         keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
         for name in ("template", "default_system", "enable_thinking"):
             if (value := keys.setting(f"data.{name}")) is not None:
@@ -127,6 +127,10 @@ def _rollouts(keys: Keys) -> None:
     longest = keys.value("vllm_max_model_len") or keys.run.command.model_config.get("max_position_embeddings")
     length = keys.setting("data.cutoff_len")
     # Without max_length it is the whole context, of which a prompt has what the response leaves.
+    if isinstance(longest, int) and response >= longest:
+        why = f"the model has {longest} positions for prompt and response"
+        keys.refuse("max_completion_length", why, f"write --max_completion_length {longest // 2}")
+        response = longest // 2
     if isinstance(longest, int):
         length = min(length, longest - response)
     keys.put("prompt_length", max(1, length), "data.cutoff_len")
