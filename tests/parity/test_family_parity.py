@@ -65,6 +65,6 @@ def test_a_model_in_mxfp4_agrees(pool, model_dir, reference, table, tmp_path):
     """Experts' matrices are dequantized by both sides, and cut here."""
     model = as_published(model_dir("gpt_oss"), tmp_path / "model")
     samples, layout = random_samples(301, LENGTHS), "ep2 etp2 tp2 sp"
-    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path / "numbers")
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
     assert not failures(found)
     table.add("gpt_oss, MXFP4", layout, found)
