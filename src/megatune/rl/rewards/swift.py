@@ -14,6 +14,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,7 +38,6 @@ def needs_solution(names: Collection[str]) -> bool:
 
 def accuracy(answer: Answer) -> float:
     """1 where math-verify finds the solution in the response, in <answer> where it has that, else 0."""
-    from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
     from math_verify import LatexExtractionConfig, parse, verify
 
     solution, text = str(_solution(answer)), _tagged(answer.text)
@@ -48,10 +48,9 @@ def accuracy(answer: Answer) -> float:
     if text is not None:
         found = parse(text, extraction_mode="first_match")
     else:
-        rules = NormalizationConfig(nits=False, malformed_operators=False, basic_latex=True, boxed=True, units=True)
-        latex = LatexExtractionConfig(
-            normalization_config=rules, boxed_match_priority=0, try_extract_without_anchor=False
-        )
+        usual = LatexExtractionConfig()
+        rules = replace(usual.normalization_config, nits=False, malformed_operators=False, boxed=True)
+        latex = replace(usual, normalization_config=rules, boxed_match_priority=0, try_extract_without_anchor=False)
         found = parse(answer.text, extraction_config=[latex], extraction_mode="first_match")
     try:
         return float(verify(golds, found))
