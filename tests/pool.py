@@ -58,8 +58,10 @@ class RankPool:
         self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                # The function's module may lie in a folder that pytest put on the path after this process started.
-                pipe.send((rank, world_size, os.path.join(folder, "store"), sys.path, pickle.dumps((function, args))))
+                # The function's module may lie in a folder that pytest put on the path after this process started, and
+                # the process may have started in a folder of another test's.
+                here = (os.getcwd(), sys.path)
+                pipe.send((rank, world_size, os.path.join(folder, "store"), here, pickle.dumps((function, args))))
             answers = self._collect(world_size, limit)
         failed = {rank: text for rank, (text, _) in answers.items() if text}
         silent = [rank for rank in range(world_size) if rank not in answers]
@@ -147,14 +149,15 @@ def _serve(pipe: Connection, stack: str) -> None:
             pipe.send(_answer(*pipe.recv()))
 
 
-def _answer(rank: int, world_size: int, store_path: str, path: list[str], call: bytes) -> tuple[str, Any]:
+def _answer(rank: int, world_size: int, store_path: str, here: tuple[str, list[str]], call: bytes) -> tuple[str, Any]:
     """Run one case: a traceback, empty where it went well, and the function's answer."""
     import torch
 
     from megatune.engine import groups
 
-    sys.path[:] = path
+    folder, sys.path[:] = here
     try:
+        os.chdir(folder)
         store = torch.distributed.FileStore(store_path, world_size)
         groups.meet(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
         function, args = pickle.loads(call)
