@@ -18,9 +18,9 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, characters: str) -> None:
     """No token pads: its embedding would be zero, and a random model samples it."""
-    tokenizer = Tokenizer(models.WordLevel({each: number for number, each in enumerate(CHARACTERS)}, unk_token="#"))
+    tokenizer = Tokenizer(models.WordLevel({each: number for number, each in enumerate(characters)}, unk_token="#"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="#", eos_token="#")
@@ -28,7 +28,7 @@ def write_model(folder: Path) -> None:
     wrapped.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(CHARACTERS),
+        vocab_size=len(characters),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -37,7 +37,7 @@ def write_model(folder: Path) -> None:
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=CHARACTERS.index("#"),
+        eos_token_id=characters.index("#"),
         pad_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -67,5 +67,5 @@ def write_problems(folder: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    write_model(out / "model")
+    write_model(out / "model", CHARACTERS)
     write_problems(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Request:
         max_new_tokens: of the whole response, with the part that it goes on from.
         temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1 then.
         stop_token_ids: that end the response and belong to it; none for the model's own, of generation_config.json.
-        response_ids, log_probs, versions: of a partial rollout that goes on: what it has so far.
+        response_ids, log_probs, versions: of a partial rollout, or of earlier turns, that goes on: what it has so far.
     """
 
     id: str
@@ -63,11 +63,13 @@ class Response:
     """What an engine sampled.
 
     Attributes:
-        response_ids: int64 [r], the end-of-sequence token included.
-        log_probs: fp32 [r], of the sampled tokens at the temperature of the request, before top_p and top_k.
+        response_ids: int64 [r], the end-of-sequence token included; of several turns with what was observed between.
+        log_probs: fp32 [r], of the sampled tokens at the temperature of the request, before top_p and top_k; 0 of
+            observations.
         finish: "stop", "length", or "abort" for a part.
         versions: (first token, version of the weights) of each stretch.
         routing: experts chosen, int16 [p + r - 1, layers, topk], where the engine returns them.
+        observed: (first token, the one after the last) of each observation: what an environment wrote.
     """
 
     id: str
@@ -76,6 +78,27 @@ class Response:
     finish: Literal["stop", "length", "abort"]
     versions: tuple[tuple[int, int], ...]
     routing: np.ndarray | None = None
+    observed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Places of the tokens that the model sampled, int64."""
+        return without(np.arange(len(self.response_ids)), self.observed)
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """Tokens of each turn of the model, int64; one without an environment."""
+        stops = [start for start, _ in self.observed] + [len(self.response_ids)]
+        starts = [0, *(stop for _, stop in self.observed)]
+        return [self.response_ids[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def without(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return places, int64 rising from the first, that are in none of the spans (counted from the first place)."""
+    keep = np.ones(len(places), bool)
+    for start, stop in spans:
+        keep[start:stop] = False
+    return places[keep]
 
 
 @dataclass(slots=True)
@@ -83,6 +106,8 @@ class Sample:
     """A response with its score. Samples of a group have the same problem and the same group number.
 
     Attributes:
+        text: of the whole response, observations among it.
+        turns: texts of the turns of the model; the last one is what a reward scores.
         score: what the reward says.
         details: metrics of the reward by name; `correct`: 1 or 0, what accuracies are of; `error` where it raised or
             timed out.
@@ -94,6 +119,7 @@ class Sample:
     text: str
     score: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[str, ...] = ()
 
     @property
     def has_score(self) -> bool:
@@ -108,10 +134,12 @@ class Rollouts:
     Attributes:
         tokens: int64 [p + r] each.
         prompt_lengths: p of each.
-        per_token: name -> fp32 [r] of each sample, of the response's tokens: "rollout_log_probs", "old_log_probs",
-            "reference_log_probs", "advantages", "returns", "values", "mask" (1: the token counts), "weights".
+        per_token: name -> fp32 [r] of each sample, of the response's tokens that were sampled: "rollout_log_probs",
+            "old_log_probs", "reference_log_probs", "advantages", "returns", "values", "mask" (1: the token counts),
+            "weights".
         per_sample: name -> fp32 [samples].
         routing: of each sample, where the engine returned it.
+        observed: of each sample, see `Response`; [] where no response has an observation.
     """
 
     tokens: list[np.ndarray]
@@ -119,9 +147,15 @@ class Rollouts:
     per_token: dict[str, list[np.ndarray]] = field(default_factory=dict)
     per_sample: dict[str, np.ndarray] = field(default_factory=dict)
     routing: list[np.ndarray] | None = None
+    observed: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def sampled(self, sample: int) -> np.ndarray:
+        """Return the places of a sample's tokens that the model sampled, int64 [r]."""
+        places = np.arange(self.prompt_lengths[sample], len(self.tokens[sample]))
+        return without(places, self.observed[sample]) if self.observed else places
 
     @property
     def lengths(self) -> list[int]:

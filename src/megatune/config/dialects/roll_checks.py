@@ -21,6 +21,7 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
     _domains(settings, top, trained, roles)
     _groups(settings, top, roles)
     _sampling(settings, sampled, roles)
+    _turns(settings, trained, roles)
     _engines(settings, sampled, roles)
 
 
@@ -171,6 +172,15 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     if tokens is not None and tokens != generating.max_new_tokens:
         left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
         roles.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
+
+
+def _turns(settings: RLSettings, trained: Part, roles: Roles) -> None:
+    """Observations are written by the template of the prompts, which knows nothing of ms-swift's rules."""
+    playing = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
+    if playing and settings.data.conversation_rules:
+        what = f"rewards.{playing[0]} has an environment, and the data conversation_rules"
+        why = "turns after the first are not written by ms-swift's templates"
+        roles.reader.find(what, trained.where("data_args.conversation_rules"), why, "remove conversation_rules")
 
 
 def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:

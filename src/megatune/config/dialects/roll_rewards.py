@@ -8,7 +8,7 @@ from megatune.config.dialects.roll_reader import Part, place_of
 from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
 from megatune.config.dialects.roll_schema import REWARD
 from megatune.config.dialects.roll_tree import Tree
-from megatune.config.rl.data import GroupFilter, RewardSettings
+from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, RewardRole
@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "length": ("arguments",),
     "swift": ("arguments",),
     "python": ("arguments",),
+    "environment": (),
 }
 _ALL_ARGUMENTS = tuple(dict.fromkeys(name for names in _ARGUMENTS.values() for name in names))
 _OF_MODELS = (
@@ -75,7 +76,7 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
     if not keys.tag_included:
         why = "a row's tag says which reward scores it"
         roles.reader.find(f"{part.name} has no tag_included", part.at, why, f"write tag_included: [{domain}]")
-    arguments = _arguments(kind, part, roles)
+    arguments = _arguments(kind, part, roles) | _environment(kind, part, roles)
     judge = None
     if kind == "llm_judge":
         judge = _judge(part, roles)
@@ -102,6 +103,8 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
 def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
     """Return which reward a class is, or the user's function."""
     path = part.of(RoleSettings).worker_cls
+    if path is None and part.of(RewardSettings).environment:
+        return "environment", None
     if path is None:
         fix = f"write worker_cls: one of {', '.join(KINDS)}, or package.module.function of your own"
         roles.reader.find(f"{part.name} has no worker_cls", part.at, "it says what scores", fix)
@@ -133,6 +136,27 @@ def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
         elif name in part.places:
             roles.reader.ignore(part.key(name), f"{kind} does not take it")
     return found
+
+
+def _environment(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
+    """Return what a reward that plays is made with, under its own name."""
+    own, find = part.of(RewardSettings), roles.reader.find
+    if not own.environment:
+        for name in ("environment_arguments", "max_turns"):
+            if name in part.places:
+                roles.reader.ignore(part.key(name), "the reward has no environment")
+        return {}
+    name, where = own.environment, part.where("environment")
+    if kind == "llm_judge":
+        why, fix = "a judge has no processes that could play", "score by another worker_cls"
+        find(f"{part.name} has an environment and a judge", where, why, fix)
+    if name not in ENVIRONMENTS:
+        module, _, attribute = name.rpartition(":" if ":" in name else ".")
+        if not module or not attribute.isidentifier():
+            fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+            find(f"{part.name}.environment is {name!r}", where, "no class's path", fix)
+        name = f"{module}:{attribute}"
+    return {"environment": {"name": name, "arguments": own.environment_arguments, "max_turns": own.max_turns}}
 
 
 def _judge(part: Part, roles: Roles) -> InferRole | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Group
+from megatune.config.setting import Count, Group
+
+ENVIRONMENTS = ("python", "search")  # those that are built in
 
 
 class GroupFilter(Group):
@@ -132,4 +134,17 @@ class RewardSettings(Group):
     """What a class of your own is made with, or max_tokens and window of worker_cls: length.
     How: They are keyword arguments; timeout is how many seconds one response may take.
     When: With worker_cls of your own."""
+    environment: str | None = None
+    """What answers each turn of the model, so that a response has several: python, search, or package.module.Class.
+    How: Its observations are in the context of the next turn, and are not trained. Without worker_cls its rewards are
+    the score; with it the last turn is scored. docs/rl-rewards.md describes the class.
+    When: For games, and for models that call tools."""
+    environment_arguments: dict[str, Any] = Field(default={})
+    """What the environment is made with: keyword arguments.
+    How: python takes seconds and max_characters, search takes file, results and max_characters.
+    When: With environment."""
+    max_turns: Annotated[Count, "turns"] = 8
+    """How many turns of the model a response has at most, with environment.
+    How: response_length bounds all turns together, with the observations between them.
+    When: As many as a good player needs, and a few more."""
     query_filter_config: GroupFilter = GroupFilter()

@@ -89,11 +89,13 @@ class RewardRole:
 
     Attributes:
         kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
-            "general_val", "format", "length", or "python" for a user's function at `function`, "module:name".
+            "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name", or
+            "environment", whose own rewards are the score.
         tag_included: tags of the rows of this domain.
         workers: processes.
         arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,
-            format_pattern, reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`.
+            format_pattern, reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`; of one with
+            an environment `environment`: its name, arguments and max_turns.
         judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
             the one that several domains share (cluster).
     """

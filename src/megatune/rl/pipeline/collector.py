@@ -29,7 +29,8 @@ class Scorer(Protocol):
         ...
 
     def poll(self, wait: float) -> list[Group]:
-        """Return groups whose samples have scores, after at most `wait` seconds where there are none yet."""
+        """Return groups whose samples have scores, or further turns to sample (they are not finished then), after at
+        most `wait` seconds where there are none yet."""
         ...
 
 
@@ -213,6 +214,9 @@ class Collector:
         domain = self._domains[group.problem.domain]
         if domain.under_way.get(group.index) is not group:
             return  # it was left out while it was scored
+        if not group.is_finished:
+            self._sampler.add([group])  # for further turns
+            return
         del domain.under_way[group.index]
         if passes(domain.filter, group):
             domain.ready.append(group)

@@ -23,6 +23,7 @@ from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.scoring import PoolScorer
 from megatune.rl.pipeline.startup import Roles
+from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
@@ -41,6 +42,7 @@ class Driver:
 
     Attributes:
         decode: ids -> text, without special tokens.
+        extend: writes what an environment observes.
         progress: how far the run has come; changed by every step.
         note: told each phase as it begins, and the step, counted from 1.
     """
@@ -51,6 +53,7 @@ class Driver:
     learner: Learner
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
+    extend: Extend
     stop_token_ids: tuple[int, ...]
     problems: Problems
     validation: Problems | None
@@ -71,7 +74,7 @@ class Driver:
         )
         self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
         order = ProblemOrder(self.problems.by_domain, run.seed)
-        self._scorer = PoolScorer(self.pool, self.decode)
+        self._scorer = PoolScorer(self.pool, self.decode, self.extend)
         self._collector = Collector(
             self._sampler,
             self._scorer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.scoring import PoolScorer
 from megatune.rl.pipeline.startup import start_engines, stop_tokens, with_own_weights
+from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.rl.rewards.pool import RewardPool, load_rewards
@@ -64,7 +66,8 @@ def evaluate(settings: RLSettings, model: str) -> int:
     ):
         engines, judges = start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
-        scorer = PoolScorer(pool, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        scorer = PoolScorer(pool, decode, turn_writer(settings, tokenizer))
         for name, generating in _ways(asked).items():
             sampling = Sampling(generating, run.seed, rollout.val_max_response_length, "eval", stops)
             groups = sample_all(

@@ -27,6 +27,7 @@ def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]
         "index": group.index,
         "size": group.size,
         "attempt": group.attempt,
+        "longest": group.longest,
         "parts": [[place, _response_record(part)] for place, part in group.parts.items()],
         "responses": [[place, _response_record(response)] for place, response in group.responses.items()],
         "samples": [
@@ -38,6 +39,7 @@ def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]
 def group_from(record: Mapping[str, Any], problem: Problem, routing: Mapping[str, np.ndarray]) -> Group:
     """Return the group of a record; `routing` is what `group_record` gave."""
     group = Group(problem, record["number"], record["index"], record["size"], record["attempt"])
+    group.longest = record.get("longest", 0)
     group.parts = {place: _response_from(part, routing) for place, part in record["parts"]}
     group.responses = {place: _response_from(response, routing) for place, response in record["responses"]}
     group.samples = [
@@ -55,6 +57,7 @@ def _response_record(response: Response) -> dict[str, Any]:
         "log_probs": response.log_probs.astype(np.float64).tolist(),
         "finish": response.finish,
         "versions": [list(each) for each in response.versions],
+        **({"observed": [list(each) for each in response.observed]} if response.observed else {}),
     }
 
 
@@ -66,6 +69,7 @@ def _response_from(record: Mapping[str, Any], routing: Mapping[str, np.ndarray])
         record["finish"],
         tuple((first, version) for first, version in record["versions"]),
         routing.get(record["id"]),
+        tuple((start, stop) for start, stop in record.get("observed", ())),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +25,8 @@ class Group:
         parts: by sample: what an aborted request had.
         responses: by sample: those that are finished.
         samples: with scores, in the order of the group.
+        ended: by sample: those with a score, while others take further turns.
+        longest: most tokens of a response, which observations leave room in.
     """
 
     problem: Problem
@@ -36,6 +37,8 @@ class Group:
     parts: dict[int, Response] = field(default_factory=dict)
     responses: dict[int, Response] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
+    ended: dict[int, Sample] = field(default_factory=dict)
+    longest: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -108,11 +111,3 @@ def seed_of(*words: int | str) -> int:
     """Return 63 random bits that depend on all words, the same on every machine."""
     numbers = [word if isinstance(word, int) else int.from_bytes(word.encode()) for word in words]
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def with_samples(group: Group, texts: Sequence[str]) -> Group:
-    """Make samples of a finished group's responses."""
-    group.samples = [
-        Sample(group.problem, group.number, group.responses[place], text) for place, text in enumerate(texts)
-    ]
-    return group

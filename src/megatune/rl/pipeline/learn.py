@@ -179,11 +179,11 @@ class Learner:
             difficulty = np.array([float(sample.problem.row[DIFFICULTY]) for sample in samples], np.float64)
         step = StepSamples(
             scores=np.array([sample.score for sample in samples], np.float64),
-            lengths=np.array([len(sample.response.response_ids) for sample in samples], np.int64),
+            lengths=np.array([len(sample.response.sampled) for sample in samples], np.int64),
             groups=np.array([sample.group for sample in samples], np.int64),
             domains=[sample.problem.domain for sample in samples],
             failed=np.array([not sample.has_score for sample in samples]),
-            at_limit=np.array([len(sample.response.response_ids) >= longest for sample in samples]),
+            at_limit=np.array([_is_at_limit(sample.response, longest) for sample in samples]),
             difficulty=difficulty,
             rollout_log_probs=rollouts.per_token["rollout_log_probs"],
             **known,
@@ -213,22 +213,27 @@ def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
     return Rollouts(
         [np.concatenate([sample.problem.prompt_ids, sample.response.response_ids]) for sample in samples],
         [len(sample.problem.prompt_ids) for sample in samples],
-        {"rollout_log_probs": [sample.response.log_probs for sample in samples]},
+        {"rollout_log_probs": [sample.response.log_probs[sample.response.sampled] for sample in samples]},
         {"scores": np.array([sample.score for sample in samples], np.float32)},
         None
         if not routing or any(each is None for each in routing)
         else [each for each in routing if each is not None],
+        [sample.response.observed for sample in samples] if any(each.response.observed for each in samples) else [],
     )
 
 
+def _is_at_limit(response: Response, longest: int) -> bool:
+    return len(response.response_ids) >= longest or response.finish == "length"
+
+
 def sampled_by(response: Response, version: int) -> np.ndarray:
-    """Return log-probabilities of a response's tokens, fp32 [r], NaN for those that other weights sampled."""
+    """Return log-probabilities of a response's sampled tokens, fp32, NaN for those that other weights sampled."""
     found = np.full(len(response.response_ids), np.nan, np.float32)
     stops = [first for first, _ in response.versions[1:]] + [len(found)]
     for (first, own), stop in zip(response.versions, stops, strict=True):
         if own == version:
             found[first:stop] = response.log_probs[first:stop]
-    return found
+    return found[response.sampled]
 
 
 def _of_tokens(known: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, stop_tokens, with_folders
+from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.judge_client import judge_clients
@@ -100,7 +102,8 @@ def drive(
         weights=Weights(settings, scheduler, roles.policy, roles.engines),
         learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
         pool=pool,
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        extend=turn_writer(settings, tokenizer),
         stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
         problems=problems,
         validation=validation,

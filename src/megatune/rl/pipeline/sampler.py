@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from megatune.rl.pipeline.engines import Engines
 from megatune.rl.pipeline.groups import Group, Sampling, place_of
@@ -31,6 +32,7 @@ class Sampler:
     def add(self, groups: Iterable[Group]) -> None:
         """Take groups; `pump` samples them."""
         for group in groups:
+            group.longest = self._sampling.response_length
             self._groups[group.number] = group
             self._waiting.extend(self._sampling.requests(group))
 
@@ -96,6 +98,8 @@ class Sampler:
         number, place = place_of(response.id)
         if (group := self._groups.get(number)) is None:
             return None
+        if (before := group.parts.get(place)) is not None:  # engines know nothing of observations
+            response = replace(response, observed=before.observed)
         if response.finish == "abort":
             if len(response.response_ids):
                 group.parts[place] = response

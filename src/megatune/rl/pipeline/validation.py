@@ -41,10 +41,12 @@ def sample_all(
         for group in sampler.pump():
             scorer.submit(group)
         for group in scorer.poll(0.0 if sampler.groups else _WAIT_SECONDS):
-            if mine.get(group.number) is group:
+            if mine.get(group.number) is not group:
+                others(group)
+            elif group.is_finished:
                 found[group.number] = group
             else:
-                others(group)
+                sampler.add([group])
     return [found[place] for place in range(len(problems))]
 
 

@@ -12,12 +12,13 @@ class Answer:
     """A response as a reward sees it.
 
     Attributes:
-        text: the response, without special tokens.
+        text: the response, without special tokens; of several turns the last one.
         prompt: the prompt as the model saw it, template and all.
         messages: that the prompt was made of.
         row: all columns of the problem's row: ground_truth, test_cases, ...
         token_ids: of the response.
         finish: "stop", "length" or "abort".
+        turns: of the model, the last one among them.
     """
 
     text: str
@@ -27,6 +28,7 @@ class Answer:
     tag: str = ""
     token_ids: tuple[int, ...] = ()
     finish: str = "stop"
+    turns: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

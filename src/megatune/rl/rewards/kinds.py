@@ -14,9 +14,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.environments.play import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ KINDS: dict[str, Kind] = {
     "llm_judge": Kind("judge:Judge", limit=600.0, columns=(), in_process=False),
     "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),
+    "environment": Kind("", limit=60.0, columns=()),
 }
+ENVIRONMENT = "environment"  # of a role's arguments: what a role that plays is made with
 
 
 def columns_of(role: RewardRole) -> tuple[str, ...]:
@@ -71,13 +75,18 @@ def load_reward(kind: str, function: str | None, arguments: Mapping[str, Any]) -
 
     Args:
         function: "module:name" of a user's, with kind "python".
-        arguments: None is as if it were not there; `timeout` is the pool's.
+        arguments: None is as if it were not there; `timeout` is the pool's. Under ENVIRONMENT are the name of one, its
+            arguments, and the most turns: the reward plays then, and scores the last turn, or with kind "environment"
+            as the environment says.
 
     Raises:
         MegatuneError: (SETTINGS) there is no such kind or function, or it does not take these arguments;
             (UNAVAILABLE) the library that it needs is not installed.
     """
     given = {name: value for name, value in arguments.items() if value is not None and name != "timeout"}
+    if (playing := given.pop(ENVIRONMENT, None)) is not None:
+        reward = None if kind == "environment" else load_reward(kind, function, given)
+        return Play(_environments(playing["name"], playing["arguments"]), playing["max_turns"], reward)
     if kind == "python":
         return _users(function or "", given)
     if kind not in KINDS:
@@ -105,7 +114,18 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
         raise MegatuneError(Finding(f"rewards: {name}: {error}"), ExitCode.SETTINGS) from error
 
 
-def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
+def _environments(path: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return what makes environments, of a name or "module:class"; one is made here, to see whether it can be."""
+    kind = _imported(BUILT_IN.get(path, path), "environment")
+    if not isinstance(kind, type) or not all(callable(getattr(kind, name, None)) for name in ("reset", "step")):
+        finding = Finding(f"environment {path!r} is not a class with reset(row) and step(action)")
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+    _made(kind, path, arguments)
+    return partial(kind, **arguments)
+
+
+def _imported(path: str, what: str) -> Any:
+    """Return what a user has named."""
     module, _, name = path.partition(":")
     if os.getcwd() not in sys.path:  # an installed program has its own folder there
         sys.path.append(os.getcwd())
@@ -115,7 +135,12 @@ def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         fix = "write it as module:name, with the module's folder as the working folder or in PYTHONPATH"
-        raise MegatuneError(Finding(f"reward function {path!r}: {error}", fix=fix), ExitCode.SETTINGS) from error
+        raise MegatuneError(Finding(f"{what} {path!r}: {error}", fix=fix), ExitCode.SETTINGS) from error
+    return found
+
+
+def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
+    found = _imported(path, "reward function")
     if isinstance(found, type):
         return _verdicts(_made(found, path, arguments))
     if not callable(found):

@@ -328,11 +328,12 @@ def answer_of(sample: Sample) -> Answer:
     """Return a sample as a reward sees it."""
     problem, response = sample.problem, sample.response
     return Answer(
-        text=sample.text,
+        text=sample.turns[-1] if sample.turns else sample.text,
         prompt=problem.prompt,
         messages=tuple(problem.messages),
         row=problem.row,
         tag=problem.tag,
         token_ids=tuple(response.response_ids.tolist()),
         finish=response.finish,
+        turns=sample.turns or (sample.text,),
     )

@@ -1,6 +1,6 @@
 """Samples to micro-batches, and what micro-batches gave back to samples.
 
-What belongs to token p + j of a sample, the j-th of its response, lies where that token is predicted: at p + j - 1.
+What belongs to a token that was sampled lies where that token is predicted: one place before it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Answer = dict[int, np.ndarray]
 
 
 def document(rollouts: Rollouts, sample: int) -> Document:
-    """Return a sample as the engine takes it: its response is trained."""
-    tokens = np.asarray(rollouts.tokens[sample], np.int64)
-    is_prompt = np.arange(len(tokens)) < rollouts.prompt_lengths[sample]
-    return Document(tokens, np.where(is_prompt, IGNORE_INDEX, tokens))
+    """Return a sample as the engine takes it: what was sampled is trained."""
+    tokens, places = np.asarray(rollouts.tokens[sample], np.int64), rollouts.sampled(sample)
+    labels = np.full_like(tokens, IGNORE_INDEX)
+    labels[places] = tokens[places]
+    return Document(tokens, labels)
 
 
 def extras(
@@ -39,9 +40,8 @@ def extras(
     starts = np.cumsum([0, *lengths])
     for name in per_token:
         column = np.zeros(starts[-1], np.float32)
-        for sample, start, length in zip(samples, starts, lengths, strict=False):
-            prompt = rollouts.prompt_lengths[sample]
-            column[start + prompt - 1 : start + length - 1] = rollouts.per_token[name][sample]
+        for sample, start in zip(samples, starts, strict=False):
+            column[start + rollouts.sampled(sample) - 1] = rollouts.per_token[name][sample]
         found[name] = ExtraColumn("token", column)
     for name in per_sample:
         values = np.asarray(rollouts.per_sample[name], np.float32)[np.asarray(samples, np.int64)]
@@ -113,8 +113,7 @@ def answer(rollouts: Rollouts, samples: Sequence[int], batch: Batch, values: Ten
     found: Answer = {}
     for place, sample in enumerate(samples):
         start = place * width if batch.cu_seqlens is None else int(batch.cu_seqlens[place])
-        first, last = start + rollouts.prompt_lengths[sample] - 1, start + len(rollouts.tokens[sample]) - 1
-        found[sample] = flat[first:last].copy()
+        found[sample] = flat[start + rollouts.sampled(sample) - 1]
     return found
 
 

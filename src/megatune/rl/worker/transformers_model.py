@@ -88,8 +88,8 @@ class TransformersWorker:
         logits = self._model(input_ids=input_ids.to(where), attention_mask=mask.to(where), use_cache=False).logits
         found: Answer = {}
         for row, sample in enumerate(samples):
-            first, stop = rollouts.prompt_lengths[sample], lengths[sample]
-            own = logits[row, first - 1 : stop - 1].float() / temperature
-            labels = input_ids[row, first:stop].to(where)
+            places = torch.from_numpy(rollouts.sampled(sample))
+            own = logits[row, (places - 1).to(where)].float() / temperature
+            labels = input_ids[row, places].to(where)
             found[sample] = -torch.nn.functional.cross_entropy(own, labels, reduction="none").cpu().numpy()
         return found
