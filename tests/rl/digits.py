@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from megatune.config.rl.settings import (
     RLSettings,
 )
 from megatune.config.settings import Settings
-from megatune.rl.samples import Problem
+from megatune.rl.pipeline.groups import Group
+from megatune.rl.samples import Problem, Sample
 
 CHARACTERS = "0123456789+=#"
 PROMPT, RESPONSE = 2, 8
@@ -69,6 +71,14 @@ def problems() -> dict[str, list[Problem]]:
             for row, own in zip(rows, ids, strict=True)
         ]
     }
+
+
+def with_samples(group: Group, texts: Sequence[str]) -> Group:
+    """Make samples of a finished group's responses."""
+    group.samples = [
+        Sample(group.problem, group.number, group.responses[place], text) for place, text in enumerate(texts)
+    ]
+    return group
 
 
 def settings(

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits import with_samples
 
 from megatune.config.rl.data import GroupFilter
 from megatune.config.rl.rollout import Generating
 from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
-from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of, with_samples
+from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of
 from megatune.rl.pipeline.learn import sampled_by
 from megatune.rl.pipeline.report import sample_metrics
 from megatune.rl.pipeline.sampler import Sampler

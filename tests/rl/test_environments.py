@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from digits import make_model, settings
-from local_roles import run
+from local_roles import run, run_file
 
 from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.data import PromptData
@@ -230,3 +233,28 @@ def test_a_run_of_turns_trains_what_was_sampled_and_resumes_exactly(pool, model,
         for line in several:
             assert line["score"] in (0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1)
         assert max(line["tokens"] for line in lines) <= 14
+
+
+def test_the_example_of_a_game_runs(pool, tmp_path):
+    root = EXAMPLE.parents[2]
+    subprocess.run([sys.executable, "examples/rl/game.py", str(tmp_path)], cwd=root, check=True, timeout=300)
+    model, rows = tmp_path / "model", tmp_path / "digits.jsonl"
+    changed = {
+        "pretrain": model,
+        "output_dir": tmp_path / "out",
+        "rollout_dump_dir": tmp_path / "dump",
+        "actor_train.data_args.file_name": f"[{rows}]",
+        "validation.data_args.file_name": f"[{rows}]",
+        "max_steps": 2,
+        "logging_steps": 1,
+    }
+    asked = read_roll(EXAMPLE, [f"{key}={value}" for key, value in changed.items()]).require_valid()
+    pool.run(1, run_file, asked, limit=LIMIT)
+    lines = [json.loads(line) for line in (tmp_path / "dump/step-000002.jsonl").read_text().splitlines()]
+    assert len(lines) == 256
+    # A model of random weights seldom writes a digit and its end; those that do are answered.
+    several = [line for line in lines if line["reward/turns"] > 1]
+    assert several
+    for line in several:
+        first, sign = re.match(r"(\d+)([<>])", line["response"]).groups()
+        assert sign == ("<" if int(line["id"]) < int(first) else ">"), line

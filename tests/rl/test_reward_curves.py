@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digits import CHARACTERS, make_model, problems, settings
+from digits import CHARACTERS, make_model, problems, settings, with_samples
 from digits_reward import repeats
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from local_roles import LocalGroup
@@ -20,7 +20,7 @@ from worker_kit import started
 from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
 from megatune.rl.pipeline.collector import Collector
-from megatune.rl.pipeline.groups import Group, Sampling, with_samples
+from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup

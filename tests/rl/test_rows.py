@@ -44,6 +44,24 @@ def test_values_lie_where_their_tokens_are_predicted(packed):
         assert np.array_equal(rows.merged([{}, back, {}], made)[sample], values)
 
 
+def test_what_was_observed_is_no_label_and_has_no_values():
+    """A response of four tokens, of which an environment wrote the second and third."""
+    made = samples()
+    values = {"advantages": [made.per_token["advantages"][0], np.array([3, 6], np.float32)]}
+    turns = Rollouts(made.tokens, made.prompt_lengths, values, observed=[(), ((1, 3),)])
+    (batch,) = rows.batches(turns, [[[1]]], 0, Collator(1, True, 4, 4, 0), same_length=False, per_token=["advantages"])
+    assert batch.labels.view(-1).tolist() == [
+        *[IGNORE_INDEX] * 2,
+        23,
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+        26,
+        *[IGNORE_INDEX] * 2,
+    ]
+    assert batch.extras["advantages"].values.view(-1).tolist() == [0, 0, 3, 0, 0, 6, 0, 0]
+    assert rows.answer(turns, [1], batch, batch.extras["advantages"].values)[1].tolist() == [3, 6]
+
+
 def test_what_is_missing_is_named():
     made = samples()
     with pytest.raises(ValueError, match="no rank answered for 1 of 2 samples, such as 1"):

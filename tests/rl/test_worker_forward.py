@@ -13,6 +13,7 @@ from worker_kit import RESPONSES, rollouts, settings_of, started, whole
 from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
 from megatune.families.dense import SCORE
+from megatune.rl.samples import Rollouts
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.reference import ReferenceWorker
 from megatune.rl.worker.rows import merged
@@ -113,3 +114,51 @@ def test_the_reference_of_adapters_is_the_model_below_them(pool, model_dir):
     assert np.abs(after - base_after).max() > 1e-3
     for values in (before, base_before, base_after):
         np.testing.assert_allclose(values, of_transformers(model), atol=2e-5)
+
+
+def of_turns() -> Rollouts:
+    """Samples whose responses have an observation in them, but the short ones; old log-probabilities come later."""
+    made = rollouts(301)
+    observed = [((length // 3, length // 2),) if length > 3 else () for length in RESPONSES]
+    spans = zip(RESPONSES, observed, strict=True)
+    sizes = [length - sum(stop - start for start, stop in own) for length, own in spans]
+    random = np.random.default_rng(1)
+    ones = [np.ones(size, np.float32) for size in sizes]
+    advantages = [random.normal(0, 1, size).astype(np.float32) for size in sizes]
+    return Rollouts(
+        made.tokens,
+        made.prompt_lengths,
+        {"mask": ones, "weights": ones, "advantages": advantages},
+        observed=observed,
+    )
+
+
+def an_update_of_turns(settings: RLSettings) -> tuple[dict[int, np.ndarray], float]:
+    """On every rank: log-probabilities of what was sampled, and the norm of a gradient."""
+    worker, samples = started(PolicyWorker, settings), of_turns()
+    found = worker.log_probs(samples)
+    samples.per_token["old_log_probs"] = merged(groups.gather(found), samples)
+    return found, worker.train(samples, 0).grad_norm
+
+
+@pytest.mark.parametrize(("layout", "tokens"), [("cp2, packed", 60), ("tp2 sp", None)])
+def test_turns_are_trained_as_transformers_trains_them(pool, model_dir, layout, tokens):
+    """The ratio is 1, so that the gradient is that of -Σ advantage · log-probability / tokens. Observations are read,
+    and have no part in the sum."""
+    from transformers import AutoModelForCausalLM
+
+    model, samples = model_dir("qwen3"), of_turns()
+    algorithm = {"enable_old_logprobs_recompute": True, "loss_agg_mode": "token-mean"}
+    settings = settings_of(model, ALL[layout], batch=(7, 1), packed_tokens=tokens, algorithm=algorithm)
+    found = pool.run(2, an_update_of_turns, settings)
+    reference, loss, expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), torch.zeros(()), []
+    for place, text in enumerate(samples.tokens):
+        at = torch.from_numpy(samples.sampled(place))
+        logits = reference(torch.tensor(text)[None]).logits[0] / 0.7
+        own = logits[at - 1].log_softmax(-1).gather(1, torch.tensor(text)[at][:, None])[:, 0]
+        expected.append(own.detach().numpy())
+        loss = loss - (own * torch.from_numpy(samples.per_token["advantages"][place])).sum()
+    (loss / sum(map(len, expected))).backward()
+    norm = torch.stack([each.grad.norm() for each in reference.parameters() if each.grad is not None]).norm()
+    np.testing.assert_allclose(whole([own for own, _ in found], samples), np.concatenate(expected), atol=2e-5)
+    assert found[0][1] == pytest.approx(float(norm), rel=1e-5)

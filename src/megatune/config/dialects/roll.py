@@ -95,8 +95,8 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
 _PIPELINES = {
     ("custom_envs", "train_env_manager"): (
         "agentic reinforcement learning",
-        "environments of several turns are not supported",
-        "write the task as problems with a reward of your own (docs/rl-rewards.md)",
+        "its managers of environments are not supported",
+        "write the task as problems, and the environment as one of their reward (docs/rl-rewards.md, Several turns)",
     ),
     ("sft_train",): ("supervised fine-tuning", "it is another verb", "megatune sft, or megatune train FILE.yaml"),
     ("chosen_key", "rejected_key"): ("DPO", "it is another verb", "megatune dpo, or megatune train FILE.yaml"),
