@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
+from megatune.errors import MegatuneError
 from megatune.objectives.policy.losses import Terms, kl_terms, token_losses
 from megatune.objectives.policy.prepare import AlgorithmState, prepare
 from megatune.objectives.policy.samples import Prepared, StepSamples
@@ -328,3 +329,37 @@ def test_the_bound_of_a_dual_clip() -> None:
     part = PLAIN.model_copy(update={"dual_clip_loss": True, "dual_clip_bound": 4.0})
     np.testing.assert_allclose(token_losses(None, terms, part, 1.0, 1.0).numpy(), [math.e, 4.0], rtol=1e-6)
     assert part.model_copy(update={"dual_clip_bound": None, "pg_clip": 0.3}).dual_clip == 1.6
+
+
+OWN = "tests.objectives.own_functions."
+
+
+def run_of(**keys: Any) -> Prepared:
+    return run(AlgorithmSettings(**keys))
+
+
+def test_advantages_of_a_function():
+    whole = run_of(adv_estimator="grpo", norm_mean_type="group", norm_std_type="group", whiten_advantages=True)
+    own = run_of(adv_estimator="reinforce", advantage_function=f"{OWN}grpo", whiten_advantages=True)
+    for found, expected in zip(own.advantages, whole.advantages, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    clipped = run_of(adv_estimator="reinforce", advantage_function=f"{OWN}rising", advantage_clip=1.0)
+    assert {tuple(each[:3]) for each in clipped.advantages if len(each) > 2} == {(0.0, 1.0, 1.0)}
+    with pytest.raises(MegatuneError, match=r"advantage_function .*wrong: values of tokens do not fit"):
+        run_of(adv_estimator="reinforce", advantage_function=f"{OWN}wrong")
+    with pytest.raises(MegatuneError, match=r"advantage_function '.*\.missing': .* has no attribute 'missing'"):
+        run_of(adv_estimator="reinforce", advantage_function=f"{OWN}missing")
+
+
+def test_losses_of_a_function():
+    log_probs, old = torch.randn(2, 5, 7).unbind()
+    log_probs.requires_grad_()
+    terms = Terms(log_probs, log_probs - old, torch.randn(5, 7))
+    gradients = []
+    for path in (None, f"{OWN}clipped"):
+        asked = AlgorithmSettings(pg_clip_low=0.2, pg_clip_high=0.2, loss_function=path)
+        loss = token_losses(None, terms, asked, 1.0, 1.0).sum()
+        gradients.append(torch.autograd.grad(loss, log_probs, retain_graph=True)[0])
+    assert torch.equal(*gradients)
+    with pytest.raises(MegatuneError, match=r"loss_function .*summed returns \(\)"):
+        token_losses(None, terms, AlgorithmSettings(loss_function=f"{OWN}summed"), 1.0, 1.0)

@@ -21,6 +21,7 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
     _domains(settings, top, trained, roles)
     _groups(settings, top, roles)
     _sampling(settings, sampled, roles)
+    _functions(settings, top, roles)
     _turns(settings, trained, roles)
     _engines(settings, sampled, roles)
 
@@ -172,6 +173,20 @@ def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
     if tokens is not None and tokens != generating.max_new_tokens:
         left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
         roles.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
+
+
+def _functions(settings: RLSettings, top: Part, roles: Roles) -> None:
+    """Functions of a user's take the place of what other keys name."""
+    algorithm, variant = settings.algorithm, settings.actor_train.pg_variant
+    if algorithm.advantage_function and (algorithm.adv_estimator == "gae" or algorithm.is_pure_opd):
+        what = "advantage_function with " + ("is_pure_opd" if algorithm.is_pure_opd else "adv_estimator: gae")
+        why = "one of the two computes advantages"
+        roles.reader.find(
+            what, top.where("advantage_function"), why, "write adv_estimator: reinforce, without is_pure_opd"
+        )
+    if algorithm.loss_function and variant:
+        what = f"loss_function with pg_variant: {variant}"
+        roles.reader.find(what, top.where("loss_function"), "one of the two computes losses", "remove one of them")
 
 
 def _turns(settings: RLSettings, trained: Part, roles: Roles) -> None:

@@ -100,6 +100,16 @@ class AlgorithmSettings(Group):
     - grpo: the reward less the mean of its group, divided by the group's standard deviation
     - rloo: the reward less the mean of the others of its group
     - reinforce_plus_plus: the reward less the mean of its group, normalised over the batch"""
+    advantage_function: str | None = None
+    """A function of your own that computes advantages, package.module.function, in place of adv_estimator.
+    How: It gets the samples of a step (scores, lengths, groups, domains), and returns a number or an array of tokens
+    for each. Masks, whiten_advantages and advantage_clip follow. docs/rl-algorithms.md describes it.
+    When: To try an estimator that is not here."""
+    loss_function: str | None = None
+    """A function of your own that computes the policy's loss of each token, package.module.function.
+    How: It gets log_probs, log_ratio and advantages as tensors of one shape, and returns another. loss_agg_mode, the
+    divergence and the entropy are as ever.
+    When: To try a loss that is not here."""
     ppo_epochs: Annotated[Count, "passes"] = 1
     """Passes over the responses of a step.
     How: Each pass makes as many updates as there are mini-batches; from the second update on the policy is no longer

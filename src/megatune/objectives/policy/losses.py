@@ -11,8 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatune.config.named import named
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
+from megatune.errors import ExitCode, Finding, MegatuneError
 
 # What ROLL's ActorPGWorker has.
 _CISPO_RANGE = (0.9, 1.1)
@@ -73,7 +75,7 @@ def token_losses(
     negative_weight: float,
     ratio: Range = (None, None),
 ) -> Tensor:
-    """Return the loss of each token by its name; None is `clipped`, as "ppo" is.
+    """Return the loss of each token by its name; None is that of loss_function, else `clipped`, as "ppo" is.
 
     Args:
         ratio: the bounds of r in "tis", "topr" and "cispo"; None is ROLL's.
@@ -89,7 +91,17 @@ def token_losses(
             return topr(terms, positive_weight, negative_weight, low, high)
         case "kimi15":  # Kimi k1.5 (arXiv:2501.12599, equation 3)
             return -terms.advantages * terms.log_probs + _KIMI_TAU / 2 * terms.log_ratio.square()
-    return clipped(terms, settings)
+    return clipped(terms, settings) if settings.loss_function is None else _given(terms, settings.loss_function)
+
+
+def _given(terms: Terms, path: str) -> Tensor:
+    """Return what a user's function says of each token."""
+    found = named(path, "loss_function")(terms)
+    if not isinstance(found, Tensor) or found.shape != terms.log_probs.shape:
+        what = f"loss_function {path} returns {tuple(found.shape) if isinstance(found, Tensor) else type(found)}"
+        why = f"expected a tensor of the shape of log_probs, {tuple(terms.log_probs.shape)}"
+        raise MegatuneError(Finding(what, why=why), ExitCode.SETTINGS)
+    return found
 
 
 def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatune.config.named import named
 from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.policy.correction import correct
 from megatune.objectives.policy.returns import (
     discounted,
@@ -79,14 +81,15 @@ def prepare(
     of_tokens, of_kl = _penalized(samples, tokens, token_rewards(rewards, tokens), settings, state)
     penalty, of_teachers = _teachers_penalty(samples, tokens, settings, opd_coefs or {})
     metrics |= of_teachers
+    given = None if settings.advantage_function is None else _given(samples, tokens, settings.advantage_function)
     values = None
     if settings.adv_estimator == "gae" and not settings.is_pure_opd:
         values = tokens.join(_needed(samples.values, "values", "adv_estimator: gae"))
     advantages, returns = np.zeros(len(tokens)), np.zeros(len(tokens))
     for _, samples_here in _by_domain(samples):
         here, inside = samples_here[tokens.sample], Tokens(tokens.lengths[samples_here])
-        known = None if values is None else values[here]
-        found = _advantages(of_tokens[here], known, penalty[here], mask[here], inside, settings)
+        known, own = (None if each is None else each[here] for each in (values, given))
+        found = _advantages(of_tokens[here], known, own, penalty[here], mask[here], inside, settings)
         advantages[here], returns[here] = found
     if settings.advantage_clip is not None:
         metrics["critic/advantage_clip_frac"] = share_beyond(advantages, settings.advantage_clip)
@@ -170,19 +173,26 @@ def _penalized(
 def _advantages(
     rewards: np.ndarray,
     values: np.ndarray | None,
+    given: np.ndarray | None,
     penalty: np.ndarray,
     mask: np.ndarray,
     tokens: Tokens,
     settings: AlgorithmSettings,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and returns of the tokens of one domain."""
+    """Return advantages and returns of the tokens of one domain.
+
+    Args:
+        given: advantages of advantage_function.
+    """
     if settings.is_pure_opd:
         advantages = returns = -penalty
     else:
         if settings.whiten_rewards:
             rewards = whitened(rewards, mask)
         rewards = rewards * mask
-        if values is not None:
+        if given is not None:
+            advantages = returns = given
+        elif values is not None:
             advantages, returns = generalized_advantages(rewards, values, tokens, settings.gamma, settings.lambd)
         else:
             advantages = returns = discounted(rewards, tokens, settings.gamma)
@@ -190,6 +200,21 @@ def _advantages(
     if settings.whiten_advantages or settings.adv_estimator == "reinforce_plus_plus":
         advantages = whitened(advantages, mask)
     return advantages * mask, returns
+
+
+def _given(samples: StepSamples, tokens: Tokens, path: str) -> np.ndarray:
+    """Return what a user's function says of each token, fp64 [tokens]."""
+    found = named(path, "advantage_function")(samples)
+    try:
+        of_samples = [np.asarray(each, np.float64) for each in found]
+        pairs = zip(of_samples, tokens.lengths, strict=True)
+        joined = tokens.join([np.broadcast_to(each, length) if not each.ndim else each for each, length in pairs])
+        if not np.isfinite(joined).all():
+            raise ValueError("an advantage is not a finite number")
+    except (TypeError, ValueError) as error:
+        why = f"it returns a number or an array of its tokens for each of the {len(tokens.lengths)} samples"
+        raise MegatuneError(Finding(f"advantage_function {path}: {error}", why=why), ExitCode.SETTINGS) from error
+    return joined
 
 
 def _teachers_penalty(

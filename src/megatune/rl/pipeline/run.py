@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatune.config.named import named
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode
@@ -61,6 +62,9 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         settings, source = with_folders(settings)
         problems, validation = _read(settings, load_tokenizer(source))
         load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
+        for key in ("advantage_function", "loss_function"):
+            if path := getattr(settings.algorithm, key):
+                named(path, key)
         print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
         run, run_dir = settings.run, output_dir / "launch"
         sizes = {"devices_per_node": run.num_gpus_per_node, "bytes_in_flight": _bytes_in_flight(settings)}

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatune.config.named import named
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.environments.play import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
@@ -116,7 +115,7 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _environments(path: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
     """Return what makes environments, of a name or "module:class"; one is made here, to see whether it can be."""
-    kind = _imported(BUILT_IN.get(path, path), "environment")
+    kind = named(BUILT_IN.get(path, path), "environment")
     if not isinstance(kind, type) or not all(callable(getattr(kind, name, None)) for name in ("reset", "step")):
         finding = Finding(f"environment {path!r} is not a class with reset(row) and step(action)")
         raise MegatuneError(finding, ExitCode.SETTINGS)
@@ -124,23 +123,8 @@ def _environments(path: str, arguments: Mapping[str, Any]) -> Callable[[], Envir
     return partial(kind, **arguments)
 
 
-def _imported(path: str, what: str) -> Any:
-    """Return what a user has named."""
-    module, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:  # an installed program has its own folder there
-        sys.path.append(os.getcwd())
-    try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        fix = "write it as module:name, with the module's folder as the working folder or in PYTHONPATH"
-        raise MegatuneError(Finding(f"{what} {path!r}: {error}", fix=fix), ExitCode.SETTINGS) from error
-    return found
-
-
 def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
-    found = _imported(path, "reward function")
+    found = named(path, "reward function")
     if isinstance(found, type):
         return _verdicts(_made(found, path, arguments))
     if not callable(found):
