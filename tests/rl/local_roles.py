@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,13 +74,24 @@ def run(settings: RLSettings, model: Path) -> int:
     return _run(settings, model, Problems(problems()), validation)
 
 
+def run_a_step(settings: RLSettings, model: Path) -> int:
+    """The same, and somebody asks to stop at once."""
+    return _run(settings, model, Problems(problems()), None, lambda: True)
+
+
 def run_file(settings: RLSettings) -> int:
     """On one rank of the pool: run what a file says, with the rows and the models that it names."""
     settings, source = with_folders(settings)
     return _run(settings, source, *read(settings, load_tokenizer(source)))
 
 
-def _run(settings: RLSettings, model: Path, trained: Problems, validation: Problems | None) -> int:
+def _run(
+    settings: RLSettings,
+    model: Path,
+    trained: Problems,
+    validation: Problems | None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
     weights.sync_weights = _sync
     training.build = reference.build = _built_once
     run_dir, rollout = Path(settings.run.output_dir) / "launch", settings.rollout
@@ -106,4 +118,4 @@ def _run(settings: RLSettings, model: Path, trained: Problems, validation: Probl
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
     with RewardPool(settings.rewards) as pool:
-        return drive(settings, model, trained, validation, roles, pool)
+        return drive(settings, model, trained, validation, roles, pool, stop_requested)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from digits import RESPONSE, make_model, settings
-from local_roles import read, run
+from local_roles import read, run, run_a_step
 
 from megatune.config.rl.data import PromptData
 from megatune.config.rl.role import Validation
@@ -221,3 +221,10 @@ def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):
     kept = found.actor_infer.model_copy(update={"sleep_level": 1})  # so that it has older weights to sample from
     with pytest.raises(AssertionError, match="does not sample from version"):
         pool.run(1, _run_behind, replace(found, actor_infer=kept), model, limit=LIMIT)
+
+
+def test_a_run_that_is_stopped_says_what_resumes_it(pool, model, tmp_path, capfd):
+    for asked, said in ((False, "the same command with resume_from_checkpoint=true"), (True, "the same command")):
+        found = pool.run(1, run_a_step, _settings(model, tmp_path, 3, resume_from_checkpoint=asked), model, limit=LIMIT)
+        assert found == [ExitCode.STOPPED]
+        assert f"stopped on request after step {1 + asked}; {said} resumes from there" in capfd.readouterr().out

@@ -120,7 +120,8 @@ def drive(
     for engines in (roles.engines, *roles.judges.values()):
         engines.close()
     if outcome == "stopped":
-        print(f"stopped on request after step {progress.step}; the same command resumes from there", flush=True)
+        how = "" if settings.run.resume_from_checkpoint is True else " with resume_from_checkpoint=true"
+        print(f"stopped on request after step {progress.step}; the same command{how} resumes from there", flush=True)
         return ExitCode.STOPPED
     finalize_model(output_dir / f"checkpoint-{progress.step}", output_dir)
     what = "adapter" if settings.actor_train.settings.finetuning.finetuning_type == "lora" else "model"
