@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatune import __version__
 from megatune.cli.pages import Help, new_parser
@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError, closest, without_s
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell
 
-# In the order of --help: the module of a verb, whose `run` takes the verb and the words behind it; and what it does.
+# The module of a verb, whose `run` takes the verb and the words behind it; and what it does.
 _VERBS = {
     "train": ("train", "train a model as a YAML file says"),
     "sft": ("train", "supervised fine-tuning, from flags"),
@@ -38,6 +38,15 @@ _VERBS = {
     "megatron": ("swift", "train and export with Megatron-SWIFT's command lines"),
     "swift": ("swift", "export, infer and deploy with ms-swift's command lines"),
     "shims": ("shims", "write programs called megatron and swift"),
+}
+
+# The verbs of --help, in its order, by what a person does.
+_GROUPS = {
+    "look": "data explain doctor",
+    "plan": "plan rehearse verify",
+    "train": "train sft pt dpo kto rm rl",
+    "use": "infer serve",
+    "convert": "export demo-model megatron swift shims",
 }
 
 _NOT_BUILT = {
@@ -118,9 +127,11 @@ def _run(words: list[str]) -> int:
 
 def _page() -> str:
     parser = new_parser("megatune", "megatune [-h] [--version] VERB ...", _ABOUT, _EPILOG)
-    verbs: Any = parser.add_subparsers(title="verbs", metavar="VERB")
-    for verb, (_, text) in _VERBS.items():
-        verbs.add_parser(verb, help=text, add_help=False)
+    for heading, names in _GROUPS.items():
+        group = parser.add_argument_group(heading)
+        for verb in names.split():
+            # Two spaces, so that the verbs are where argparse has those of subparsers.
+            group.add_argument(verb, metavar=f"  {verb}", nargs="?", help=_VERBS[verb][1])
     return parser.format_help()
 
 
