@@ -17,7 +17,8 @@ def record(step: int, total: int = 100, **values: Any) -> dict[str, Any]:
     """A line of metrics.jsonl."""
     return {
         "load_balancing_loss": None, "z_loss": None, "step": step, "total_steps": total, "epoch": step / 10,
-        "loss": 3 * math.exp(-step / 30) + 0.1 * math.sin(step), "learning_rate": 1e-4, "grad_norm": 1.0,
+        "loss": 0.4 + 3 * math.exp(-step / 30) + 0.08 * math.sin(7 * step * step),
+        "learning_rate": 1e-4, "grad_norm": 1.0,
         "num_tokens": 900, "num_input_tokens": 1000, "seconds": 0.5, "data_seconds": 0.0, "tokens_per_second": 2000.0,
         "mfu": None, "memory_gib": 1.25, "num_steps": 1, "num_skipped": 0, "elapsed_seconds": step * 0.5,
         "eta_seconds": (total - step) * 0.5, **values,
@@ -36,7 +37,7 @@ def write_run(folder: Path, steps: int = 20, settings: Mapping[str, Any] | None 
     loaded = load(None, words)
     (folder / "launch" / "logs").mkdir(parents=True)
     (folder / "run.yaml").write_text(dump(loaded.settings, loaded.origins))
-    lines = [record(step) for step in range(1, steps + 1)]
+    lines = [record(step, steps, grad_norm=1 + step % 7 / 5) for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(map(json_line, [*lines, evaluation(steps, 1.5)])))
     (folder / "launch" / "logs" / "rank-0.log").write_text("first line\nlast line\n")
     report = {"outcome": outcome, "exit_code": 0, "culprit": None, "findings": []}

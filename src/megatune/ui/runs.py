@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ _MOST_RUNS = 2000
 _DEPTH = 5
 _SCAN_SECONDS = 5.0  # between two walks of the folders
 _TAIL = 8192  # bytes of metrics.jsonl, which hold a few records
-_SPARKS = 40  # records that the small curve of the list has
-_SPARK_BYTES = 2048
+_SPARKS = 32  # records that the small curve of the list has
+_SPARK_BYTES = 1536  # which hold a whole record, of reinforcement learning a part of one
+# Read without JSON: there are as many places as runs times points.
+_LOSS, _REWARD = (re.compile(rb'"%s": (-?[0-9.]+(?:e[+-]?[0-9]+)?)[,}]' % name) for name in (b"loss", b"reward"))
 _BEAT_SECONDS = 180.0  # a run of another machine whose heartbeat is older counts as ended
 _OUTCOMES = {"done": "finished", "hung": "failed"}  # of the launcher's report, where the name differs
 
@@ -181,7 +184,8 @@ def _head_of(path: Path) -> tuple[str, str]:
     for line in _read(path, 1 << 16).decode(errors="replace").splitlines():
         key, colon, text = line.partition(":")
         if colon and not key.startswith(("#", " ")):
-            values[key] = text.split("  #")[0].strip()
+            value = text.split("  #")[0].strip()
+            values[key] = "" if value == "null" else value
     model = values.get("model_name_or_path") or values.get("pretrain") or ""
     return values.get("stage") or ("rl" if "pretrain" in values or "rollout_batch_size" in values else ""), model
 
@@ -189,24 +193,18 @@ def _head_of(path: Path) -> tuple[str, str]:
 def _spark(path: Path) -> list[float]:
     """Return the loss, or the reward, at places that are spread over the file; a file of any size costs the same."""
     size = _stamp(path)[0]
-    values: list[float] = []
-    with_reward = False
-    try:
-        with path.open("rb", buffering=0) as file:
-            for part in range(_SPARKS):
-                start = max(0, (size - _SPARK_BYTES) * part // (_SPARKS - 1)) if size > _SPARKS * _SPARK_BYTES else 0
-                data = os.pread(file.fileno(), _SPARK_BYTES if size > _SPARKS * _SPARK_BYTES else size, start)
-                records = [each for each in _records(data) if "num_steps" in each]
-                with_reward = with_reward or any("reward" in each for each in records)
-                key = "reward" if with_reward else "loss"
-                found = [each[key] for each in records if isinstance(each.get(key), (int, float))]
-                if size <= _SPARKS * _SPARK_BYTES:
-                    step = -(-len(found) // _SPARKS) or 1
-                    return found[::step]
-                values += found[:1]
-    except OSError:
-        pass
-    return values
+    if size <= _SPARKS * _SPARK_BYTES:
+        pieces = [line + b"\n" for line in _read(path, size or 1).split(b"\n")]
+        pieces = pieces[:: -(-len(pieces) // _SPARKS)]
+    else:
+        try:
+            with path.open("rb", buffering=0) as file:
+                starts = [(size - _SPARK_BYTES) * part // (_SPARKS - 1) for part in range(_SPARKS)]
+                pieces = [os.pread(file.fileno(), _SPARK_BYTES, start) for start in starts]
+        except OSError:
+            return []
+    name = _REWARD if any(_REWARD.search(piece) for piece in pieces) else _LOSS
+    return [float(found[1]) for piece in pieces if (found := name.search(piece))]
 
 
 def _records(data: bytes) -> Iterator[dict[str, Any]]:

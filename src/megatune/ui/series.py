@@ -6,17 +6,19 @@ import json
 import math
 import os
 from array import array
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import numpy as np
 
 MOST_POINTS = 1500  # of one curve; a part holds at most two points
 _MOST_NOTICES = 100
 _MOST_OPEN = 12  # runs whose numbers are kept in memory
 _BOOKKEEPING = {"step", "total_steps", "epoch", "num_steps", "elapsed_seconds", "eta_seconds"}
+_NUMBERS = (int, float)
 _CHUNK = 1 << 22
 
 
@@ -83,9 +85,9 @@ class Series:
         self.steps.append(record["step"])
         self.times.append(self._before + self._elapsed)
         for key, value in record.items():
-            if key not in _BOOKKEEPING and type(value) in (int, float):
+            if type(value) in _NUMBERS and key not in _BOOKKEEPING and value - value == 0:  # it is finite
                 if key not in self.values:
-                    self.places[key], self.values[key] = array("l"), array("d")
+                    self.places[key], self.values[key] = array("q"), array("d")
                 self.places[key].append(place)
                 self.values[key].append(value)
 
@@ -121,20 +123,30 @@ class Series:
             "curves": {key: self._thinned(key, start, own) for key in keys if key in self.values},
         }
 
-    def _thinned(self, key: str, start: int, level: int) -> list[Sequence[float | None]]:
-        places, values = self.places[key], self.values[key]
-        at = bisect_left(places, start)
-        chosen: list[int] = []
-        while at < len(places):
-            part, low, high = places[at] >> level, at, at
-            while at < len(places) and places[at] >> level == part:
-                low = at if values[at] < values[low] else low
-                high = at if values[at] > values[high] else high
-                at += 1
-            chosen += sorted({low, high})
-        records = [places[index] for index in chosen]
-        numbers = [values[index] if math.isfinite(values[index]) else None for index in chosen]
-        return [records, [self.steps[n] for n in records], [round(self.times[n], 3) for n in records], numbers]
+    def _thinned(self, key: str, start: int, level: int) -> list[list[float]]:
+        places, values = np.array(self.places[key]), np.array(self.values[key])
+        first = int(np.searchsorted(places, start))
+        chosen = first + _extremes(values[first:], places[first:] >> level)
+        records = places[chosen]
+        columns = (records, np.array(self.steps)[records], np.array(self.times)[records].round(3), values[chosen])
+        return [column.tolist() for column in columns]
+
+
+def _extremes(values: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Return where each part has its lowest and its highest value first: int64, in order.
+
+    Args:
+        parts: int64, like `values`: the part that each is of, in order.
+    """
+    if not len(values):
+        return np.zeros(0, np.int64)
+    starts = np.flatnonzero(np.diff(parts, prepend=parts[0] - 1))
+    sizes = np.diff(starts, append=len(values))
+    found = []
+    for extreme in (np.minimum, np.maximum):
+        at = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
+        found.append(at[np.unique(parts[at], return_index=True)[1]])
+    return np.unique(np.concatenate(found))
 
 
 class SeriesCache:

@@ -87,6 +87,13 @@ function Head({ run, tell }) {
     ${run.problem && html`<div class="wrong"><p>${run.problem}${run.fix && html`<br /><em>${t("fix")}:</em> <code>${run.fix}</code>`}</p></div>`}</header>`;
 }
 
+function Compared({ runs }) {
+  const columns = [["eval_loss", "eval_loss"], ["reward", "reward"], ["tokens_s", "tokens_per_second"]].filter(([, key]) => runs.some((run) => run[key] != null));
+  return html`<table class="compare"><thead><tr><th>${t("name")}</th><th></th><th>${t("step")}</th><th>${t("loss")}</th>${columns.map(([name]) => html`<th>${t(name)}</th>`)}<th>${t("changed")}</th></tr></thead>
+    <tbody>${runs.map((run) => html`<tr><td><i style=${{ background: run.color }}></i><b>${run.name}</b> <span class="dim">${[run.stage, run.model.split("/").pop()].filter(Boolean).join(" · ")}</span></td><td><${State} state=${run.state} /></td>
+      <td>${number(run.step)} / ${number(run.total_steps)}</td><td>${number(run.loss)}</td>${columns.map(([, key]) => html`<td>${number(run[key])}</td>`)}<td>${moment(run.changed)}</td></tr>`)}</tbody></table>`;
+}
+
 function Start() {
   const [file, setFile] = useState(""), [changes, setChanges] = useState(""), [error, setError] = useState(null), [isRight, setRight] = useState(false);
   const [started] = useAnswer("started", {}, 2);
@@ -128,14 +135,13 @@ function Page() {
   const many = picked.length > 1 && !["curves", "settings"].includes(tab);
   const go = (name) => writeAddress(chosen, name);
   const top = (name) => html`<button class=${tab === name ? "on" : ""} id="tab-${name}" onClick=${() => go(tab === name ? "curves" : name)}>${t(name)}</button>`;
-  return html`<div class="top"><h1><span class="logo"></span>megatune</h1><span class="dim root" title=${root}>${isReport ? t("report") : root}</span><span class="gap"></span>
+  return html`<div class="top"><h1><span class="logo"></span>megatune</h1><span class="dim root" title=${root}>${isReport ? t("report") : root.split("/").pop()}</span><span class="gap"></span>
       ${isLost && html`<span class="bad" role="status">${t("offline")}</span>`}${!isReport && html`${top("machine")}${!given.read_only && top("start")}`}
       <button title=${t("theme")} id="theme" onClick=${() => { const next = theme === "dark" ? "light" : "dark"; setTheme(next); remember("theme", next); }}>${theme === "dark" ? "☀" : "☾"}</button>
       <button id="language" onClick=${() => { const next = currentLanguage() === "zh" ? "en" : "zh"; setLanguage(next); setTongue(next); }}>${currentLanguage() === "zh" ? "English" : "中文"}</button></div>
     <div class="body">${runs && html`<${List} runs=${list} root=${root} chosen=${picked.map((run) => run.id)} choose=${(ids) => writeAddress(ids, special ? "curves" : tab)} />`}
       <main>${special ? (tab === "machine" ? html`<${Machine} />` : html`<${Start} />`) : picked.length ? html`
-        ${picked.map((run) => html`<${Head} key=${run.id} run=${run} tell=${setError} />`).slice(0, picked.length > 2 ? 0 : 2)}
-        ${picked.length > 2 && html`<p class="picked">${picked.map((run) => html`<span><i style=${{ background: run.color }}></i>${run.name} <${State} state=${run.state} /></span>`)}</p>`}
+        ${picked.length > 1 ? html`<${Compared} runs=${picked} />` : html`<${Head} key=${picked[0].id} run=${picked[0]} tell=${setError} />`}
         <${Wrong} error=${error} />
         <div class="tabs" role="tablist">${names.map((name) => html`<button role="tab" id="tab-${name}" class=${tab === name ? "on" : ""} onClick=${() => go(name)}>${t(name)}</button>`)}</div>
         ${many && html`<p class="dim">${t("one_run")}: <b>${picked[0].name}</b></p>`}
