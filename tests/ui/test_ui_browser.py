@@ -22,7 +22,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
-from ui_kit import record, write_run
+from ui_kit import evaluation, record, write_run
 
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
@@ -152,8 +152,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "runs" / "pairs", settings={**pairs, "dataset_dir": "."})
     write_run(folder / "runs" / "lr-1e-4", steps=600, settings={"learning_rate": 1e-4, "model_name_or_path": "model"})
     write_run(folder / "runs" / "lr-3e-4", steps=600, settings={"learning_rate": 3e-4, "model_name_or_path": "model"})
+    evaluations = [evaluation(300, 1.7), evaluation(600, 1.4)]
     faster = [record(step, 600, loss=record(2 * step)["loss"] - 0.1, learning_rate=3e-4) for step in range(1, 601)]
-    (folder / "runs" / "lr-3e-4" / "metrics.jsonl").write_text("".join(map(json_line, faster)))
+    (folder / "runs" / "lr-3e-4" / "metrics.jsonl").write_text("".join(map(json_line, [*faster, *evaluations])))
     return folder
 
 

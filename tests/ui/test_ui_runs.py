@@ -34,12 +34,23 @@ def test_only_changes_are_sent_again(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / name) for name in ("first", "second"))
     runs = Runs(tmp_path)
     version = runs.changes()["version"]
-    assert runs.changes(version) == {"version": version, "root": str(tmp_path), "runs": [], "gone": []}
+    assert runs.changes(version) == {"version": version, "root": str(tmp_path), "runs": [], "gone": [], "more": False}
     append(second / "metrics.jsonl", record(21))
     assert [(each["id"], each["step"]) for each in runs.changes(version)["runs"]] == [("second", 21)]
     (first / "run.yaml").unlink()
     runs._scanned = -1e9  # the folders are walked every few seconds
     assert runs.changes(version)["gone"] == ["first"]
+
+
+def test_a_long_list_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / name)
+    monkeypatch.setattr("megatune.ui.runs._READ_SECONDS", -1.0)
+    runs = Runs(tmp_path)
+    first = runs.changes()
+    assert ([each["id"] for each in first["runs"]], first["more"]) == (["first"], True)
+    second = runs.changes(first["version"])
+    assert ([each["id"] for each in second["runs"]], second["more"]) == (["second"], False)
 
 
 def test_a_run_is_live_while_its_lock_is_held(tmp_path: Path) -> None:

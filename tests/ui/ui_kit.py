@@ -18,7 +18,7 @@ def record(step: int, total: int = 100, **values: Any) -> dict[str, Any]:
     return {
         "load_balancing_loss": None, "z_loss": None, "step": step, "total_steps": total, "epoch": step / 10,
         "loss": 0.4 + 3 * math.exp(-step / 30) + 0.08 * math.sin(7 * step * step),
-        "learning_rate": 1e-4, "grad_norm": 1.0,
+        "learning_rate": 1e-4, "grad_norm": 1 + math.exp(-step / 50) + 0.2 * math.sin(9 * step * step),
         "num_tokens": 900, "num_input_tokens": 1000, "seconds": 0.5, "data_seconds": 0.0, "tokens_per_second": 2000.0,
         "mfu": None, "memory_gib": 1.25, "num_steps": 1, "num_skipped": 0, "elapsed_seconds": step * 0.5,
         "eta_seconds": (total - step) * 0.5, **values,
@@ -37,8 +37,15 @@ def write_run(folder: Path, steps: int = 20, settings: Mapping[str, Any] | None 
     loaded = load(None, words)
     (folder / "launch" / "logs").mkdir(parents=True)
     (folder / "run.yaml").write_text(dump(loaded.settings, loaded.origins))
-    lines = [record(step, steps, grad_norm=1 + step % 7 / 5) for step in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(map(json_line, [*lines, evaluation(steps, 1.5)])))
+    lines = [record(step, steps) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text(
+        "".join(
+            map(
+                json_line,
+                [*lines[: steps // 2], evaluation(steps // 2, 2.0), *lines[steps // 2 :], evaluation(steps, 1.5)],
+            )
+        )
+    )
     (folder / "launch" / "logs" / "rank-0.log").write_text("first line\nlast line\n")
     report = {"outcome": outcome, "exit_code": 0, "culprit": None, "findings": []}
     (folder / "launch" / "report.json").write_text(json.dumps(report))

@@ -35,7 +35,7 @@ def write_report(folders: Sequence[str], path: Path) -> None:
             {**entry_of(Path(folder), is_alive(Path(folder), locked_inodes())), "id": name, "name": name, "version": 1}
         )
         answers |= _answers_of(Path(folder), name)
-    answers["runs"] = {"version": 1, "root": "", "runs": runs, "gone": []}
+    answers["runs"] = {"version": 1, "root": "", "runs": runs, "gone": [], "more": False}
     content = report_page(answers, ", ".join(names))
     with writing(path):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)

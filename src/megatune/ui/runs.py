@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 RUN_YAML, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".megatune.lock"
 _MOST_RUNS = 2000
 _DEPTH = 5
 _SCAN_SECONDS = 5.0  # between two walks of the folders
+_READ_SECONDS = 0.1  # of one look at the list, after which a page gets what there is
 _TAIL = 8192  # bytes of metrics.jsonl, which hold a few records
 _SPARKS = 32  # records that the small curve of the list has
 _SPARK_BYTES = 1536  # which hold a whole record, of reinforcement learning a part of one
@@ -41,6 +43,7 @@ class Runs:
         self.root = root.resolve()
         self._known: dict[str, _Known] = {}
         self._version = 0
+        self._lock = Lock()
         self._gone: list[tuple[int, str]] = []
         self._scanned = -_SCAN_SECONDS
 
@@ -51,7 +54,8 @@ class Runs:
             KeyError: there is no such run below the root.
         """
         if run not in self._known:
-            self._scan()
+            with self._lock:
+                self._scan()
         if run not in self._known:
             raise KeyError(run)
         return self.root / run
@@ -61,21 +65,31 @@ class Runs:
         return is_alive(self.folder(run), locked_inodes())
 
     def changes(self, since: int = 0) -> dict[str, Any]:
-        """Return the entries of runs that are new or have changed after a version, and the version of now."""
+        """Return the entries of runs that are new or have changed after a version, and the version of now.
+
+        What takes longer than a moment to read is left to the next call: `more` is true then.
+        """
+        with self._lock:
+            return self._changes(max(0, since))
+
+    def _changes(self, since: int) -> dict[str, Any]:
         if time.monotonic() - self._scanned >= _SCAN_SECONDS:
             self._scan()
-        locked = locked_inodes()
+        before = self._version
+        locked, end, has_more = locked_inodes(), time.monotonic() + _READ_SECONDS, False
         for run, known in self._known.items():
             folder = self.root / run
             alive = is_alive(folder, locked)
             signature = (alive, *(_stamp(folder / name) for name in (METRICS, RUN_YAML, "launch/report.json", "STOP")))
+            if signature != known.signature and (has_more := self._version > before and time.monotonic() > end):
+                break
             if signature != known.signature:
                 self._version += 1
                 known.entry = {"id": run, "version": self._version, **entry_of(folder, alive)}
                 known.signature, known.version = signature, self._version
         changed = [known.entry for known in self._known.values() if known.version > since]
         gone = [run for version, run in self._gone if version > since and run not in self._known]
-        return {"version": self._version, "root": str(self.root), "runs": changed, "gone": gone}
+        return {"version": self._version, "root": str(self.root), "runs": changed, "gone": gone, "more": has_more}
 
     def _scan(self) -> None:
         self._scanned = time.monotonic()

@@ -20,7 +20,7 @@ const writeAddress = (chosen, tab) => { location.hash = new URLSearchParams([...
 function useRuns() {
   const [state, setState] = useState({ runs: null, root: "", isLost: false });
   const version = useRef(0), known = useRef(new Map());
-  usePoll(async () => {
+  usePoll(async function read(isOver) {
     try {
       const answer = await ask("runs", isReport ? {} : { since: version.current });
       if (answer.version < version.current) { version.current = 0; known.current.clear(); return; }  // another server
@@ -29,6 +29,7 @@ function useRuns() {
       answer.gone.forEach((id) => known.current.delete(id));
       answer.runs.forEach((run) => known.current.set(run.id, run));
       setState((last) => (isSame && last.runs && !last.isLost ? last : { runs: [...known.current.values()], root: answer.root, isLost: false }));
+      if (answer.more && !isOver()) await read(isOver);
     } catch {
       setState((last) => ({ ...last, isLost: true }));
     }
