@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "megatune"
 FLOORS = {
     7: {"__main__"},
     6: {"cli"},
-    5: {"rehearse"},
+    5: {"rehearse", "ui"},
     4: {"rl", "doctor"},
     3: {"training", "generation", "verify"},
     2: {"bridge", "objectives", "demo"},

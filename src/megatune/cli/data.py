@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
@@ -15,12 +15,6 @@ from megatune.config.options import Flag
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megatune.config.settings import Settings
-    from megatune.data.vision import VisionInput
 
 _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
 
@@ -122,10 +116,10 @@ def _preview(words: Sequence[str]) -> int:
     settings = given.load().require_valid(rules=DATA_RULES)
     first = options.row or 1
     count = options.rows or (1 if options.row else _DEFAULT_ROWS)
-    tokenizer, vision = _model_input(settings)
 
-    from megatune.data.preview import json_lines, read_preview, show_preview, write_page
+    from megatune.data.preview import json_lines, load_model_input, read_preview, show_preview, write_page
 
+    tokenizer, vision = load_model_input(settings)
     found = read_preview(settings, tokenizer, vision, wanted=range(first, first + count), evaluation=options.eval)
     if options.json_:
         print("\n".join(json_lines(found, tokenizer)))
@@ -152,10 +146,11 @@ def _stats(words: Sequence[str]) -> int:
     settings = given.load().require_valid(rules=DATA_RULES)
 
     from megatune.data.prepare import prepare
+    from megatune.data.preview import load_model_input
     from megatune.data.statistics import describe, draw, lines, refuse_streaming
 
     refuse_streaming(settings)
-    tokenizer, vision = _model_input(settings)
+    tokenizer, vision = load_model_input(settings)
     statistics = describe(settings, tokenizer, prepare(settings, tokenizer, vision=vision))
     print(statistics.to_json() if options.json_ else "\n".join(lines(statistics)))
     if options.plot is not None:
@@ -163,17 +158,3 @@ def _stats(words: Sequence[str]) -> int:
         if not options.json_:
             print(f"picture      {options.plot}")
     return ExitCode.DONE
-
-
-def _model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
-    from megatune.hub.models import open_model
-
-    model = settings.model
-    assert model.model_name_or_path is not None, "required by the rules of the data"
-    folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
-
-    from megatune.data.encode import load_tokenizer
-    from megatune.data.vision import load_vision_input
-
-    tokenizer = load_tokenizer(folder)
-    return tokenizer, load_vision_input(folder, tokenizer, settings.data)

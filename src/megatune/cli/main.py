@@ -33,6 +33,8 @@ _VERBS = {
     "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
     "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
     "rehearse": ("rehearse", "try a run with a small model on this machine before it starts elsewhere"),
+    "ui": ("ui", "a web page of runs: curves, settings, rows, checkpoints, logs; start, stop, resume"),
+    "report": ("report", "write one HTML file of one run, or of several side by side"),
     "doctor": ("doctor", "check machines before a run: versions, GPUs, disks, network, speed of ranks"),
     "demo-model": ("demo_model", "create a tiny random checkpoint with a real tokenizer"),
     "megatron": ("swift", "train and export with Megatron-SWIFT's command lines"),
@@ -60,8 +62,7 @@ _LLAMAFACTORY = {
     "eval": "`megatune infer MODEL --val_dataset NAME --metric acc` compares answers with those of a data set; "
     "eval_dataset and eval_strategy of a training file measure the loss during training",
     "webchat": "`megatune infer MODEL` chats on the terminal, and `megatune serve MODEL` answers clients over HTTP",
-    "webui": "there is no web interface for settings; `megatune explain --all` lists them, and `megatune train "
-    "FILE.yaml` runs LLaMA-Factory's files",
+    "webui": "`megatune ui` shows, starts and stops runs on a web page; `megatune explain --all` lists settings",
     "env": "`megatune doctor` shows versions and checks the machine",
     "version": "`megatune --version`",
 }

@@ -13,7 +13,7 @@ from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
 from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
-from megatune.data.encode import Encoder, make_encoder
+from megatune.data.encode import Encoder, load_tokenizer, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
@@ -22,9 +22,10 @@ from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
 from megatune.data.samples import RowReader, read_samples, replacements
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
-from megatune.data.vision import VisionInput
+from megatune.data.vision import VisionInput, load_vision_input
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.models import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,19 @@ class Preview:
     bad: list[tuple[str, RowError]] = field(default_factory=list)
     unfilled: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+
+
+def load_model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
+    """Load what makes the rows of a model: its tokenizer, and what makes pictures into tokens, None without vision.
+
+    Raises:
+        MegatuneError: what a hub refuses the model with, or files that are missing or cannot be read.
+    """
+    model = settings.model
+    assert model.model_name_or_path is not None, "required by the rules of the data"
+    folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, load_vision_input(folder, tokenizer, settings.data)
 
 
 def read_preview(

@@ -217,10 +217,10 @@ class _Page:
 
     def _pictures(self, document: Document) -> Iterator[Text]:
         for number, picture in enumerate(document.pictures, 1):
-            yield Text(visible(_described(number, picture)))
+            yield Text(visible(described(number, picture)))
             if self._small_copies:
                 try:
-                    copies = [f'<img src="{each}" alt=""> ' for each in _small_copies_of(picture)]
+                    copies = [f'<img src="{each}" alt=""> ' for each in small_copies_of(picture)]
                 except RowError as error:
                     yield Text(visible(str(error)), self._wrong)
                     continue
@@ -279,7 +279,7 @@ class _Page:
                 yield Text(f"        {where}{detail}")
 
 
-def _described(number: int, picture: DocumentPicture) -> str:
+def described(number: int, picture: DocumentPicture) -> str:
     """Write a document's picture of this number in words: its name, size, patches and tokens."""
     source, measured = unpacked(picture.packed)
     frames = f"{counted(len(measured.frames), 'frame')} of " if picture.is_video else ""
@@ -288,7 +288,7 @@ def _described(number: int, picture: DocumentPicture) -> str:
     return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(picture.num_tokens, 'token')}"
 
 
-def _small_copies_of(picture: DocumentPicture) -> Iterator[str]:
+def small_copies_of(picture: DocumentPicture) -> Iterator[str]:
     """Yield data URLs of small copies: of an image, or of some frames of a video.
 
     Raises:

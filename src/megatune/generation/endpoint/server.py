@@ -9,12 +9,15 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.endpoint.streams import Streams
+
+if TYPE_CHECKING:
+    from megatune.generation.endpoint.streams import Streams
 
 _SECONDS_TO_END = 10  # for answers that are being sent when the endpoint is stopped
 
@@ -31,7 +34,7 @@ def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
     except (OSError, UnicodeError, OverflowError) as error:
         finding = Finding(f"{host} is not an address of this machine", "--host", str(error), "--host 127.0.0.1")
         raise MegatuneError(finding, ExitCode.SETTINGS) from error
-    if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+    if not has_key and not is_local(str(address[0])):
         why = f"{host} is reachable from other machines, and anyone who can reach it could use the model"
         fix = "set MEGATUNE_API_KEY, or --host 127.0.0.1"
         raise MegatuneError(Finding("there is no API key", "--host", why, fix), ExitCode.SETTINGS)
@@ -50,11 +53,24 @@ def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
     return taken
 
 
+def is_local(address: str) -> bool:
+    """Return whether only this machine reaches an IP address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 class Server(uvicorn.Server):
-    """Serves an application until SIGINT or SIGTERM, which also end the answer that is being written."""
+    """Serves an application until SIGINT or SIGTERM, which also end the answer that is being written.
+
+    Args:
+        streams: the answers that a model writes; None of an application that has none.
+    """
 
     def __init__(
-        self, app: Starlette, streams: Streams, log_level: str = "warning", on_start: Callable[[], None] | None = None
+        self,
+        app: Starlette,
+        streams: Streams | None,
+        log_level: str = "warning",
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -77,13 +93,15 @@ class Server(uvicorn.Server):
         try:
             self.run(sockets=[taken])
         finally:
-            self._streams.close()
+            if self._streams is not None:
+                self._streams.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End answers, then the endpoint."""
-        self._streams.stop()
+        if self._streams is not None:
+            self._streams.stop()
         super().handle_exit(sig, frame)
 
 

@@ -1,0 +1,86 @@
+"""`megatune ui`: a web page of the runs below a folder, live and ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatune.cli.command import Command
+from megatune.config.options import Flag, Given
+from megatune.config.setting import Group
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+
+class UiOptions(Group):
+    """The options of `megatune ui`."""
+
+    host: str = "127.0.0.1"
+    """the address to listen on; any but this machine's own needs the token that is printed"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 7860
+    """the port; 0 takes a free one"""
+    token: Annotated[str | None, Flag("TOKEN")] = None
+    """what a browser has to bring (MEGATUNE_UI_TOKEN; one is made where --host is reachable from other machines)"""
+    read_only: bool = False
+    """show runs, but start, stop and verify none"""
+    log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], Flag("LEVEL")] = "warning"
+    """of uvicorn: critical, error, warning, info or debug"""
+
+
+COMMAND = Command(
+    name="ui",
+    usage="[FOLDER] [--OPTION ...]",
+    about="Shows the runs below FOLDER (this one) on a web page: curves, settings, rows, plan, checkpoints, logs, "
+    "samples; stops, resumes and starts runs. Needs pip install 'megatune[ui]'.",
+    options=UiOptions,
+    most_words=1,
+)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
+    """Serve the page until SIGINT or SIGTERM."""
+    return serve(COMMAND.read(words))
+
+
+def serve(given: Given[UiOptions]) -> int:
+    """Serve the page until SIGINT or SIGTERM.
+
+    Raises:
+        MegatuneError: (SETTINGS) options; (INPUT) there is no such folder; (UNAVAILABLE) the address is taken, or what
+            is needed is not installed.
+    """
+    options, root = given.options, Path(given.words[0] if given.words else ".")
+    token = os.environ.get("MEGATUNE_UI_TOKEN") if options.token is None else options.token
+    if token is not None and not (token.strip() and token.isascii()):
+        given.findings.append(Finding("is empty, or has other characters than ASCII", "--token", fix="leave it out"))
+    given.stop()
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        what, fix = f"{' and '.join(missing)} not installed", "pip install 'megatune[ui]'"
+        raise MegatuneError(Finding(what, COMMAND.program, "the page is served by it", fix), ExitCode.UNAVAILABLE)
+    if not root.is_dir():
+        finding = Finding(f"{root} is not a folder", COMMAND.program, fix="give a folder with runs below it")
+        raise MegatuneError(finding, ExitCode.INPUT)
+
+    from megatune.generation.endpoint.server import Server, is_local, listening_socket
+    from megatune.ui.app import App
+
+    with listening_socket(options.host, options.port, has_key=True) as taken:
+        address = taken.getsockname()
+        if token is None and not is_local(str(address[0])):
+            token = secrets.token_urlsafe(24)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{address[1]}/" + (f"?token={token}" if token else "")
+
+        def say() -> None:
+            print(f"runs below {root.resolve()}: {url}\nCtrl-C ends; runs go on", file=sys.stderr, flush=True)
+
+        app = App(root, token, read_only=options.read_only)
+        Server(app.asgi(), None, options.log_level, say).serve_on(taken)
+    return ExitCode.DONE

@@ -1,0 +1,1 @@
+"""The web page of runs, and reports of them in one file."""

@@ -1,0 +1,80 @@
+"""What the page asks for, by name: one table for the server and for reports, which have the answers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatune.ui import details
+from megatune.ui.machine import machine_of
+from megatune.ui.runs import METRICS, Runs
+from megatune.ui.series import SeriesCache
+
+
+class BadQuestionError(ValueError):
+    """A question with a value that is no number, or without one that is needed."""
+
+
+class Answers:
+    """Answers questions about the runs below a folder.
+
+    Every question is a name and parameters as texts; an answer is a JSON value.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.runs = Runs(root)
+        self._series = SeriesCache()
+        self._by_name: dict[str, Callable[[Path, Mapping[str, str]], Any]] = {
+            "series": self._curves,
+            "settings": lambda folder, asked: details.settings_of(folder),
+            "plan": lambda folder, asked: details.plan_of(folder),
+            "checkpoints": lambda folder, asked: details.checkpoints_of(folder),
+            "logs": lambda folder, asked: details.logs_of(folder),
+            "log": lambda folder, asked: details.log_text(folder, _text(asked, "name"), _number(asked, "start", None)),
+            "samples": lambda folder, asked: details.samples_of(folder, _number(asked, "step", None)),
+            "rows": _rows,
+        }
+
+    def answer(self, name: str, asked: Mapping[str, str]) -> Any:
+        """Answer one question.
+
+        Raises:
+            KeyError: no such question, run, log or checkpoint.
+            BadQuestionError: a parameter is missing or no number.
+            MegatuneError: files that cannot be read, or settings and data that do not fit.
+        """
+        if name == "runs":
+            return self.runs.changes(_number(asked, "since", 0) or 0)
+        if name == "machine":
+            return machine_of(self.runs.root)
+        return self._by_name[name](self.runs.folder(_text(asked, "run")), asked)
+
+    def _curves(self, folder: Path, asked: Mapping[str, str]) -> dict[str, Any]:
+        numbers = (
+            _number(asked, key, otherwise) for key, otherwise in (("first", 0), ("level", -1), ("generation", -1))
+        )
+        keys = [key for key in asked.get("keys", "").split(",") if key]
+        return self._series.get(folder / METRICS).answer(keys, *(number or 0 for number in numbers))
+
+
+def _rows(folder: Path, asked: Mapping[str, str]) -> dict[str, Any]:
+    from megatune.ui.rows import rows_of  # which imports what reads tokenizers and pictures
+
+    first, count = _number(asked, "first", 1) or 1, _number(asked, "count", 3) or 3
+    return rows_of(folder, max(1, first), max(1, count), evaluation=asked.get("eval") == "1")
+
+
+def _text(asked: Mapping[str, str], key: str) -> str:
+    if key not in asked:
+        raise BadQuestionError(f"{key} is missing")
+    return asked[key]
+
+
+def _number(asked: Mapping[str, str], key: str, otherwise: int | None) -> int | None:
+    if key not in asked:
+        return otherwise
+    try:
+        return int(asked[key])
+    except ValueError:
+        raise BadQuestionError(f"{key}: expected a whole number, got {asked[key][:40]!r}") from None

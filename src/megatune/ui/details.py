@@ -1,0 +1,194 @@
+"""What one run left behind, as JSON values: settings, plan and measurement, checkpoints, logs, samples of RL."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.run.record import PLAN_NAME, read_rank_memory
+from megatune.plan.run.trouble import diagnose
+from megatune.plan.time.estimate import TIME_PARTS
+from megatune.training.storage.manifest import added_files, problem_of, read_manifest
+from megatune.training.storage.store import list_checkpoints
+from megatune.ui.runs import RUN_YAML, read_json
+
+_LOG_BYTES = 1 << 17  # of a log that are sent at once
+_MOST_SAMPLES = 200
+_MOST_YAML = 1 << 22
+
+
+def settings_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the settings of a run.yaml in its order: group, key, value as it is written, and where it came from.
+
+    A file of reinforcement learning has roles with settings of their own: their keys are dotted there.
+
+    Raises:
+        MegatuneError: INPUT, where the file cannot be read.
+    """
+    path = folder / RUN_YAML
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MOST_YAML)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError) as error:
+        raise _unreadable(path, error) from error
+    lines, groups, group = text.splitlines(), list[str](), ""
+    for line in lines:
+        group = line[2:].strip() if line.startswith("# ") else group
+        groups.append(group)
+    return [
+        {"group": groups[place], "key": key, "value": value, "origin": lines[place].partition("  # ")[2].strip()}
+        for key, place, value in _scalars(node, "")
+    ]
+
+
+def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:
+    """Yield dotted key, line and value of everything in a mapping that is no mapping."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{getattr(key, 'value', '?')}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _scalars(value, f"{name}.")
+        elif isinstance(value, yaml.ScalarNode):
+            yield name, key.start_mark.line, value.value
+        else:
+            yield name, key.start_mark.line, yaml.serialize(value).strip()
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    """Return what was planned and what was measured: memory by stage and part, and the time of a step by part.
+
+    The plan is that of the rows as they were, where some were trained, and else of those that the settings allow.
+    """
+    runs = read_json(folder / PLAN_NAME).get("runs") or [{}]
+    last: dict[str, Any] = runs[-1] if isinstance(runs, list) and isinstance(runs[-1], dict) else {}
+    measured = (last.get("record") or {}).get("measured") or {}
+    memory, step = (
+        last.get(name) or last.get("planned") or {} for name in ("planned_for_longest_row", "planned_for_mean_row")
+    )
+    try:
+        said = diagnose(folder)
+    except MegatuneError as error:
+        said = [str(error)]
+    ranks = read_rank_memory(folder / "launch")
+    return {
+        "memory_parts": list(MEMORY_PARTS),
+        "stages": memory.get("memory_bytes", []),
+        "counted": measured.get("counted", ""),
+        "measured_stages": measured.get("stages", []),
+        "ranks": [{"rank": each.rank, "stage": each.stage, "peak": each.peak} for each in ranks],
+        "time_parts": list(TIME_PARTS),
+        "step_seconds": step.get("step_seconds", {}),
+        "uncertainty": step.get("uncertainty"),
+        "measured_seconds": measured.get("step_seconds"),
+        "measured_steps": measured.get("num_steps"),
+        "said": said,
+    }
+
+
+def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the checkpoints of a run, the newest first: as their manifests have them; no file of theirs is read."""
+    return [_checkpoint(path) for path in reversed(list_checkpoints(folder))]
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    entry = {"name": path.name, "changed": path.stat().st_mtime}
+    try:
+        manifest = read_manifest(path)
+    except MegatuneError as error:
+        return {**entry, "problem": str(error)}
+    return {
+        **entry,
+        "step": manifest.step,
+        "bytes": sum(file.size for file in manifest.files),
+        "files": len(manifest.files),
+        "resumable": manifest.resumable,
+        "metadata": {
+            key: value for key, value in manifest.metadata.items() if isinstance(value, (int, float, str, dict))
+        },
+        "problem": "",
+    }
+
+
+def verify_checkpoint(folder: Path, name: str) -> list[str]:
+    """Read every file of a checkpoint and return what is not as its manifest has it; nothing where all is whole.
+
+    Raises:
+        KeyError: the run has no such checkpoint.
+    """
+    path = next((each for each in list_checkpoints(folder) if each.name == name), None)
+    if path is None:
+        raise KeyError(name)
+    try:
+        manifest = read_manifest(path)
+    except MegatuneError as error:
+        return [str(error)]
+    problems = [problem for file in manifest.files if (problem := problem_of(path, file))]
+    return [*problems, *added_files(path, manifest)]
+
+
+def logs_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the logs of a run: their names, which `log_text` takes, and bytes."""
+    paths = [*sorted((folder / "launch" / "logs").glob("*.log"), key=_by_number), *sorted(folder.glob("*.log"))]
+    return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size} for path in paths]
+
+
+def _by_number(path: Path) -> tuple[str, int]:
+    name, _, number = path.stem.rpartition("-")
+    return (name, int(number)) if number.isdigit() else (path.stem, -1)
+
+
+def log_text(folder: Path, name: str, start: int | None = None) -> dict[str, Any]:
+    """Return a part of a log: its end, or what was written from byte `start` on.
+
+    Raises:
+        KeyError: the run has no such log.
+    """
+    if name not in {each["name"] for each in logs_of(folder)}:
+        raise KeyError(name)
+    with (folder / name).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(0, size - _LOG_BYTES)
+        if start is not None and begin <= start <= size:
+            begin = start
+        data = os.pread(file.fileno(), size - begin, begin)
+    return {"start": begin, "end": begin + len(data), "text": data.decode("utf-8", "replace")}
+
+
+def samples_of(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """Return the samples of one step of reinforcement learning, by default the last that was dumped, and all steps
+    there are; none where rollout_dump_dir was not set."""
+    settings = {each["key"]: each["value"] for each in settings_of(folder)}
+    dumps = _dump_dir(folder, settings.get("rollout_dump_dir", ""))
+    files = (
+        {number: path for path in dumps.glob("step-*.jsonl") if (number := _by_number(path)[1]) >= 0} if dumps else {}
+    )
+    chosen = max(files, default=None) if step not in files else step
+    samples: list[Any] = []
+    if chosen is not None:
+        with files[chosen].open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if len(samples) == _MOST_SAMPLES:
+                    break
+                samples.append(json.loads(line))
+    return {"steps": sorted(files), "step": chosen, "samples": samples}
+
+
+def _dump_dir(folder: Path, written: str) -> Path | None:
+    """Find the folder of rollout_dump_dir, which is relative to where the run was started, or has moved with it."""
+    if written in ("", "null", "~"):
+        return None
+    path = Path(written)
+    return next((each for each in (path, folder / path.name) if each.is_dir()), None)
+
+
+def _unreadable(path: Path, error: Exception) -> MegatuneError:
+    return MegatuneError(Finding("cannot be read", str(path), " ".join(str(error).split())), ExitCode.INPUT)

@@ -1,0 +1,78 @@
+"""Rows of a run as the model sees them, as JSON values: runs of text that are trained on or not, and pictures."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatune.config.load import load
+from megatune.config.rules import DATA_RULES
+from megatune.data.bad_rows import RowError
+from megatune.data.preview import PreviewRow, RowDocument, read_preview
+from megatune.data.preview.rows import Preview, load_model_input
+from megatune.data.preview.show import (
+    collapsed,
+    described,
+    shared_prompt,
+    small_copies_of,
+    title,
+    token_texts,
+    visible,
+)
+from megatune.ui.runs import RUN_YAML
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_ROWS = 20
+
+
+def rows_of(folder: Path, first: int, count: int, *, evaluation: bool = False) -> dict[str, Any]:
+    """Return rows of a run of training, numbered from 1 in each of its data sets.
+
+    Raises:
+        MegatuneError: settings, data or a model that cannot be read, from the folder that the server works in.
+    """
+    settings = load(str(folder / RUN_YAML)).require_valid(rules=DATA_RULES)
+    tokenizer, vision = load_model_input(settings)
+    wanted = range(first, first + min(count, MOST_ROWS))
+    found = read_preview(settings, tokenizer, vision, wanted=wanted, evaluation=evaluation)
+    return {
+        "notes": found.notes,
+        "total": found.total,
+        "bad": [f"{where}: {error}" for where, error in found.bad[:MOST_ROWS]],
+        "rows": [_row(row, found, tokenizer) for row in found.rows],
+    }
+
+
+def _row(row: PreviewRow, preview: Preview, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the title of a row and its parts: documents, and of a pair the prompt that both answers share first."""
+    parts: list[dict[str, Any]] = []
+    if "pairs" in preview.arrangement:
+        for chosen, rejected in row.pairs:
+            shared = shared_prompt(chosen.document, rejected.document)
+            parts.append(_part("prompt", chosen, tokenizer, stop=shared))
+            parts += [_part(name, each, tokenizer, start=shared, pictures=False) for name, each in
+                      (("chosen", chosen), ("rejected", rejected))]  # fmt: skip
+    else:
+        parts = [_part("", each, tokenizer) for each in row.documents]
+    return {"title": title(row, preview), "number": row.number, "parts": parts}
+
+
+def _part(
+    name: str, row: RowDocument, tokenizer: PreTrainedTokenizerBase, start: int = 0, stop: int | None = None,
+    *, pictures: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the tokens of a document from `start` to `stop`: lists of text, whether it is trained, whether special."""
+    stop = len(row.document.input_ids) if stop is None else stop
+    texts = [each for each in token_texts(row.document, tokenizer) if start <= each.start < stop]
+    alike = groupby(collapsed(texts), key=lambda each: (each.trained, each.special))
+    shown = [("".join(visible(each.text) for each in group), *marks) for marks, group in alike]
+    images: list[dict[str, Any]] = []
+    for number, picture in enumerate(row.document.pictures if pictures else (), 1):
+        try:
+            images.append({"text": described(number, picture), "sources": list(small_copies_of(picture))})
+        except RowError as error:
+            images.append({"text": f"{described(number, picture)}: {error}", "sources": []})
+    return {"name": name, "where": row.where, "tokens": stop - start, "texts": shown, "images": images}

@@ -1,0 +1,167 @@
+"""Curves of a run: metrics.jsonl read once and then where it grows, thinned out to what a screen can show."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+MOST_POINTS = 1500  # of one curve; a part holds at most two points
+_MOST_NOTICES = 100
+_MOST_OPEN = 12  # runs whose numbers are kept in memory
+_BOOKKEEPING = {"step", "total_steps", "epoch", "num_steps", "elapsed_seconds", "eta_seconds"}
+_NUMBERS = (int, float)
+_CHUNK = 1 << 22
+
+
+class Series:
+    """The numbers of one run, by name, with the record that each is of.
+
+    Attributes:
+        generation: counts how often the file was replaced, as a resumed run does: what was sent before is void.
+        steps, times: of every record: the step, and the seconds of training until then over all processes of the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self.generation = -1
+        self._inode = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.generation += 1
+        self._offset, self._before, self._elapsed = 0, 0.0, 0.0
+        self.steps, self.times = array("d"), array("d")
+        self.places: dict[str, array[int]] = {}
+        self.values: dict[str, array[float]] = {}
+        self.notices: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Read what was added since the last call."""
+        with self._lock:
+            try:
+                with self._path.open("rb", buffering=0) as file:
+                    found = os.fstat(file.fileno())
+                    if found.st_ino != self._inode or found.st_size < self._offset:
+                        self._inode = found.st_ino
+                        self._reset()
+                    file.seek(self._offset)
+                    self._take_all(file)
+            except OSError:
+                return
+
+    def _take_all(self, file: Any) -> None:
+        rest = b""
+        while data := file.read(_CHUNK):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._offset += len(line) + 1
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict) and isinstance(record.get("step"), (int, float)):
+                    self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        elapsed = record.get("elapsed_seconds")
+        if isinstance(elapsed, (int, float)):
+            if elapsed < self._elapsed:  # another process of the run, whose clock begins at zero
+                self._before += self._elapsed
+            self._elapsed = elapsed
+        if "notice" in record:
+            self.notices = [*self.notices[1 - _MOST_NOTICES :], {"step": record["step"], "text": record["notice"]}]
+            return
+        place = len(self.steps)
+        self.steps.append(record["step"])
+        self.times.append(self._before + self._elapsed)
+        for key, value in record.items():
+            if type(value) in _NUMBERS and key not in _BOOKKEEPING and value - value == 0:  # it is finite
+                if key not in self.values:
+                    self.places[key], self.values[key] = array("q"), array("d")
+                self.places[key].append(place)
+                self.values[key].append(value)
+
+    def answer(self, keys: Iterable[str], first: int = 0, level: int = -1, generation: int = -1) -> dict[str, Any]:
+        """Return curves, or what was added to them.
+
+        A part is 2^level records; of each part a curve has its lowest and its highest value. The level grows with the
+        run, so that no curve has more than MOST_POINTS points, and only then are all sent again.
+
+        Args:
+            first: records that were there at the last answer.
+            level, generation: of the last answer; -1 for the first one.
+
+        Returns:
+            `from`: the record from which on points replace those of earlier answers; by key columns of records, steps,
+            seconds and values.
+        """
+        with self._lock:
+            return self._answer(keys, first, level, generation)
+
+    def _answer(self, keys: Iterable[str], first: int, level: int, generation: int) -> dict[str, Any]:
+        count = len(self.steps)
+        own = max(0, math.ceil(math.log2(max(1, count) / (MOST_POINTS / 2))))
+        is_next = (own, self.generation) == (level, generation) and 0 < first <= count
+        start = (max(0, first - 1) >> own) << own if is_next else 0
+        return {
+            "generation": self.generation,
+            "level": own,
+            "count": count,
+            "from": start,
+            "names": sorted(self.values),
+            "notices": self.notices,
+            "curves": {key: self._thinned(key, start, own) for key in keys if key in self.values},
+        }
+
+    def _thinned(self, key: str, start: int, level: int) -> list[list[float]]:
+        places, values = np.array(self.places[key]), np.array(self.values[key])
+        first = int(np.searchsorted(places, start))
+        chosen = first + _extremes(values[first:], places[first:] >> level)
+        records = places[chosen]
+        columns = (records, np.array(self.steps)[records], np.array(self.times)[records].round(3), values[chosen])
+        return [column.tolist() for column in columns]
+
+
+def _extremes(values: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Return where each part has its lowest and its highest value first: int64, in order.
+
+    Args:
+        parts: int64, like `values`: the part that each is of, in order.
+    """
+    if not len(values):
+        return np.zeros(0, np.int64)
+    starts = np.flatnonzero(np.diff(parts, prepend=parts[0] - 1))
+    sizes = np.diff(starts, append=len(values))
+    found = []
+    for extreme in (np.minimum, np.maximum):
+        at = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
+        found.append(at[np.unique(parts[at], return_index=True)[1]])
+    return np.unique(np.concatenate(found))
+
+
+class SeriesCache:
+    """The series of the runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, Series] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, path: Path) -> Series:
+        """Return the series of a metrics.jsonl, as it is now."""
+        with self._lock:
+            series = self._open.pop(path, None) or Series(path)
+            self._open[path] = series
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        series.read()
+        return series
