@@ -122,7 +122,7 @@ def _preview(words: Sequence[str]) -> int:
     settings = given.load().require_valid(rules=DATA_RULES)
     first = options.row or 1
     count = options.rows or (1 if options.row else _DEFAULT_ROWS)
-    tokenizer, vision = _model_input(settings)
+    tokenizer, vision = model_input(settings)
 
     from megatune.data.preview import json_lines, read_preview, show_preview, write_page
 
@@ -155,7 +155,7 @@ def _stats(words: Sequence[str]) -> int:
     from megatune.data.statistics import describe, draw, lines, refuse_streaming
 
     refuse_streaming(settings)
-    tokenizer, vision = _model_input(settings)
+    tokenizer, vision = model_input(settings)
     statistics = describe(settings, tokenizer, prepare(settings, tokenizer, vision=vision))
     print(statistics.to_json() if options.json_ else "\n".join(lines(statistics)))
     if options.plot is not None:
@@ -165,7 +165,8 @@ def _stats(words: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
+def model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
+    """Open the model's tokenizer, and what reads pictures for it, which are all that rows need."""
     from megatune.hub.models import open_model
 
     model = settings.model
