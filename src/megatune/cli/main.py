@@ -33,6 +33,7 @@ _VERBS = {
     "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
     "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
     "new": ("new", "plan, write and start a new run from a few answers"),
+    "sweep": ("sweep", "train a file with several values of settings, and compare the runs"),
     "rehearse": ("rehearse", "try a run with a small model on this machine before it starts elsewhere"),
     "doctor": ("doctor", "check machines before a run: versions, GPUs, disks, network, speed of ranks"),
     "demo-model": ("demo_model", "create a tiny random checkpoint with a real tokenizer"),
