@@ -93,7 +93,7 @@ def test_a_file_for_other_machines_says_what_it_costs(folder: Path, capsys: pyte
     assert "GPU hours" in said.out
     assert "6 steps" not in said.out  # of a batch of two
     assert "3 steps, 3 epochs of 2 rows" in said.out
-    assert "megatune launch-file slurm gpu.yaml --gpus 2 --gpu h100-80g" in said.out
+    assert "megatune plan gpu.yaml --gpus 2 --gpu h100-80g --launch slurm" in said.out
     assert load("gpu.yaml").settings.run.num_processes == 2
     assert main(words) == ExitCode.CANNOT_WRITE
     assert "gpu.yaml: cannot write the settings file" in capsys.readouterr().err

@@ -89,7 +89,8 @@ def run(verb: str, words: Sequence[str]) -> int:
     _show_rows(found, asked.data)
     print(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n", flush=True)
     if not found.here:
-        print(f"megatune launch-file slurm {found.file} --gpus {asked.gpus} --gpu {asked.gpu}  # a job for a cluster")
+        machines = f"--gpus {asked.gpus} --gpu {asked.gpu}"
+        print(f"megatune plan {found.file} {machines} --launch slurm  # how to start it there")
         return ExitCode.DONE
     if not options.start or not (options.yes or _answer("Start it now", "yes", _yes_or_no).lower() in _YES):
         print(f"megatune {found.verb} {found.file}  # starts it")
