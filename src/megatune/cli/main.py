@@ -32,6 +32,8 @@ _VERBS = {
     "serve": ("serve", "serve a model over HTTP with OpenAI's API"),
     "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
     "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
+    "new": ("new", "plan, write and start a new run from a few answers"),
+    "sweep": ("sweep", "train a file with several values of settings, and compare the runs"),
     "rehearse": ("rehearse", "try a run with a small model on this machine before it starts elsewhere"),
     "ui": ("ui", "a web page of runs: curves, settings, rows, checkpoints, logs; start, stop, resume"),
     "report": ("report", "write one HTML file of one run, or of several side by side"),
@@ -44,9 +46,9 @@ _VERBS = {
 
 # The verbs of --help, in its order, by what a person does.
 _GROUPS = {
-    "look": "data explain doctor",
+    "look": "data explain ui report doctor",
     "plan": "plan rehearse verify",
-    "train": "train sft pt dpo kto rm rl",
+    "train": "new train sft pt dpo kto rm rl sweep",
     "use": "infer serve",
     "convert": "export demo-model megatron swift shims",
 }

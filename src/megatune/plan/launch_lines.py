@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from megatune.config.dialects.llamafactory import LLAMAFACTORY
 from megatune.config.load import dump
@@ -169,17 +170,24 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collect
     """
     settings = estimate.case.settings
     if all(origin == "default" for origin in origins.values()):
-        return f"{_planned(estimate)}{_short(estimate.case, written)}"
+        return f"{planned_lines(estimate)}{_short(estimate.case, written)}"
     chosen = {
         path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
     }
     chosen |= {
         path: "plan" for path in _FREE if origins.get(path, "default") == "default" and _is_written(settings, path)
     }
-    return f"{_planned(estimate)}{dump(settings, {**origins, **chosen})}"
+    return f"{planned_lines(estimate)}{dump(settings, {**origins, **chosen})}"
 
 
-def _planned(estimate: Estimate) -> str:
+def layout_settings(case: Case) -> dict[str, Any]:
+    """Return what a search decided by keys of a settings file, without what has its default."""
+    paths = (*_CHOSEN, *_FREE, "precision.bf16", "precision.fp16")
+    kept = [path for path in paths if path in _ALWAYS or _is_written(case.settings, path)]
+    return {LLAMAFACTORY.key_of(path): setting_of(case.settings, path) for path in kept}
+
+
+def planned_lines(estimate: Estimate) -> str:
     """Return comments on the machines and the numbers that are predicted on them."""
     case, time = estimate.case, estimate.time
     return (

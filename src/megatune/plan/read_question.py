@@ -249,7 +249,7 @@ class QuestionReader(PlanReader):
         mean, longest = self.options.document_length, self.options.longest_document
         if mean is not None or longest is not None:
             return stated_rows(settings, mean, longest)
-        rows = self.rows_of(settings, model) if self.file is not None and settings.data.dataset else PlannedRows()
+        rows = self.rows_of(settings, model) if settings.data.dataset else PlannedRows()
         self.notes += [rows.note] if rows.note else []
         return rows
 

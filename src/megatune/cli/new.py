@@ -1,0 +1,222 @@
+"""`megatune new`: asks for model, data, machine and goal, plans the run, writes its file and starts it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from megatune.cli.command import Command
+from megatune.config.options import Flag
+from megatune.config.setting import Count, Group
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.training.new_run import Answers, NewRun
+
+_EPILOG = """In a folder with a model and a file of rows, each question has an answer already, and Enter takes it:
+
+    megatune new
+
+Flags answer questions, and --yes takes the defaults of all others:
+
+    megatune new --model Qwen3-0.6B --data my.csv --yes
+    megatune new --model Qwen/Qwen3-8B --data pairs.jsonl --goal dpo --gpus 8 --gpu h100-80g --yes
+
+goals: full trains all weights, lora adapters, dpo on pairs of answers, rl on rewards for the model's own responses;
+without one it is what the rows are made for, then full training where that fits, then LoRA."""
+_PREVIEWED = 2  # rows
+_YES = ("y", "yes")
+_OTHER_MACHINE = re.compile(r"(\d+)\s*[x×*]?\s*([\w-]+)")
+
+
+class NewOptions(Group):
+    """The options of `megatune new`."""
+
+    model: Annotated[str | None, Flag("MODEL")] = None
+    """a folder with a Hugging Face model, or an id on a hub (the one in this folder)"""
+    data: Annotated[str | None, Flag("DATA")] = None
+    """a file of rows, or what else dataset may name (the one in this folder)"""
+    goal: Literal["full", "lora", "dpo", "rl"] | None = None
+    """what to train (what data and memory allow)"""
+    gpus: Count | None = None
+    """devices of the whole run (this machine's)"""
+    gpu: Annotated[str | None, Flag("KIND")] = None
+    """a device of the catalogue, where the run is for other machines, such as h100-80g"""
+    output: Annotated[str | None, Flag("FILE.yaml")] = None
+    """the settings file to write (a new name in this folder)"""
+    yes: bool = False
+    """ask nothing: take the defaults, and start the run if it is for this machine"""
+    start: bool = True
+    """--no-start writes the file only"""
+
+
+COMMAND = Command(
+    name="new",
+    usage="[--OPTION ...]",
+    about="Asks for model, data, machine and goal, searches the layout, shows the plan and the first rows, and "
+    "writes a settings file, which it can start.",
+    epilog=_EPILOG,
+    options=NewOptions,
+)
+
+
+def run(verb: str, words: Sequence[str]) -> int:
+    """Ask, plan, write, and start.
+
+    Raises:
+        MegatuneError: what is wrong with the flags or answers; SETTINGS, where there is no terminal to ask on.
+    """
+    given = COMMAND.read(words)
+    given.stop()
+    options = given.options
+    if not options.yes and not sys.stdin.isatty():
+        command = shlex.join(["megatune", "new", *words, *_missing(options), "--yes"])
+        finding = Finding("there is no terminal to ask on", "", "the input is not one", command)
+        raise MegatuneError(finding, ExitCode.SETTINGS)
+
+    from megatune.training.new_run import draft
+
+    asked, found = _defaults(options) if options.yes else _ask(options)
+    found = found or draft(asked)
+    print("\n".join(found.lines), flush=True)
+    found.write()
+    _show_rows(found, asked.data)
+    print(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n", flush=True)
+    if not found.here:
+        machines = f"--gpus {asked.gpus} --gpu {asked.gpu}"
+        print(f"megatune plan {found.file} {machines} --launch slurm  # how to start it there")
+        return ExitCode.DONE
+    if not options.start or not (options.yes or _answer("Start it now", "yes", _yes_or_no).lower() in _YES):
+        print(f"megatune {found.verb} {found.file}  # starts it")
+        return ExitCode.DONE
+    return _start(found)
+
+
+def _missing(options: NewOptions) -> list[str]:
+    """Return flags to type where nothing in this folder could be meant."""
+    from megatune.training.new_run import find_data, find_models
+
+    here = Path()
+    model = [] if options.model or len(find_models(here)) == 1 else ["--model", "MODEL"]
+    return [*model, *([] if options.data or len(find_data(here)) == 1 else ["--data", "DATA"])]
+
+
+def _defaults(options: NewOptions) -> tuple[Answers, None]:
+    """Take what this folder offers.
+
+    Raises:
+        MegatuneError: SETTINGS, where that is nothing, or several models or files.
+    """
+    from megatune.training.new_run import Answers, find_data, find_models
+
+    model, data = _only(options.model, find_models, "model"), _only(options.data, find_data, "data")
+    if findings := [each for each in (model, data) if isinstance(each, Finding)]:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    more = options.model_dump(include={"goal", "gpus", "gpu", "output"})
+    return Answers(model=str(model), data=str(data), **more), None
+
+
+def _only(said: str | None, find: Callable[[Path], list[str]], what: str) -> str | Finding:
+    """Return what was said, or the only one in this folder, or what is wrong."""
+    found = find(Path()) if said is None else [said]
+    if len(found) == 1:
+        return found[0]
+    some = f"several could be meant: {', '.join(found[:5])}" if found else "this folder has none"
+    return Finding(f"which {what}?", why=some, fix=f"--{what} {found[0] if found else what.upper()}")
+
+
+def _ask(options: NewOptions) -> tuple[Answers, NewRun | None]:
+    """Ask what no flag says; the last question's default needs a plan, which is returned if it stays."""
+    from megatune.launch.devices import count_gpus
+    from megatune.training.new_run import GOALS, Answers, draft, find_data, find_models
+
+    model = options.model or _answer("Model: a folder, or an id on a hub", _first(find_models), _not_empty)
+    data = options.data or _answer("Data: a file of rows", _first(find_data), _not_empty)
+    gpus, gpu = options.gpus, options.gpu
+    if gpus is None and gpu is None:
+        here = f"this machine's {f'{count_gpus()} GPUs' if count_gpus() else 'CPU'}"
+        said = _answer("Machine: or a number and a kind of GPUs, such as 8 h100-80g", here, _machine(here))
+        if (other := _OTHER_MACHINE.fullmatch(said)) is not None:
+            gpus, gpu = int(other[1]), other[2]
+    asked = Answers(model=model, data=data, goal=options.goal, gpus=gpus, gpu=gpu, output=options.output)
+    found = draft(asked)
+    if options.goal is None:
+        goal = _answer(f"Goal: {', '.join(GOALS)}", found.goal, lambda text: text in GOALS)
+        if goal != found.goal:
+            asked = replace(asked, goal=next(each for each in GOALS if each == goal))
+            return asked, None
+    return asked, found
+
+
+def _first(find: Callable[[Path], list[str]]) -> str:
+    found = find(Path())
+    if len(found) > 1:
+        print(f"found here: {', '.join(found[:8])}")
+    return next(iter(found), "")
+
+
+def _not_empty(text: str) -> bool:
+    return bool(text)
+
+
+def _yes_or_no(text: str) -> bool:
+    return text.lower() in (*_YES, "n", "no")
+
+
+def _machine(here: str) -> Callable[[str], bool]:
+    return lambda text: text == here or _OTHER_MACHINE.fullmatch(text) is not None
+
+
+def _answer(question: str, default: str, fits: Callable[[str], bool]) -> str:
+    """Ask until an answer fits; Enter takes the default.
+
+    Raises:
+        KeyboardInterrupt: the input ends.
+    """
+    while True:
+        try:
+            text = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        except EOFError as error:
+            raise KeyboardInterrupt from error
+        if fits(text):
+            return text
+
+
+def _show_rows(found: NewRun, data: str) -> None:
+    """Print the first rows as the model will see them; problems of reinforcement learning as their file has them."""
+    print("\nThe first rows", flush=True)
+    if found.verb == "rl":
+        from megatune.data.readers import read_rows
+
+        for row in islice(read_rows(Path(data)), _PREVIEWED):
+            print(f"{row.where}: {row.fields}")
+        return
+    from rich.console import Console
+
+    from megatune.config.load import load
+    from megatune.config.rules import DATA_RULES
+    from megatune.data.preview import load_model_input, read_preview, show_preview
+
+    settings = load(found.file).require_valid(rules=DATA_RULES)
+    tokenizer, vision = load_model_input(settings)
+    preview = read_preview(settings, tokenizer, vision, wanted=range(1, 1 + _PREVIEWED))
+    show_preview(preview, tokenizer, Console(), ids=False, wraps=False)
+
+
+def _start(found: NewRun) -> int:
+    """Run the file that was written."""
+    if found.verb == "rl":
+        from megatune.cli.rl import begin
+        from megatune.rl.reading import read_file
+
+        return begin(read_file(str(found.file), [], runs=True), "roll")
+    from megatune.config.load import load
+    from megatune.training.start import start
+
+    return start(load(found.file))

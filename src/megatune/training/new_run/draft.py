@@ -1,0 +1,226 @@
+"""Plans a new run and writes its settings file as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megatune.config.entry import Arguments
+from megatune.config.load import load
+from megatune.config.options import Given
+from megatune.config.values import shown
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.devices import count_gpus
+from megatune.plan.answer import Answer, answer
+from megatune.plan.case import PlannedModel
+from megatune.plan.catalogue import find_model
+from megatune.plan.estimate import Estimate
+from megatune.plan.options import PlanOptions
+from megatune.plan.pages.words import duration, fullest, layout_words, machine_words, seconds
+from megatune.plan.read_question import QuestionReader
+from megatune.training.new_run.files import rl_file, training_file
+from megatune.training.new_run.folder import MOST_ROWS, DataFacts, Goal, look_at
+from megatune.training.rows_ahead import data_rows
+from megatune.training.this_machine import this_machine
+
+_LONGEST = 8192  # tokens of a row that a new run keeps at most
+_RL_LONGEST = 1024  # tokens of a prompt and its response
+_LARGEST_BATCH, _STEPS = 64, 50  # rows of a step; fewer where the run would have fewer steps than this
+# By stage, for all weights and for adapters: learning rates; and epochs.
+_RATES = {"sft": (1e-5, 1e-4), "pt": (1e-5, 1e-4), "dpo": (5e-7, 5e-6), "rl": (1e-6, 1e-5)}
+_EPOCHS = {"sft": 3.0, "pt": 1.0, "dpo": 1.0}
+_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "dpo": "DPO", "rl": "reinforcement learning"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a user said of a new run.
+
+    Attributes:
+        model: a folder, or an id on a hub.
+        data: a file, or what else `dataset` may name.
+        goal: None takes what the data is made for; else full where it fits, and LoRA otherwise.
+        gpus, gpu: number and kind of the GPUs, as `megatune plan` takes them; None takes this machine.
+        output: the settings file to write; None takes a new name in the working folder.
+    """
+
+    model: str
+    data: str
+    goal: Goal | None = None
+    gpus: int | None = None
+    gpu: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRun:
+    """A run that can be written and started.
+
+    Attributes:
+        file, text: the settings file.
+        verb: of megatune, which runs the file.
+        here: whether it is planned for this machine.
+        lines: the plan in a few lines: what is trained, devices, layout, memory, time, cost.
+    """
+
+    goal: Goal
+    file: Path
+    text: str
+    verb: str
+    here: bool
+    lines: tuple[str, ...]
+
+    def write(self) -> None:
+        """Write the settings file, which must not be there yet.
+
+        Raises:
+            MegatuneError: CANNOT_WRITE.
+        """
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("x", encoding="utf-8") as file:
+                file.write(self.text)
+        except OSError as error:
+            what, fix = "cannot write the settings file", "name another file with --output"
+            finding = Finding(what, str(self.file), error.strerror or str(error), fix)
+            raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
+
+
+def draft(answers: Answers) -> NewRun:
+    """Look at the data, search the layout, and return the run.
+
+    Raises:
+        MegatuneError: SETTINGS, INPUT or DATA, with what is wrong with the answers; OUT_OF_MEMORY, where no layout
+            fits.
+    """
+    drafting = _Drafting(answers, look_at(answers.data, answers.goal))
+    goal = answers.goal or drafting.facts.goal
+    found = None if goal == "lora" else drafting.plan("full")
+    if found is None or (goal != "full" and (found.best is None or found.best.is_tight)):
+        return drafting.run(goal or "lora", "lora", drafting.plan("lora"))
+    return drafting.run(goal or "full", "full", found)
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """The steps of a draft that need all answers."""
+
+    answers: Answers
+    facts: DataFacts
+
+    @property
+    def is_rl(self) -> bool:
+        return self.facts.goal == "rl"
+
+    @cached_property
+    def model(self) -> PlannedModel:
+        return find_model(self.answers.model, stage=self.facts.stage)
+
+    def plan(self, trained: str) -> Answer:
+        """Search the layout for training all weights ("full"), or adapters ("lora")."""
+        options = PlanOptions(gpu=self.answers.gpu, gpus=self.answers.gpus, global_batch=self._global_batch)
+        words = [f"{key}={shown(value, quoted=True)}" for key, value in self._decided(trained).items()]
+        given = Given("megatune new", options, [], Arguments(self.answers.model, words, []), [], [], [])
+        return answer(QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question())
+
+    def run(self, goal: Goal, trained: str, found: Answer) -> NewRun:
+        """Return the run in the best layout that was found."""
+        if (best := found.best) is None:
+            raise self._too_large(found)
+        file = self._file(goal)
+        values = self._decided(trained)
+        output_dir = str(Path("out") / file.stem)
+        what = _WORDS[goal] + " with LoRA" * (goal in ("dpo", "rl") and trained == "lora")
+        verb = "rl" if self.is_rl else "train"
+        if self.is_rl:
+            text = rl_file(self.answers.model, self.answers.data, output_dir, values, best)
+        else:
+            text = training_file(self.answers.model, output_dir, values, best)
+        head = f"# {what} of {self.answers.model} on {self.answers.data}, written by `megatune new`; to run it:\n"
+        head += f"#   megatune {verb} {file}\n"
+        lines = (f"trained  {what}, learning rate {values['learning_rate']:g}", *self._summary(found, best))
+        here = self.answers.gpu is None
+        return NewRun(goal=goal, file=file, text=head + text, verb=verb, here=here, lines=lines)
+
+    def _decided(self, trained: str) -> dict[str, Any]:
+        """Return what is decided before a layout is searched for, by keys of a settings file."""
+        stage = "rl" if self.is_rl else self.facts.stage
+        values: dict[str, Any] = {"stage": self.facts.stage, "finetuning_type": trained}
+        values |= {"lora_rank": 16} if trained == "lora" else {}
+        values |= {} if self.is_rl else self._data
+        values |= {"learning_rate": _RATES[stage][trained == "lora"]}
+        return values | {"cutoff_len": self._cutoff_len} | ({} if self.is_rl else {"num_train_epochs": _EPOCHS[stage]})
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        columns = {"columns": dict(self.facts.columns)} if self.facts.columns else {}
+        return {"dataset": [self.answers.data], **columns}
+
+    @property
+    def _global_batch(self) -> int:
+        """Return rows of a step: a multiple of the devices, of RL so that two steps' rows are groups of eight."""
+        world = self.answers.gpus or (count_gpus() if self.answers.gpu is None else 0) or 1
+        rows = _LARGEST_BATCH
+        if self.facts.rows and not self.is_rl:
+            rows = max(1, min(rows, int(self.facts.rows * _EPOCHS[self.facts.stage]) // _STEPS))
+            rows = 1 << (rows.bit_length() - 1)
+        multiple = 4 * world if self.is_rl else world
+        return -(-rows // multiple) * multiple
+
+    @cached_property
+    def _cutoff_len(self) -> int:
+        """Return cutoff_len: as long as the longest row, within _LONGEST and the model's positions."""
+        most = min(_RL_LONGEST if self.is_rl else _LONGEST, self.model.architecture.max_position_embeddings)
+        if self.is_rl:
+            return most
+        asked = {"model_name_or_path": self.answers.model, "stage": self.facts.stage, "cutoff_len": most, **self._data}
+        settings = load(None, [f"{key}={shown(value, quoted=True)}" for key, value in asked.items()]).settings
+        lengths = data_rows(settings, self.model).lengths
+        if lengths is None:
+            return min(2048, most)
+        return min(most, -(-int(lengths.longest * 1.1 + 32) // 128) * 128)  # lengths of a sample are estimates
+
+    def _file(self, goal: Goal) -> Path:
+        """Return the file to write: where none is named, one that is not there yet."""
+        if self.answers.output is not None:
+            return Path(self.answers.output)
+        name = f"{Path(self.answers.model).absolute().name}-{goal}"
+        names = (Path(f"{name}{'' if number == 1 else f'-{number}'}.yaml") for number in count(1))
+        return next(path for path in names if not path.exists())
+
+    def _summary(self, found: Answer, best: Estimate) -> list[str]:
+        """Say what the plan is, and what the run costs where it is not this CPU's."""
+        case = best.case
+        lines = [
+            f"devices  {machine_words(case.machine, case.world_size)}",
+            f"layout   {layout_words(case)}, {case.global_batch_size} rows a step",
+            f"memory   {fullest(best).removeprefix('memory: ')}",
+        ]
+        if self.is_rl:  # the plan is that of its trainer
+            return [*lines, "time     `megatune plan FILE` plans sampling and training together"]
+        lines.append(f"time     {seconds(best.time.total)} a step, ±{best.time.uncertainty:.0%}")
+        if (whole := self._run_seconds(found, best)) is not None:
+            lines[-1] += f"; {duration(whole[0])} for {whole[1]}"
+            hours = whole[0] * case.world_size / 3600
+            lines += [] if case.machine.device.on_cpu else [f"cost     {hours:,.2g} GPU hours"]
+        return lines
+
+    def _run_seconds(self, found: Answer, best: Estimate) -> tuple[float, str] | None:
+        """Return how long the run takes, and of how many steps or tokens that is; None where the rows are not known."""
+        if self.facts.stage == "pt" or not 0 < self.facts.rows < MOST_ROWS:  # texts are joined into rows
+            return found.question.run_seconds(best)
+        epochs = _EPOCHS[self.facts.stage]
+        steps = int(epochs * -(-self.facts.rows // best.case.global_batch_size))
+        return steps * best.time.total, f"{steps:,} steps, {epochs:g} epochs of {self.facts.rows:,} rows"
+
+    def _too_large(self, found: Answer) -> MegatuneError:
+        case, enough = found.question.case, found.enough
+        what = f"{self.answers.model} does not fit {machine_words(case.machine, case.world_size)}"
+        fix = "name a smaller model, or other machines: --gpus N --gpu KIND"
+        if enough is not None:
+            fix = f"--gpus {enough.case.world_size} --gpu {enough.case.machine.device.name}"
+        why = f"none of {found.result.num_considered} layouts does"
+        return MegatuneError(Finding(what, "", why, fix), ExitCode.OUT_OF_MEMORY)

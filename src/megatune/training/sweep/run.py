@@ -1,0 +1,222 @@
+"""Runs the trials of a sweep, each as `megatune train` in its own folder, and compares what they logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatune.config.load import load
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.devices import count_gpus
+from megatune.picture import new_figure, write
+from megatune.plan.pages.words import columns
+from megatune.training.checks import Launch, check_all
+from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.sweep.space import Range, Space, Values, grid, name_of
+
+_TAIL = 10  # of a trial's logged losses, the last tenth counts
+
+
+@dataclass
+class Sweep:
+    """One sweep.
+
+    Attributes:
+        source, overrides: the settings file, and what all trials change in it.
+        output: the folder of the trials' folders.
+        trials: that a search makes; 0 for a grid.
+        parallel: trials at a time; the GPUs of this machine are shared out among them.
+        metric: of metrics.jsonl; "" takes eval_loss, or loss where nothing is evaluated.
+        maximize: more of the metric is better.
+    """
+
+    source: str
+    overrides: Sequence[str]
+    space: Space
+    output: Path
+    trials: int = 0
+    parallel: int = 1
+    metric: str = ""
+    maximize: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    _ended: dict[str, tuple[Values, float | None, int]] = field(default_factory=dict)  # metric and exit code
+    _stop: int = 0  # the signal that asked for the end
+
+    def check(self) -> None:
+        """Check the settings of all trials, of a search those at the ends of its ranges.
+
+        Raises:
+            MegatuneError: with everything that is wrong, each problem once, with the first trial that has it.
+        """
+        found: dict[Finding, Finding] = {}
+        code = ExitCode.SETTINGS
+        for values in grid(self.space):
+            try:
+                check_all(Launch.of(load(self.source, self.words(values))))
+            except MegatuneError as error:
+                code = error.exit_code
+                for each in error.findings:
+                    place = f"{each.where} (trial {name_of(values)})".strip()
+                    found.setdefault(replace(each, where=""), replace(each, where=place))
+        if found:
+            raise MegatuneError(found.values(), code)
+
+    def run(self) -> int:
+        """Run what is not finished, and return the exit code: that of the first trial that failed, if any did."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        pending = self._searched() if self.trials else iter(grid(self.space))
+        try:
+            with ThreadPoolExecutor(self.parallel) as pool:
+                for done in [pool.submit(self._work, slot, pending) for slot in range(self.parallel)]:
+                    done.result()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._stop:
+            return int(ExitCode.STOPPED if self._stop == signal.SIGTERM else ExitCode.INTERRUPTED)
+        return next((code for _, _, code in self._ended.values() if code), int(ExitCode.DONE))
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """Ask the trials that run to save and end; Ctrl-C reaches them by itself."""
+        self._stop = number
+        for process in [*self._running] if number == signal.SIGTERM else []:
+            process.send_signal(number)
+
+    def _work(self, slot: int, pending: Iterator[Values]) -> None:
+        while True:
+            with self._lock:
+                values = None if self._stop else next(pending, None)
+            if values is None:
+                return
+            name = name_of(values)
+            value = self._finished(name)
+            code = 0 if value is not None else self._train(name, values, slot)
+            words = "finished before" if value is not None else "finished" if code == 0 else f"exit code {code}"
+            value = self._finished(name) if code == 0 else None
+            with self._lock:
+                self._ended[name] = (values, value, code)
+                print(f"{name}: {words}{'' if value is None else f', {value:.6g}'}", flush=True)
+
+    def words(self, values: Values) -> list[str]:
+        """Return what a trial changes in the file."""
+        # A trial that was stopped continues; a file for single runs may say otherwise.
+        more = ("overwrite_output_dir=false", f"output_dir={json.dumps(str(self.output / name_of(values)))}")
+        return [*self.overrides, *(f"{key}={text}" for key, text in values.items()), *more]
+
+    def command(self, values: Values) -> list[str]:
+        """Return the command of a trial."""
+        return [sys.executable, "-m", "megatune", "train", self.source, *self.words(values)]
+
+    def _train(self, name: str, values: Values, slot: int) -> int:
+        environment = dict(os.environ)
+        if num_gpus := count_gpus():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
+            each = num_gpus // self.parallel
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[slot * each : (slot + 1) * each])
+        with (self.output / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                self.command(values), stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
+        self._running.add(process)
+        if self._stop:  # asked while it was started
+            process.terminate()
+        code = process.wait()
+        self._running.discard(process)
+        return code if code >= 0 else ExitCode.PROCESS_DIED
+
+    def _finished(self, name: str) -> float | None:
+        """Return the metric of a trial that is finished; None of another one."""
+        folder = self.output / name
+        try:
+            report = json.loads((folder / "launch" / "report.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return self._value(folder) if report.get("outcome") == "done" else None
+
+    def _value(self, folder: Path) -> float:
+        """Return the last value of the metric, of a loss the mean of its last tenth; NaN where none was logged."""
+        records = read_json_lines(folder / "metrics.jsonl")
+        names = (self.metric,) if self.metric else ("eval_loss", "loss")
+        for name in names:
+            if found := [float(each[name]) for each in records if each.get(name) is not None]:
+                last = found[-max(1, len(found) // _TAIL) :] if name == "loss" else found[-1:]
+                return sum(last) / len(last)
+        return float("nan")
+
+    def _searched(self) -> Iterator[Values]:
+        """Yield what Optuna's sampler proposes after the trials that ended; the same ones after a resume."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=0, constant_liar=self.parallel > 1),
+            direction="maximize" if self.maximize else "minimize",
+        )
+        asked: dict[str, Any] = {}
+        for _ in range(self.trials):
+            for name in [name for name in asked if name in self._ended]:
+                value, failed = self._ended[name][1], optuna.trial.TrialState.FAIL
+                is_number = value is not None and value == value
+                study.tell(asked.pop(name), value if is_number else None, state=None if is_number else failed)
+            trial = study.ask()
+            values = {key: _suggested(trial, key, each) for key, each in self.space.items()}
+            asked[name_of(values)] = trial
+            yield values
+
+    def table(self) -> list[str]:
+        """Return the trials that ended, the best first, as lines; and write them and a plot next to the trials.
+
+        Raises:
+            MegatuneError: CANNOT_WRITE.
+        """
+        sign = -1 if self.maximize else 1
+        number = {name: each[1] if each[1] is not None else math.nan for name, each in self._ended.items()}
+        sign = -1 if self.maximize else 1
+        rows = sorted(self._ended.items(), key=lambda row: (math.isnan(number[row[0]]), sign * number[row[0]]))
+        if not rows:
+            return []
+        head = [*self.space, self.metric or "loss", "folder"]
+        cells = [
+            [*values.values(), f"exit code {code}" if value is None else f"{value:.6g}", str(self.output / name)]
+            for name, (values, value, code) in rows
+        ]
+        figure = new_figure(8, 3 + 3 * len(self.space))
+        axes = figure.subplots(1 + len(self.space), 1, squeeze=False)[:, 0]
+        for name, (values, value, _) in rows:
+            records = [each for each in read_json_lines(self.output / name / "metrics.jsonl") if each.get("loss")]
+            axes[0].plot([each["step"] for each in records], [each["loss"] for each in records], label=name)
+            for axis, text in zip(axes[1:], values.values(), strict=True):
+                axis.plot([text], [value], "o", color="tab:blue")
+        axes[0].set(xlabel="step", ylabel="loss")
+        axes[0].legend(fontsize="x-small")
+        for axis, key in zip(axes[1:], self.space, strict=True):
+            axis.set(xlabel=key, ylabel=self.metric or "loss")
+        write(figure, self.output / "sweep.png")
+        document = [
+            {"values": dict(values), "exit_code": code, "folder": str(self.output / name)}
+            | {"value": None if math.isnan(number[name]) else value}
+            for name, (values, value, code) in rows
+        ]
+        (self.output / "sweep.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return [*columns([head, *cells], left=range(len(head))), f"plot: {self.output / 'sweep.png'}"]
+
+
+def _suggested(trial: Any, key: str, span: tuple[str, ...] | Range) -> str:
+    if not isinstance(span, Range):
+        return str(trial.suggest_categorical(key, span))
+    if span.whole:
+        return str(trial.suggest_int(key, int(span.low), int(span.high), log=span.log))
+    return f"{trial.suggest_float(key, span.low, span.high, log=span.log):.4g}"
