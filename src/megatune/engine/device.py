@@ -98,6 +98,24 @@ def send(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(current(), non_blocking=True) if HAS_GPU else tensor
 
 
+class HostCopy:
+    """A small tensor of the device, copied to the host while the device and the host go on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor
+        if HAS_GPU:
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list[Any]:
+        """Return its values; waits until the device has come to the copy."""
+        if HAS_GPU:
+            self._arrived.synchronize()
+        return self._copy.tolist()
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for any shape, on a GPU; on a CPU that would ask for a C++ compiler."""
     return torch.compile(function, dynamic=True) if HAS_GPU else function
