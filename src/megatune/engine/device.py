@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +87,23 @@ def synchronize() -> None:
     """Wait until all queued work is done, so that a clock read after it counts it."""
     if HAS_GPU:
         torch.cuda.synchronize()
+
+
+def moment() -> Any:
+    """Return the moment at which all work is done that was launched before: now, or on a GPU an event in its queue."""
+    if not HAS_GPU:
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; waits until a GPU has come to the second one."""
+    if not HAS_GPU:
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def name() -> str:
