@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import psutil
 import torch
 import torch.utils._device
 
+from megatune.config.compiler import c_compiler
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
@@ -134,9 +136,22 @@ class HostCopy:
         return self._copy.tolist()
 
 
+@functools.cache
+def why_not_compiled() -> str:
+    """Return why fused operators run operator by operator; "" where torch.compile makes kernels of them."""
+    if not HAS_GPU:
+        return "on a CPU torch.compile asks for a C++ compiler"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if c_compiler() is None:
+        return "Triton needs a C compiler, and there is neither gcc nor clang (CC names another one)"
+    return ""
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for any shape, on a GPU; on a CPU that would ask for a C++ compiler."""
-    return torch.compile(function, dynamic=True) if HAS_GPU else function
+    """Compile a function for any shape, on a GPU, where it can be compiled: SwiGLU, rotary embeddings, and parts of
+    cross-entropy and of quantized matrices. Nothing else of the engine asks torch.compile for anything."""
+    return function if why_not_compiled() else torch.compile(function, dynamic=True)
 
 
 # The flash kernels of a GPU take channels in multiples of this.
