@@ -1,5 +1,5 @@
 # make demo: fine-tune a small model on this machine's CPU, and ask it who it is.  make demo-rl: improve one by rewards.
-# make test: lint and tests.
+# make test: lint and tests.  make gpu: check, test and measure on one GPU, in ten minutes.
 # Both need python3 (3.11 to 3.13) with venv, and nothing else; they install into .venv what is missing there.
 
 PYTHON ?= python3
@@ -21,11 +21,12 @@ STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify test
 	tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py tests/engine/test_moe_options.py
 WORKERS ?= 2
 
-.PHONY: help install demo demo-rl lint format test test-all test-faults test-newest test-oldest clean
+.PHONY: help install demo demo-rl gpu lint format test test-all test-faults test-newest test-oldest clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
 	@echo "make demo-rl  teach a small model two-digit addition by rewards, on the CPU"
+	@echo "make gpu      check, test and measure on one GPU within ten minutes, and write gpu-report.txt"
 	@echo "make test     lint and the tests, of products of cases as many as hold every value"
 	@echo "make test-all the same with every case"
 	@echo "make test-newest a covering part with the newest versions that pyproject.toml admits; test-oldest: the oldest"
@@ -55,6 +56,14 @@ demo-rl: install
 	$(BIN)/megatune train examples/rl/warmup.yaml
 	$(BIN)/megatune rl examples/rl/addition.yaml
 	@$(BIN)/python examples/rl/result.py out/rl/grpo
+
+# Kernels of one rank next to their plain references; see docs/gpu.md.
+GPU_TESTS := tests/engine/test_attention.py tests/engine/test_moe_experts.py tests/engine/test_cross_entropy.py \
+	tests/engine/test_rotary.py tests/engine/test_engine_adam.py
+
+gpu: install
+	@{ timeout 60 $(BIN)/megatune doctor; timeout 150 $(BIN)/python -m pytest -q -n 0 $(GPU_TESTS); \
+		$(BIN)/python benchmarks/gpu_training.py --budget_s 360 --output; } 2>&1 | tee gpu-report.txt
 
 lint: install
 	$(BIN)/ruff check .

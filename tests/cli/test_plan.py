@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_a_file_is_planned_as_it_is(run: Run) -> None:
-    code, out, err = run("run.yaml", *GPUS, "--dataset_tokens", "1B")
+    code, out, err = run("run.yaml", *GPUS, "--dataset_tokens", "1B", "overlap_grad_reduce=false")
     assert (code, err) == (ExitCode.DONE, "")
     assert "layout   pp2 dp4" in out
     assert "32 rows a step = 2 a micro-batch x 4 accumulated x 4 data-parallel" in out
@@ -82,7 +82,7 @@ def test_a_gain_within_the_uncertainty_is_no_promise(run: Run, tmp_path: Path) -
 
 def test_words_change_the_file(run: Run) -> None:
     _, out, _ = run("run.yaml", *GPUS, "recompute_granularity=full", "--pipeline_model_parallel_size", "4", "--seq=512")
-    assert "layout   pp4 dp2; recompute full" in out
+    assert "layout   pp4 dp2, gradient reduction overlapped; recompute full" in out
     assert "512 tokens a row" in " ".join(out.split())
     assert "recomputing" in out
     _, out, _ = run("run.yaml", *GPUS, "--global_batch", "64")

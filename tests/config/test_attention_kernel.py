@@ -16,8 +16,8 @@ SLOWER = ("efficient", "math")
     [
         (CPU, "auto", ("flash", "math")),
         (AMPERE, "auto", ("flash", "cudnn", *SLOWER)),
-        (HOPPER, "auto", ("cudnn", "flash", *SLOWER)),
-        (BLACKWELL, "auto", ("cudnn", "flash", *SLOWER)),
+        (HOPPER, "auto", ("flash", "cudnn", *SLOWER)),
+        (BLACKWELL, "auto", ("flash", "cudnn", *SLOWER)),
         (HOPPER, "flash", ("flash",)),
         (HOPPER, "fused", ("cudnn",)),
         (HOPPER, "unfused", ("plain",)),

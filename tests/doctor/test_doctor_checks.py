@@ -135,6 +135,10 @@ def test_gpus_are_judged_by_what_their_driver_says(tmp_path, monkeypatch):
     assert others["links"].found == "SYS (1)"
     assert "GPU 0" not in others
     assert "GPU 2" not in others
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "Triton" in trouble(gpus(4, bf16=True))["C compiler"].why
+    monkeypatch.setenv("CC", str(program))
+    assert "C compiler" not in trouble(gpus(4, bf16=True))
 
 
 def test_a_package_built_for_another_torch_is_found_without_ending_this_process(tmp_path, monkeypatch):

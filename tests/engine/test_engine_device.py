@@ -76,6 +76,22 @@ def test_a_refusal_has_the_reason_of_cuda(monkeypatch):
         device.select(0)
 
 
+def test_operators_are_compiled_only_where_triton_can(monkeypatch, tmp_path):
+    """Without a C compiler the first step would end with an error of Triton's."""
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "why_not_compiled", why := device.why_not_compiled.__wrapped__)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: ("compiled", function))
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert why() == "Triton is not installed"
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Triton needs a C compiler" in why()
+    assert device.compiled(sum) is sum
+    (tmp_path / "clang").touch(mode=0o755)
+    assert device.compiled(sum) == ("compiled", sum)
+
+
 def test_factories_obey_a_meta_device():
     """Transformers builds models on it; a wrapped factory that torch did not know would fill them with memory."""
     with torch.device("meta"):

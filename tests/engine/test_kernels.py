@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layouts import LAYOUTS, MORE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 from settings_gradients import run_with, worst_error
 
 from megatune.engine.layers.feed_forward import fused_swiglu, reference_swiglu
@@ -37,6 +37,20 @@ def test_gradients_added_straight_to_main_grad_are_the_same(pool, model_dir, lay
     for (_, gradients, direct), (_, _, without) in zip(straight, copied, strict=True):
         # Every matrix of every layer, and as without the fusion the output layer where this rank has it.
         assert direct == without + sum(name.endswith("weight") and "linear" in name for name in gradients)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layout", ["1", "ep2", "ep2 allgather"])
+def test_gradients_of_experts_added_straight_to_main_grad_are_the_same(pool, model_dir, layout):
+    model, chosen = model_dir("qwen3_moe"), EXPERT_LAYOUTS[layout]
+    straight = run_with(pool, model, chosen, {"gradient_accumulation_fusion": True})
+    copied = run_with(pool, model, chosen, {"gradient_accumulation_fusion": False})
+    assert worst_error(straight, copied) < 1e-6
+    for (_, gradients, direct), (_, _, without) in zip(straight, copied, strict=True):
+        named = [name for name in gradients if name.endswith(("weight1", "weight2"))]
+        dense = sum(name.endswith("weight") and "linear" in name for name in gradients)
+        assert named
+        assert direct == without + dense + len(named)
 
 
 def test_gradients_of_16_bits_added_straight_are_not_rounded_on_the_way(pool, model_dir):

@@ -24,7 +24,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
     config = SimpleNamespace(
         moe_ffn_hidden_size=ffn, hidden_size=HIDDEN, expert_tensor_parallel_size=1, params_dtype=dtype,
         moe_grouped_gemm=grouped, bias_activation_fusion=False, recompute_granularity=None, recompute_modules=[],
-        quantized_form=None, add_bias_linear=False, moe_swiglu_limit=None,
+        quantized_form=None, add_bias_linear=False, moe_swiglu_limit=None, gradient_accumulation_fusion=False,
     )  # fmt: skip
     vars(config).update(more)
     module = GroupedExperts(NUM_EXPERTS, config)
@@ -89,6 +89,36 @@ def test_fused_activation_equals_the_plain_one(counts, grouped):
     plain = forward_backward(experts(grouped=grouped), counts)
     fused = forward_backward(experts(grouped=grouped, bias_activation_fusion=True), counts)
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_weight_gradients_are_added_to_main_grad_and_never_made_whole(grouped):
+    """Two micro-batches, of which the second leaves experts without rows."""
+    plain, fused = experts(grouped=grouped), experts(grouped=grouped, gradient_accumulation_fusion=True)
+    weights = (fused.weight1, fused.weight2)
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
+        weight.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))  # as DDP does
+    for counts in COUNTS[:2]:
+        expected = forward_backward(plain, counts)  # which adds up in .grad
+        with AsLargeAs(weights) as made:
+            found = forward_backward(fused, counts)
+        assert not made.shapes
+        torch.testing.assert_close(found[:3], expected[:3])  # output, rows, probabilities
+    assert all(weight.grad_added_to_main_grad for weight in weights)
+    torch.testing.assert_close([weight.main_grad for weight in weights], expected[3:], rtol=1e-5, atol=1e-5)
+
+
+def test_unrounded_gradients_of_16_bits():
+    """Against the same products in fp64, where a gradient that is rounded on its way is off by 2**-9."""
+    rows, weight = torch.randn(16, HIDDEN).bfloat16(), torch.randn(NUM_EXPERTS, FFN, HIDDEN).bfloat16()
+    counts, grad = torch.tensor(COUNTS[0]), torch.randn(16, FFN).bfloat16()
+    weight.requires_grad_().main_grad = torch.zeros(weight.shape)
+    module = experts(grouped=True, dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+    module._linear(rows, weight, counts).backward(grad)
+    parts = zip(grad.double().split(COUNTS[0]), rows.double().split(COUNTS[0]), strict=True)
+    expected = torch.stack([of_outputs.t() @ of_inputs for of_outputs, of_inputs in parts])
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -171,6 +201,22 @@ def test_permuted_rows_come_back(data, n, k, pads):
     torch.testing.assert_close(
         torch.autograd.grad(back, (tokens, values), weights), torch.autograd.grad(plain, (tokens, values), weights)
     )
+
+
+class AsLargeAs(TorchDispatchMode):
+    """Shapes of new tensors that operators make as large as one of these weights."""
+
+    def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.known = {each.untyped_storage().data_ptr() for weight in weights for each in (weight, weight.main_grad)}
+        self.sizes, self.shapes = {weight.numel() for weight in weights}, list[torch.Size]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        is_new = isinstance(output, torch.Tensor) and output.untyped_storage().data_ptr() not in self.known
+        if is_new and output.numel() in self.sizes:
+            self.shapes.append(output.shape)
+        return output
 
 
 class LargestTensor(TorchDispatchMode):

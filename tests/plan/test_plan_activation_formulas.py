@@ -153,8 +153,7 @@ def test_stages_hold_what_the_schedule_has_in_flight(vpp):
     [
         ("cpu", {}, "one", "padded"),
         ("ampere", {}, "one", "padded"),
-        ("hopper", {}, "one", "one"),
-        ("hopper", {"attention_backend": "flash"}, "one", "padded"),
+        ("hopper", {}, "one", "padded"),
         ("blackwell", {"attention_backend": "fused"}, "one", "one"),
         ("volta", {}, "math", "padded"),
         ("ampere", {"attention_backend": "unfused"}, "plain", "plain"),

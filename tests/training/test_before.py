@@ -315,6 +315,23 @@ def test_use_cpu_hides_the_gpus_of_the_machine(run: dict[str, Any], monkeypatch:
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
+def test_gpus_decide_what_is_not_written(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that the catalogue has, and one whose compute capability alone is known."""
+    words = [f"{key}={json.dumps(value)}" for key, value in run.items()]
+    for name, capability, bf16 in (
+        ("NVIDIA H100 80GB HBM3", "9.0", True), ("Tesla V100-SXM2-32GB", "7.0", False),
+        ("NVIDIA Z1", "11.0", True), ("NVIDIA Z0", "7.5", False), ("NVIDIA Z2", "[N/A]", False),
+    ):  # fmt: skip
+        smi = {"-L": f"GPU 0: {name}\n", "--query-gpu=compute_cap": f"{capability}\n"}
+        smi["--query-gpu=index,uuid,name,memory.total"] = f"0, GPU-a, {name}, 81559\n"
+        monkeypatch.setattr(devices, "nvidia_smi", lambda query, *arguments, smi=smi: smi[query])
+        launch = Launch.of(load(None, words), env={})
+        assert launch.loaded.settings.precision.bf16 is bf16
+        assert launch.loaded.settings.performance.apply_rope_fusion
+        assert launch.model.settings == launch.loaded.settings
+        assert all(name in line for line in launch.lines)
+
+
 def test_the_allocator_grows_its_segments_unless_a_user_chose() -> None:
     for given, found in (
         ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),

@@ -13,6 +13,7 @@ from runs import settings_of, train
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.engine import device, waiting
 from megatune.engine.waiting import BusyTime
 from megatune.training import loop, pace
 from megatune.training.callbacks.base import Notice
@@ -87,6 +88,63 @@ def test_pauses_are_no_work() -> None:
     busy.resume()
     assert busy.take() < 0.2
     assert busy.wall < 0.2
+
+
+class Queue:
+    """A GPU's queue, far behind its host: what is launched takes so many seconds of it."""
+
+    def __init__(self) -> None:
+        self.now = self.done = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.now += seconds
+
+    def finish(self) -> None:
+        self.done = self.now
+
+
+def events_of(queue: Queue) -> type:
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = queue.now
+
+        def synchronize(self) -> None:
+            assert self.at <= queue.done, "the host waits for its GPU"
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000 * (end.at - self.at)
+
+    return Event
+
+
+def test_on_a_gpu_its_queue_tells_what_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of NCCL return at once; each operation holds up the queue until the others have come to it."""
+    queue = Queue()
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "Event", events_of(queue))
+    monkeypatch.setattr(BusyTime, "lag", 1)
+    monkeypatch.setattr(waiting.Work, "wait", lambda work, seconds: queue.launch(seconds))
+    for name in waiting._LAUNCHES:
+        if hasattr(waiting.ProcessGroup, name):
+            monkeypatch.setattr(waiting.ProcessGroup, name, lambda group, seconds: queue.launch(seconds))
+    busy, work, group = BusyTime(), None, None
+    found: list[float] = []
+    for late in (0.0, 0.0, 2.0, 0.0):
+        queue.launch(1.0 + late)  # computes
+        waiting.ProcessGroup.allreduce(group, 0.5)  # in the queue itself
+        queue.launch(1.0)
+        waiting.ProcessGroup._end_coalescing(group, 0.0)  # in another queue
+        waiting.Work.wait(work, 0.25)
+        busy.pause()
+        queue.launch(9.0)  # an evaluation
+        waiting.Work.wait(work, 9.0)
+        busy.resume()
+        found += [busy.take(), busy.wall]
+        queue.finish()  # the host reads the step's loss
+    assert found == pytest.approx([0.0, 0.0, 2.0, 2.75, 2.0, 2.75, 4.0, 4.75])
 
 
 def train_held_up(settings: Settings, folder: Path, slow_step: int, seconds: float) -> list[list[float]]:

@@ -17,8 +17,6 @@ CPU: Capability = (0, 0)
 PLAIN_BACKENDS = ("unfused", "local")
 # torch's flash attention on GPUs, for varlen, too.
 _FLASH_DTYPES, _FLASH_CHANNELS, _FLASH_SINCE = ("float16", "bfloat16"), 256, (8, 0)
-# cuDNN has kernels made for the tensor cores of Hopper and later; before, torch's flash attention is faster.
-_CUDNN_FIRST_SINCE = (9, 0)
 
 # Bytes of the logits that the fused loss has in memory at once, were they fp32. On a GPU few and large products are
 # faster: each passes over the gradient of the whole output weight.
@@ -56,8 +54,8 @@ def attention_kernels(
         return ("flash",)
     if backend == "fused":
         return ("cudnn",)
-    first: tuple[AttentionKernel, ...] = ("cudnn", "flash") if capability >= _CUDNN_FIRST_SINCE else ("flash", "cudnn")
-    return *first, "efficient", "math"
+    # cuDNN plans anew for each length of rows, and those of a run have hundreds.
+    return "flash", "cudnn", "efficient", "math"
 
 
 def attends_in_runs(settings: Settings) -> bool:

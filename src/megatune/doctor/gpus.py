@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from megatune.config.compiler import c_compiler
 from megatune.doctor.check import Check, Verdict, check
 from megatune.launch.devices import nvidia_smi
 
@@ -42,6 +43,10 @@ def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
         yield _check("GPUs", text, len(names) < 2, why, "CUDA_VISIBLE_DEVICES", Verdict.WARN)
     for gpu in found:
         yield from _state(gpu)
+    why = "Triton, which compiles the fused operators, needs one: without it they run operator by operator, slower"
+    compiler = c_compiler()
+    found_compiler = compiler or "neither gcc nor clang is here"
+    yield _check("C compiler", found_compiler, compiler is not None, why, "apt-get install gcc", Verdict.WARN)
     old = [gpu["name"] for gpu in found if (capability := _number(gpu["compute_cap"])) and capability < 8]
     if bf16 and old:
         why = "bfloat16 is emulated before compute capability 8.0"

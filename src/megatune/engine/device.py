@@ -11,7 +11,9 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ import psutil
 import torch
 import torch.utils._device
 
+from megatune.config.compiler import c_compiler
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
@@ -88,6 +91,23 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def moment() -> Any:
+    """Return the moment at which all work is done that was launched before: now, or on a GPU an event in its queue."""
+    if not HAS_GPU:
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; waits until a GPU has come to the second one."""
+    if not HAS_GPU:
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
 def name() -> str:
     """Return the device's name, for the start banner."""
     return torch.cuda.get_device_name() if HAS_GPU else "CPU"
@@ -98,9 +118,40 @@ def send(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(current(), non_blocking=True) if HAS_GPU else tensor
 
 
+class HostCopy:
+    """A small tensor of the device, copied to the host while the device and the host go on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor
+        if HAS_GPU:
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list[Any]:
+        """Return its values; waits until the device has come to the copy."""
+        if HAS_GPU:
+            self._arrived.synchronize()
+        return self._copy.tolist()
+
+
+@functools.cache
+def why_not_compiled() -> str:
+    """Return why fused operators run operator by operator; "" where torch.compile makes kernels of them."""
+    if not HAS_GPU:
+        return "on a CPU torch.compile asks for a C++ compiler"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if c_compiler() is None:
+        return "Triton needs a C compiler, and there is neither gcc nor clang (CC names another one)"
+    return ""
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for any shape, on a GPU; on a CPU that would ask for a C++ compiler."""
-    return torch.compile(function, dynamic=True) if HAS_GPU else function
+    """Compile a function for any shape, on a GPU, where it can be compiled: SwiGLU, rotary embeddings, and parts of
+    cross-entropy and of quantized matrices. Nothing else of the engine asks torch.compile for anything."""
+    return function if why_not_compiled() else torch.compile(function, dynamic=True)
 
 
 # The flash kernels of a GPU take channels in multiples of this.

@@ -28,7 +28,6 @@ from megatune.config.settings import OptimizerSettings, ParallelSettings, Precis
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
 from megatune.engine.patches.optimizer import install
-from megatune.engine.waiting import counted
 from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
@@ -275,8 +274,7 @@ def step(
             scale.finish_step()
         if overflowed and not is_smallest:
             return False, math.inf
-        with counted():  # on a GPU the host waits here, for its own device and for the others
-            grad_norm = math.nan if overflowed else float(optimizer.get_grad_norm())
+        grad_norm = math.nan if overflowed else float(optimizer.get_grad_norm())
         if not accepts(grad_norm):
             return False, grad_norm
         for part in optimizer.chained_optimizers:

@@ -138,7 +138,8 @@ class StepTotals:
 
     @property
     def busy_seconds(self) -> list[float]:
-        """How long each rank did not wait for others since the step before; empty where it was not measured."""
+        """How long each rank did not wait for others between two steps, of a GPU between the two before (`BusyTime`);
+        empty where it was not measured."""
         return self._values[self._num_before :]
 
     @property
@@ -164,7 +165,7 @@ def forward_backward(
         batches: this data-parallel rank's micro-batches; with pipeline parallelism all of one shape.
         forward_only: evaluate, without gradients.
         votes: what this rank asks of all.
-        busy: of this rank; taken once all is computed, for `StepTotals`.
+        busy: of this rank; taken once all is launched, for `StepTotals`.
     """
     if not forward_only:
         for chunk in model:

@@ -1,84 +1,114 @@
 """How long this process waits for others, beside what it computes.
 
-On a CPU a collective operation returns when it is done, and its time is waited. On a GPU operations are only launched,
-and the host waits where it reads a number: what is left is the host's own time, not its device's.
+On a CPU a collective operation returns when it is done, and its time on the host's clock is waited. On a GPU the host
+only launches operations: what waits is the device's queue. There a moment is an event in the queue, and the time
+between two events around an operation is how long the queue stood still for it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
-_seconds = 0.0
+from megatune.engine import device
+
+Span: TypeAlias = tuple[Any, Any]  # two moments, see `device.moment`
+
+# What NCCL computes in the queue that launches it, where nobody asks for a Work to wait for.
+_LAUNCHES = (
+    "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
+    "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+
+_waits: list[Span] | None = None  # of the BusyTime that counts
 _is_counting = False
-
-
-def waited_seconds() -> float:
-    """Return how long this process has waited since it began to be watched."""
-    return _seconds
 
 
 @contextmanager
 def counted() -> Iterator[None]:
     """Count the time of the block as waited; blocks in it count once."""
-    global _seconds, _is_counting
-    if _is_counting:
+    global _is_counting
+    if _is_counting or (waits := _waits) is None:
         yield
         return
-    _is_counting, began = True, time.monotonic()
+    _is_counting, began = True, device.moment()
     try:
         yield
     finally:
         _is_counting = False
-        _seconds += time.monotonic() - began
+        waits.append((began, device.moment()))
 
 
 def watch() -> None:
-    """Count what every collective operation of this process waits from here on; once is enough."""
-    if hasattr(Work.wait, "__wrapped__"):
+    """Let every collective operation of this process count as waited from here on; once is enough."""
+    _count(Work, "wait")
+    for name in _LAUNCHES if device.HAS_GPU else ():
+        if hasattr(ProcessGroup, name):  # newer versions of torch have more of them
+            _count(ProcessGroup, name)
+
+
+def _count(owner: Any, name: str) -> None:
+    call = getattr(owner, name)
+    if hasattr(call, "__wrapped__"):
         return
-    wait = Work.wait
 
-    @wraps(wait)
-    def counted_wait(*args: Any, **kwargs: Any) -> Any:
+    @wraps(call)
+    def counted_call(*args: Any, **kwargs: Any) -> Any:
         with counted():
-            return wait(*args, **kwargs)
+            return call(*args, **kwargs)
 
-    Work.wait = counted_wait  # type: ignore[method-assign]
+    setattr(owner, name, counted_call)
 
 
 class BusyTime:
     """What this process does between one exchange and the next, without waiting for others; in seconds.
 
     Attributes:
-        wall: of the last window that `take` closed, with waiting.
+        wall: of the window that `take` returned last, with waiting.
+        lag: windows between the one that `take` closes and the one that it returns. A GPU has yet to come to the end
+            of the one that is closed, and the host does not wait for it.
     """
+
+    lag = int(device.HAS_GPU)
 
     def __init__(self) -> None:
         watch()
         self.wall = 0.0
-        self._held = self._held_wall = 0.0
+        self._spans: list[Span] = []
+        self._waits: list[Span] = []
+        self._closed: list[tuple[list[Span], list[Span]]] = []
         self.resume()
 
     def resume(self) -> None:
         """Go on after a pause."""
-        self._began, self._waited = time.monotonic(), waited_seconds()
+        global _waits
+        self._began, _waits = device.moment(), self._waits
 
     def pause(self) -> None:
         """Leave out what comes until `resume`."""
-        wall = time.monotonic() - self._began
-        self._held_wall += wall
-        self._held += wall - (waited_seconds() - self._waited)
+        global _waits
+        self._spans.append((self._began, device.moment()))
+        _waits = None
 
     def take(self) -> float:
-        """Return how long it was busy since the last call, and begin anew."""
+        """Close a window and begin another; return how long it was busy in the window `lag` before, 0 where there was
+        none."""
         self.pause()
-        busy, self.wall = max(0.0, self._held), self._held_wall
-        self._held = self._held_wall = 0.0
+        self._closed.append((self._spans, self._waits))
+        self._spans, self._waits = [], []
         self.resume()
-        return busy
+        if len(self._closed) <= self.lag:
+            return 0.0
+        spans, waits = self._closed.pop(0)
+        self.wall = _seconds(spans)
+        return max(0.0, self.wall - _seconds(waits))
+
+
+def _seconds(spans: list[Span]) -> float:
+    return sum(device.seconds_between(*span) for span in spans)

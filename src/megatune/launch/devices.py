@@ -72,6 +72,13 @@ def list_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the least that a GPU of this machine has, (9, 0) for Hopper; None where nvidia-smi does not tell."""
+    table = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
+    found = [tuple(map(int, line.split("."))) for line in table.split() if re.fullmatch(r"\d+\.\d+", line)]
+    return min(((major, minor) for major, minor in found), default=None)
+
+
 def free_memory() -> int:
     """Return bytes of main memory that processes here can still take: what the machine has free, and what its
     container and each group above it leaves (cgroup v1 and v2; a file cache that can be given up counts as free)."""

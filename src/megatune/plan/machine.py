@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatune.config.of_device import Gpu
+
+_WITHOUT_BF16 = ("volta", "turing")  # whose tensor cores compute in 16 bits as fp16 only
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -35,6 +39,13 @@ class Device:
     def on_cpu(self) -> bool:
         """Whether it is the processors of a host: a process is the device, and nothing runs next to its computing."""
         return self.generation == "cpu"
+
+    @property
+    def gpu(self) -> Gpu:
+        """What the defaults of settings on this GPU follow from."""
+        has_bf16 = self.generation not in _WITHOUT_BF16
+        speedup = self.flops["bfloat16" if has_bf16 else "float16"] / self.flops["float32"]
+        return Gpu(self.name, has_bf16, speedup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatune.config.adapters import with_adapters
 from megatune.config.load import load
+from megatune.config.of_device import of_device
 from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning, preference, trained
 from megatune.config.rules.problem import Rule
@@ -27,7 +28,6 @@ from megatune.plan.rows import RowLengths
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
 # Generations without bfloat16.
-_OLD = ("volta", "turing")
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
 _OF_RL = "only a file of reinforcement learning has prompts and responses"
 
@@ -98,6 +98,10 @@ class QuestionReader(PlanReader):
             self.loaded, lines = of_model(self.loaded, model.architecture)
             self.notes += lines
         world, machine = self._machine(self.loaded.settings)
+        self.keys = frozenset(self.loaded.written)
+        if self.file is not None and machine is not None and not machine.device.on_cpu:
+            self.loaded, lines = of_device(self.loaded, machine.device.gpu, world)
+            self.notes += lines
         before = len(self.loaded.findings)
         self.loaded = self.loaded.for_world(world)
         self.findings.extend(self.loaded.findings[before:])
@@ -175,7 +179,7 @@ class QuestionReader(PlanReader):
             dataset_tokens=self._tokens(settings, known),
             notes=tuple(self.notes),
             file=self.file,
-            written=frozenset(self.loaded.written),
+            written=self.keys,
         )
 
     def _note_other_rows(self, world: int, rows: int) -> None:
@@ -220,7 +224,7 @@ class QuestionReader(PlanReader):
         settings = self.loaded.settings
         if self.file is not None or "precision" in self.written or machine.device.on_cpu:
             return settings
-        dtype = "fp16" if machine.device.generation in _OLD else "bf16"
+        dtype = "bf16" if machine.device.gpu.has_bf16 else "fp16"
         self.notes.append(f"{dtype}: true, which this device computes fastest")
         return with_settings(settings, {f"precision.{dtype}": True})
 

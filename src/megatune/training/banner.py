@@ -256,6 +256,8 @@ def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
     fused = [name for name in _FUSIONS if getattr(performance, name)]
     if fused:
         yield f"with {', '.join(fused)}"
+    if device.HAS_GPU and (why := device.why_not_compiled()):
+        yield f"fused operators are not compiled, which is slower: {why}"
 
 
 def _recompute(recompute: RecomputeSettings) -> str:

@@ -6,11 +6,12 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatune.config.load import Loaded
+from megatune.config.of_device import of_device
 from megatune.data.check import Checked
 from megatune.errors import Finding, MegatuneError
 from megatune.launch.devices import count_gpus
@@ -19,7 +20,7 @@ from megatune.plan.run.preflight import Preflight, preflight
 from megatune.training.before import check_before
 from megatune.training.restarts import check_restarts
 from megatune.training.source import RunModel
-from megatune.training.this_machine import this_machine
+from megatune.training.this_machine import this_gpu, this_machine
 from megatune.training.trackers import check_installed
 
 
@@ -33,6 +34,7 @@ class Launch:
         world: of the ranks to start; None under torchrun, and where `problems` say why there is none.
         num_gpus: of this machine.
         first: whether this process writes output_dir: the first machine's, or rank 0 under torchrun.
+        lines: on what its GPUs decide where it is not written.
     """
 
     loaded: Loaded
@@ -42,6 +44,7 @@ class Launch:
     num_gpus: int
     model: RunModel
     first: bool
+    lines: Sequence[str] = ()
 
     @staticmethod
     def of(loaded: Loaded, env: Mapping[str, str] = os.environ) -> Launch:
@@ -57,7 +60,10 @@ class Launch:
             except MegatuneError as error:
                 problems = error.findings
         here = place or world
-        loaded = loaded.for_world(here.world_size if here else None)
+        world_size = here.world_size if here else None
+        loaded, lines = loaded.for_world(world_size), list[str]()
+        if num_gpus:
+            loaded, lines = of_device(loaded, this_gpu(env), world_size)
         return Launch(
             loaded=loaded,
             place=place,
@@ -66,6 +72,7 @@ class Launch:
             num_gpus=num_gpus,
             model=RunModel(loaded.settings, asks=place is None or place.local_rank == 0),
             first=place.rank == 0 if place else world is None or world.node_rank == 0,
+            lines=lines,
         )
 
     @property

@@ -235,7 +235,8 @@ class Trainer:
             self.callbacks.on_notice(notice)
         elif result.updated:
             self.bad_steps.note_good(result)
-        for slow in self._pace.notices(step + 1, self._clock.busy.wall, result.totals.busy_seconds):
+        measured = step + 1 - self._clock.busy.lag
+        for slow in self._pace.notices(measured, self._clock.busy.wall, result.totals.busy_seconds):
             self.callbacks.on_notice(slow)
 
     def _report(

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatune.config.of_device import Gpu
+
 if TYPE_CHECKING:
     from megatune.plan.machine import Machine
 
@@ -46,3 +48,19 @@ def this_machine(
         memory = min(machine.device.memory, gpus[smallest].memory)
         machine = replace(machine, device=replace(machine.device, memory=memory))
     return replace(machine, calibration=calibration_for(machine.device.name, calibration)), ""
+
+
+_BF16_SINCE = (8, 0)
+
+
+def this_gpu(env: Mapping[str, str] = os.environ) -> Gpu:
+    """Describe the GPUs of this machine by the first one."""
+    from megatune.launch.devices import compute_capability, list_gpus
+    from megatune.plan.catalogue import device_by_driver_name
+
+    gpus = list_gpus(env)
+    name = gpus[0].name if gpus else "this GPU"
+    if (known := device_by_driver_name(name)) is not None:
+        return replace(known.gpu, name=name)
+    capability = compute_capability()
+    return Gpu(name, None if capability is None else capability >= _BF16_SINCE)

@@ -171,8 +171,8 @@ class PrecisionSettings(Group):
     """Compute in bfloat16, with master weights and, by default, gradients in float32.
     How: Weights take 2 bytes, gradients 4, master weights 4 and Adam's averages 8 a parameter. bfloat16 has float32's
     range, so that no loss scaling is needed.
-    When: The right choice on GPUs since Ampere: halves the memory of activations, and matrix products are several times
-    faster."""
+    When: Leave it unset: it is true on GPUs since Ampere, where it halves the memory of activations and makes matrix
+    products several times faster; elsewhere it is false."""
     fp16: Annotated[bool, _NO_BF16] = False
     """Compute in float16 with loss scaling.
     How: The loss is multiplied by a scale that halves when gradients overflow and grows while they do not; steps that

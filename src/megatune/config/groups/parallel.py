@@ -58,12 +58,13 @@ class ParallelSettings(Group):
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel processes while the backward pass still runs.
     How: Gradients are sent in buckets as soon as they are complete, during the last micro-batch of a step.
-    When: Turn it on across GPUs: it hides most of the exchange. On one process it does nothing."""
+    When: Leave it unset: it is true where several GPUs hold a copy of the model each, and hides most of the exchange.
+    On one process it does nothing."""
     overlap_param_gather: Annotated[bool, _SHARDED, _REDUCED] = False
     """Collect updated parameters while the next forward pass already runs.
     How: Each bucket of weights is gathered before the layer that needs it, one bucket ahead. Needs
     use_distributed_optimizer and overlap_grad_reduce.
-    When: Turn it on across GPUs together with overlap_grad_reduce."""
+    When: Leave it unset: it is true where several GPUs hold a copy of the model each."""
     overlap_p2p_comm: Annotated[bool, _VIRTUAL] = True
     """With virtual stages, exchange activations between stages while computing.
     How: Sends and receives are posted ahead of the computing that needs them. Without virtual stages there is nothing

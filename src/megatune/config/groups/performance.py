@@ -78,11 +78,11 @@ class PerformanceSettings(Group):
     bias_activation_fusion: bool = False
     """Compute the feed-forward's activation (SwiGLU) in one pass over memory.
     How: It keeps only its input for the backward pass, instead of input and silu(gate).
-    When: Turn it on on GPUs: less memory and time. Results differ in the last bits."""
+    When: Leave it unset: it is true on GPUs, for less memory and time. Results differ in the last bits."""
     apply_rope_fusion: bool = False
     """Compute rotary embeddings in one pass over memory where that is possible.
     How: It replaces several small operators on queries and keys, and keeps nothing more for the backward pass.
-    When: Turn it on on GPUs."""
+    When: Leave it unset: it is true on GPUs."""
     cross_entropy_loss_fusion: bool = True
     """Compute the output layer and the loss together, a chunk of tokens at a time.
     How: The logits of all tokens are never in memory; the backward pass computes each chunk's again. false computes all
@@ -96,8 +96,9 @@ class PerformanceSettings(Group):
     gradient_accumulation_fusion: bool = False
     """Add weight gradients straight into the gradient buffer, without a copy in between.
     How: The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass over memory
-    for each weight.
-    When: Turn it on on GPUs, above all with many micro-batches."""
+    for each weight, and a rounding to 16 bits. The products of experts run one after the other for that.
+    When: Leave it unset: it is true on GPUs. Set false where a rank has many small experts and its GPU waits for the
+    host."""
     manual_gc: bool = False
     """Collect Python's garbage at the same steps on all processes, instead of whenever each process does.
     How: A collection takes tens of milliseconds, and all wait for the process that does it.

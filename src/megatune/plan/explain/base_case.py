@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded
 from megatune.config.names import plain
+from megatune.config.of_device import of_device
 from megatune.config.of_model import of_model
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run, trained
 from megatune.config.rules.problem import Context, Problem, Rule
@@ -172,7 +173,10 @@ def case_of_file(
     except MegatuneError as error:
         return BaseCase(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
-    settings = of_model(loaded, model.architecture)[0].for_world(world).settings
+    loaded = of_model(loaded, model.architecture)[0].for_world(world)
+    if not machine.device.on_cpu:
+        loaded, _ = of_device(loaded, machine.device.gpu, world)
+    settings = loaded.settings
     return _plannable(Case(model=model, settings=settings, world_size=world, machine=machine), assumed)
 
 

@@ -95,7 +95,9 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     channels, local = moe.moe_ffn_hidden_size // shapes.etp, moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels
     mean_rows = shapes.part * moe.router_topk * shapes.etp * shapes.imbalance
-    weight = local * channels * hidden * size if shapes.weights_trained else 0
+    # Gradients of weights that are added to their buffer, expert by expert, take no tensor.
+    makes_gradients = shapes.weights_trained and not shapes.performance.gradient_accumulation_fusion
+    weight = local * channels * hidden * size if makes_gradients else 0
     sent, combined = _exchanged(shapes, moe, rows)
     places = 8 * (4 * rows + 2 * shapes.part * moe.router_topk + (6 * rows if shapes.ep * shapes.etp > 1 else 0))
     # Rows are copied into the experts' order and back; between ranks once more on either side.

@@ -152,12 +152,12 @@ def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, expe
     each = rows / experts
     if not shapes.experts.moe_grouped_gemm:
         return linear_work(shapes, each, columns, depth, name, count=experts)
-    size = shapes.size
+    size, fused = shapes.size, shapes.performance.gradient_accumulation_fusion
     weight: tuple[Kernel, ...] = ()
     if shapes.weights_trained:
-        # Grouped kernels write gradients of their own; none adds to a buffer.
-        gradient = Product(columns, depth, each, size, experts, "depth")
-        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=False))
+        # Grouped kernels write gradients of their own; what adds to a buffer is a product for each expert.
+        gradient = Product(columns, depth, each, size, experts, "" if fused else "depth")
+        weight = (gradient, accumulation(shapes, experts * columns * depth, fused=fused))
     forward = Product(each, columns, depth, size, experts, "rows")
     inputs = Product(each, depth, columns, size, experts, "rows")
     return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)

@@ -133,7 +133,7 @@ def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:
     """Yield what a file leaves unsaid that another program understands otherwise."""
-    is_file = any(entry.origin not in ("override", "flag") for entry in loaded.entries.values())
+    is_file = any(":" in entry.origin for entry in loaded.entries.values())  # a line of one
     if is_file and "finetuning.finetuning_type" not in loaded.entries:
         yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
 

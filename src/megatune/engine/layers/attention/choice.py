@@ -9,6 +9,8 @@ from megatune.architecture import Architecture
 from megatune.config.attention_kernel import PLAIN_BACKENDS, attends_in_runs, attention_kernels
 from megatune.config.settings import Settings
 from megatune.engine import device
+from megatune.engine.layers.attention.flash_version import activate
+from megatune.engine.layers.attention.kernels import FlashOnGPU
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _KEY = "attention_backend"
@@ -35,6 +37,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
         return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
     capability, channels = device.compute_capability(), max(_channels(architecture))
     kernels = attention_kernels(capability, backend, dtype, channels, in_runs=_in_runs(settings, architecture))
+    version = activate_newest(settings, architecture)
     match kernels[0]:
         case "plain":
             obstacle = f"the flash kernel does not support {dtype} with {channels} channels on {device.name()}"
@@ -42,11 +45,10 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
         case "varlen":
             what = "packed rows" if settings.packing else "context parallelism"
             what = what if attends_in_runs(settings) else "attention sinks"
-            return f"flash with variable lengths, for {what}"
-    names = {"cudnn": "cuDNN", "flash": "flash"}
+            return f"flash with variable lengths ({version}), for {what}"
+    names = {"cudnn": "cuDNN", "flash": f"flash ({version})" if version else "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
-    major, minor = capability
-    return f"torch SDPA, {order}{asked or f', the faster first on compute capability {major}.{minor}'}"
+    return f"torch SDPA, {order}{asked}"
 
 
 def require(settings: Settings, architecture: Architecture) -> None:
@@ -64,6 +66,20 @@ def require(settings: Settings, architecture: Architecture) -> None:
     if why:
         fix = f"write {_KEY}: auto, which takes the fastest available kernel"
         raise MegatuneError(Finding(f"{_KEY} {backend} is not available here", why=why, fix=fix), ExitCode.SETTINGS)
+
+
+def activate_newest(settings: Settings, architecture: Architecture) -> str:
+    """Let flash attention be the newest that this device has; see `flash_version.activate`.
+
+    Returns:
+        Its name; "" where nothing asks torch for it.
+    """
+    backend, dtype = settings.performance.attention_backend, settings.precision.params_dtype
+    channels, has_window = _channels(architecture), any(each is not None for each in architecture.windows or ())
+    found = attention_kernels(device.compute_capability(), backend, dtype, max(channels), in_runs=True)
+    if not device.HAS_GPU or found != ("varlen",):
+        return ""
+    return activate(FlashOnGPU(), getattr(torch, dtype), *channels, has_window)
 
 
 def _in_runs(settings: Settings, architecture: Architecture) -> bool:

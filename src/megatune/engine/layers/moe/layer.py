@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
+from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -107,6 +109,8 @@ class GroupedExperts(torch.nn.Module):
         # Sizes that the grouped kernels refuse are no real model's, but an adapter may have such a rank.
         is_aligned = not any(length * weight.itemsize % _ALIGNMENT for length in weight.shape[1:])
         linear = grouped_linear if self.is_grouped and is_aligned else looped_linear
+        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled() and hasattr(weight, "main_grad"):
+            return _Accumulating.apply(rows, weight, tokens_per_expert, linear)
         return linear(rows, weight, tokens_per_expert)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
@@ -202,6 +206,31 @@ class _GroupedLinear(torch.autograd.Function):
                 is_empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
                 grad_weight.masked_fill_(is_empty[:, None, None], 0)
         return grad_rows, grad_weight, None
+
+
+class _Accumulating(torch.autograd.Function):
+    """A product of experts that adds each weight's gradient to its part of `main_grad`, unrounded, expert by expert:
+    grouped kernels round the gradients of all experts to 16 bits, in a tensor as large as the weight.
+
+    The host needs the counts for that. They are on their way to it while the device computes the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, linear: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        ctx.linear, ctx.counts = linear, device.HostCopy(counts)
+        return linear(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, counts = ctx.saved_tensors
+        grad_rows = ctx.linear(grad, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        sizes = ctx.counts.tolist()
+        parts = zip(weight.main_grad, grad.split(sizes), rows.split(sizes), strict=True)
+        for main_grad, of_outputs, of_inputs in parts:
+            if len(of_inputs):
+                add_weight_gradient(main_grad, of_outputs, of_inputs)
+        return grad_rows, announced_gradient(weight), None, None
 
 
 class MoELayer(moe_layer.MoELayer):
