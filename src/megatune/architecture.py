@@ -33,6 +33,14 @@ class YarnRopeScaling:
     truncate: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / length⌋) after rotary embedding (Ministral 3)."""
+
+    beta: float
+    length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
     """Sparse feed-forward layers: a router sends each token to its best experts.
@@ -260,6 +268,7 @@ class Architecture:
         wide_qk_norms: with qk_layernorm, it is over the channels of all heads together.
         pre_norms: what goes into attention and feed-forward is normalized.
         post_norms: what attention and feed-forward put out is normalized before it is added.
+        query_scaling: None where queries do not grow with their positions.
         softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
         embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
         logits_scaling: divides the logits.
@@ -304,6 +313,7 @@ class Architecture:
     wide_qk_norms: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    query_scaling: QueryScaling | None = None
     softmax_scale: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

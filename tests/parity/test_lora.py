@@ -97,7 +97,7 @@ CASES = [
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
     *(
         (family, False, "LoRA", "tp2 sp")
-        for family in ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
+        for family in ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
     ),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
@@ -133,7 +133,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 # Linear layers of these are those of llama, or of deepseek_v3, by the same names.
-_AS_OTHERS = ("mistral", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
+_AS_OTHERS = ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
 
 
 @pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA", *_AS_OTHERS)
