@@ -10,7 +10,7 @@ _OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "
 _DEPTH = 3  # of objects in them: rope_scaling in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
-    "rope_interleave", "mrope_interleaved", "use_qk_norm", "use_bias",
+    "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias",
 )  # fmt: skip
 _INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
 _NAMES = ("architectures", "layer_types", "mlp_layer_types")
@@ -22,7 +22,7 @@ _WHOLE = {
     **dict.fromkeys(("first_k_dense_replace", "num_labels", "moe_layer_start_index"), (0, 1000)),
     **dict.fromkeys(
         (
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_channels", "num_key_value_heads", "head_dim", "vocab_size",
             "max_position_embeddings", "original_max_position_embeddings", "num_experts_per_tok",
             "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "n_shared_experts",
             "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
@@ -36,7 +36,7 @@ _WHOLE = {
     ),
     "sliding_window": (0, 2**31 - 1),
     **dict.fromkeys(
-        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
+        ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
     ),
 }  # fmt: skip
 # Numbers with what they must be above, and what they must stay below; of those that are only finite the last.
