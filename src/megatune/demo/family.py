@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatune.demo.vision import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
+from megatune.demo.vision import PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
@@ -422,6 +422,7 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
         has_delta_nets=True,
     ),
+    "mistral3": replace(_MINISTRAL3, model_type="mistral3", vision=PIXTRAL),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
     "qwen3_vl": _QWEN3_VL,

@@ -66,13 +66,10 @@ def _decoder(text: Config) -> Family:
 
 
 def _vision(config: Config) -> dict[str, Any]:
-    """Read what Transformers' PixtralVisionConfig and Mistral3Config have by names of their own, with their defaults."""
+    """Read what Transformers' Mistral3Config has beside vision_config, with its defaults."""
     vision, text = config["vision_config"], VISION.text_config(config)
     rope = vision.get("rope_parameters") or vision
     return {
-        "depth": vision.get("num_hidden_layers") or 24,
-        "num_heads": vision.get("num_attention_heads") or 16,
-        "in_channels": vision.get("num_channels"),
         "out_hidden_size": text["hidden_size"],
         "spatial_merge_size": config.get("spatial_merge_size") or 2,
         "image_token_id": config.get("image_token_index") or config.get("image_token_id") or 10,
@@ -100,12 +97,16 @@ def _problems(text: Config) -> Iterator[tuple[str, str]]:
 VISION = VisionDeclaration(
     sizes=(),
     dimensions=(),
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
     required={
         "vision_feature_layer": -1, "projector_hidden_act": "gelu",
         "vision_config.model_type": "pixtral", "vision_config.attention_dropout": 0,
     },
     decoder=_decoder,
-    defaults={"hidden_size": 1024, "intermediate_size": 4096, "patch_size": 16, "hidden_act": "gelu"},
+    defaults={
+        "depth": 24, "num_heads": 16, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 16,
+        "hidden_act": "gelu",
+    },
     constants={
         "gated": True, "temporal_patch_size": 1, "video_token_id": -1, "vision_start_token_id": -1,
         "vision_end_token_id": -1,

@@ -33,6 +33,7 @@ _COMMON = {
 }  # fmt: skip
 _IMAGE = {**_COMMON, **_CLIP, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 _VIDEO = {**_COMMON, **_CLIP, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
+_EDGE = {**_COMMON, **_CLIP, "patch_size": 16, "size": {"longest_edge": 1024}}
 _QWEN3_VIDEO = {
     **_COMMON, **_HALF, "patch_size": 16, "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
 }  # fmt: skip
@@ -57,6 +58,8 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     if image is None:
         why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
+    if vision.text.row_end:
+        return _of_edges({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
     image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
     findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
     if findings:
@@ -70,6 +73,46 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         video_fps=data.video_fps,
         video_maxlen=data.video_maxlen,
         timestamps=vision.timestamps,
+        text=vision.text,
+    )
+
+
+def _of_edges(
+    config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vision, data: DataSettings, where: str
+) -> PictureProcessor:
+    """Return the processor of a model whose images have a longest side, with rows of tokens (Pixtral).
+
+    Args:
+        config: of images; its size of patches does not count, as Transformers' joint processor has its own.
+        joint: that of the joint processor.
+    """
+    size = config["size"]
+    edge = size.get("longest_edge") if isinstance(size, Mapping) else size
+    findings = _steps_problems(config, "images", where)
+    for key, value in (("patch_size", vision.patch_size), ("spatial_merge_size", vision.spatial_merge_size)):
+        if joint.get(key, value) != value:
+            findings.append(Finding(f"the processor has {key} = {joint[key]!r}, and the model {value}", where))
+    if type(edge) is not int or edge < 1:
+        what = f"the processor of images: size = {size!r} is not valid"
+        findings.append(Finding(what, where, "it says the longest edge in pixels"))
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
+    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
+    bounds = Bounds(
+        first=first, scale_to=data.image_scale_pixels, min_pixels=1, max_pixels=edge**2, longest_edge=edge, mean=mean,
+        std=std, resample=config["resample"],
+    )  # fmt: skip
+    return PictureProcessor(
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        image=bounds,
+        video=bounds,
+        video_fps=data.video_fps,
+        video_maxlen=data.video_maxlen,
+        timestamps=False,
+        text=vision.text,
     )
 
 
@@ -124,15 +167,21 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
         for key, value in wanted.items()
         if config[key] != value
     ]
+    least, most = _areas(config)
+    if not (type(least) is int and type(most) is int and 0 < least <= most):
+        findings.append(Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where))
+    return findings + _steps_problems(config, what, where)
+
+
+def _steps_problems(config: Mapping[str, Any], what: str, where: str) -> list[Finding]:
+    """Return everything that a processor says of a picture's way to patches, sizes aside, and this one does not do."""
     built = {**{key: True for key in _COMMON if key.startswith("do_")}, "rescale_factor": 1 / 255}
-    findings += [
+    findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is supported", where)
-        for key, value in {**built, "cap_pixels_per_frame": False}.items()
+        for key, value in {**built, "cap_pixels_per_frame": False, "do_center_crop": False}.items()
         if config.get(key, value) != value
     ]
-    least, most = _areas(config)
     sane = {
-        "its minimum and maximum pixels": type(least) is int and type(most) is int and 0 < least <= most,
         "image_mean": _is_by_channel(config["image_mean"]),
         "image_std": _is_by_channel(config["image_std"]) and all(config["image_std"]),
         "resample": config["resample"] in list(Image.Resampling),
