@@ -19,7 +19,8 @@ from layouts import (
 )
 from safetensors.torch import load_file
 from test_one_step import OPTIMIZERS, TOLERANCES, step_batches, step_samples, update_errors
-from test_vision import CONTENTS, NUM_LAYERS
+from test_vision import NUM_LAYERS
+from test_vision import samples_of as samples_with_pictures
 from torch import Tensor
 
 from megatune.bridge.assemble import assemble
@@ -49,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "freeze_multi_modal_projector": False,
         "lora_target": ["all", "merger.linear_fc1"],
     },
+    "of Pixtral": {"freeze_vision_tower": False, "freeze_multi_modal_projector": False, "lora_target": ["all", "linear_1"]},
 }
 
 TP2, PP2, SP = (
@@ -93,6 +95,7 @@ CASES = [
     ("mixtral", False, "LoRA", "etp2"),
     *(("qwen3_vl", False, "of pictures", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp", "cp2 tp2 sp")),
     ("qwen2_5_vl", False, "LoRA", "tp2 sp"),
+    *(("mistral3", False, "of Pixtral", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp")),
     *(("qwen3_next", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "cp2 ep2, packed")),
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
     *(
@@ -110,9 +113,9 @@ def finetuning(kind: str, adapter: Path) -> FinetuningSettings:
 
 
 def samples_of(model: Path, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
-    vision = load_architecture(model).vision
-    pictures = CONTENTS["mixed"] if vision is not None else ()
-    return random_samples(301, lengths, pictures=pictures, vision=vision)
+    if load_architecture(model).vision is not None:
+        return samples_with_pictures(model, "mixed", lengths)
+    return random_samples(301, lengths)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def make(family: str, tied: bool, kind: str) -> tuple[Path, Path, Numbers]:
         if (key := (family, tied, kind)) not in made:
-            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith("_vl") else {}
+            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("_vl", "mistral3")) else {}
             model, folder = model_dir(family, tied=tied, **sizes), tmp_path_factory.mktemp("adapter")
             write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=7)
             write_reference(model, samples_of(model), folder / "numbers", adapters=[str(folder)])

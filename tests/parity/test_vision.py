@@ -113,12 +113,12 @@ def cases() -> list[tuple[str, str, str]]:
     return found
 
 
-def samples_of(model: Path, content: str) -> list[Sample]:
+def samples_of(model: Path, content: str, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
     vision, pictures = load_architecture(model).vision, CONTENTS[content]
     assert vision is not None
     if not vision.has_videos:
         pictures = [[each for each in row if each.kind == "image"] for row in pictures]
-    return random_samples(301, LENGTHS, pictures=pictures, vision=vision)
+    return random_samples(301, lengths, pictures=pictures, vision=vision)
 
 
 @pytest.mark.covering

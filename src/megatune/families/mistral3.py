@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatune.architecture import PictureText, VisionLayers
+from megatune.architecture import Architecture, PictureText, VisionLayers
 from megatune.families import ministral3, mistral
 from megatune.families.family import Config, Family
 from megatune.families.forms import AS_MAPPED, CheckpointForm
@@ -39,8 +39,9 @@ def _projector(engine: str, name: str, *shape: str, **declared: Any) -> Weight:
     return _part(f"projector.{engine}", name, *shape, stack=Stack.PROJECTOR, **declared)
 
 
-def _has_bias(architecture: Any) -> bool:
-    return bool(architecture.vision.layers.projector_bias)
+def _has_bias(architecture: Architecture) -> bool:
+    layers = architecture.vision and architecture.vision.layers
+    return layers is not None and layers.projector_bias
 
 
 ENCODER = (
