@@ -162,14 +162,14 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
     }
+    least, most = _areas(config)
+    is_valid = type(least) is int and type(most) is int and 0 < least <= most
     findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}, and the model {value}", where)
         for key, value in wanted.items()
         if config[key] != value
     ]
-    least, most = _areas(config)
-    if not (type(least) is int and type(most) is int and 0 < least <= most):
-        findings.append(Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where))
+    findings += [] if is_valid else [Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where)]
     return findings + _steps_problems(config, what, where)
 
 
