@@ -24,7 +24,12 @@ from megatune.data.media.sources import PictureSource
 from megatune.errors import ExitCode, MegatuneError
 
 TEXT = PictureText(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]")
-FILE: dict[str, Any] = {"size": {"longest_edge": 140}, "patch_size": 14, "image_processor_type": "PixtralImageProcessor", **CLIP}
+FILE: dict[str, Any] = {
+    "size": {"longest_edge": 140},
+    "patch_size": 14,
+    "image_processor_type": "PixtralImageProcessor",
+    **CLIP,
+}
 
 
 def pixtral() -> Vision:

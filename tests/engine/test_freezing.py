@@ -98,7 +98,9 @@ def trained_by_llamafactory(name: str, settings: FinetuningSettings) -> bool:
 def part_of(name: str) -> str:
     if "visual." not in name and "vision_tower." not in name and "multi_modal_projector." not in name:
         return "language"
-    return "deepstack" if "deepstack" in name else "projector" if ".merger." in name or "projector." in name else "tower"
+    return (
+        "deepstack" if "deepstack" in name else "projector" if ".merger." in name or "projector." in name else "tower"
+    )
 
 
 def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:

@@ -56,7 +56,9 @@ def test_stacks_are_parts_of_the_encoder(family):
         }
         for stack in Stack
     }
-    visual = {name for name, _ in model.named_parameters() if not name.startswith(("model.language_model.", "lm_head."))}
+    visual = {
+        name for name, _ in model.named_parameters() if not name.startswith(("model.language_model.", "lm_head."))
+    }
     assert names[Stack.VISION] | names[Stack.PROJECTOR] | names[Stack.DEEPSTACK] == visual
     projectors = ("model.visual.merger.", "model.multi_modal_projector.")
     assert names[Stack.PROJECTOR] == {name for name in visual if name.startswith(projectors)}

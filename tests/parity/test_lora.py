@@ -50,7 +50,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "freeze_multi_modal_projector": False,
         "lora_target": ["all", "merger.linear_fc1"],
     },
-    "of Pixtral": {"freeze_vision_tower": False, "freeze_multi_modal_projector": False, "lora_target": ["all", "linear_1"]},
+    "of Pixtral": {
+        "freeze_vision_tower": False,
+        "freeze_multi_modal_projector": False,
+        "lora_target": ["all", "linear_1"],
+    },
 }
 
 TP2, PP2, SP = (

@@ -145,7 +145,9 @@ def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout)
     model = model_dir(family, num_hidden_layers=NUM_LAYERS)
     samples = random_samples(301, LENGTHS, vision=load_architecture(model).vision)
     found = differences(pool, model, LAYOUTS[layout][0], samples, reference(model, samples), tmp_path)
-    of_encoder = [one for one in found if any(part in one.name for part in (".visual.", ".vision_tower.", "projector."))]
+    of_encoder = [
+        one for one in found if any(part in one.name for part in (".visual.", ".vision_tower.", "projector."))
+    ]
     assert of_encoder
     assert all(not Numbers(tmp_path).gradient(one.name).any() for one in of_encoder)
     assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])

@@ -92,7 +92,13 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
     if family.model_type == "gpt_oss":
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "truncate": False, **stretch}
     if family.model_type in ("ministral3", "mistral3"):
-        parameters |= {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, **stretch}
+        parameters |= {
+            "rope_type": "yarn",
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            **stretch,
+        }
     if family.model_type in ("gemma3_text", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}

@@ -1,4 +1,4 @@
-"""Ministral 3 and Devstral 2, text only: Mistral with YaRN, whose queries grow with positions beyond its first context."""
+"""Ministral 3 and Devstral 2, text only: Mistral with YaRN, and queries that grow beyond its first context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,10 @@ def query_scaling_problems(config: Config) -> Iterator[tuple[str, str]]:
     rope = rope_parameters(config)
     for key in (_BETA, "original_max_position_embeddings"):
         if not isinstance(rope.get(key), int | float):
-            yield f"rope_parameters: {key} = {rope.get(key)!r} is not a number", "queries grow with their positions by it"
+            yield (
+                f"rope_parameters: {key} = {rope.get(key)!r} is not a number",
+                "queries grow with their positions by it",
+            )
 
 
 FAMILY = replace(

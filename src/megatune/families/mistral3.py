@@ -12,7 +12,7 @@ from megatune.families.vision import VisionDeclaration, as_decoder
 from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
 
 _TOWER, _PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
-_V, _H = "vision.hidden_size", "vision.out_hidden_size"
+_V, _F, _H = "vision.hidden_size", "vision.intermediate_size", "vision.out_hidden_size"
 # Published checkpoints, and those that Transformers saves of them.
 _PUBLISHED = CheckpointForm(
     prefixes=(
@@ -40,8 +40,8 @@ def _projector(engine: str, name: str, *shape: str, **declared: Any) -> Weight:
 
 
 def _has_bias(architecture: Architecture) -> bool:
-    layers = architecture.vision and architecture.vision.layers
-    return layers is not None and layers.projector_bias
+    vision = architecture.vision
+    return vision is not None and vision.layers is not None and vision.layers.projector_bias
 
 
 ENCODER = (
@@ -50,8 +50,8 @@ ENCODER = (
     _in_layer("norm1", "attention_norm", _V),
     *(_in_layer(f"attention.{each}_proj", f"attention.{each}_proj", _V, _V) for each in "qkvo"),
     _in_layer("norm2", "ffn_norm", _V),
-    *(_in_layer(f"mlp.{each}_proj", f"feed_forward.{each}_proj", "vision.intermediate_size", _V) for each in ("gate", "up")),
-    _in_layer("mlp.down_proj", "feed_forward.down_proj", _V, "vision.intermediate_size"),
+    *(_in_layer(f"mlp.{each}_proj", f"feed_forward.{each}_proj", _F, _V) for each in ("gate", "up")),
+    _in_layer("mlp.down_proj", "feed_forward.down_proj", _V, _F),
     _projector("norm.weight", "norm.weight", _V),
     _projector("merging_layer.weight", "patch_merger.merging_layer.weight", _V, "vision.merged_size"),
     _projector("linear_1.weight", "linear_1.weight", _H, _V),
@@ -84,7 +84,7 @@ def _vision(config: Config) -> dict[str, Any]:
 
 
 def _numbers(text: Config) -> dict[str, Any]:
-    return _decoder(text).derive(text) if text.get("model_type") == "ministral3" else {}
+    return ministral3.query_scaling(text) if text.get("model_type") == "ministral3" else {}
 
 
 def _problems(text: Config) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ _WHOLE = {
     **dict.fromkeys(("first_k_dense_replace", "num_labels", "moe_layer_start_index"), (0, 1000)),
     **dict.fromkeys(
         (
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_channels", "num_key_value_heads", "head_dim", "vocab_size",
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
             "max_position_embeddings", "original_max_position_embeddings", "num_experts_per_tok",
             "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "n_shared_experts",
             "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
@@ -30,13 +30,14 @@ _WHOLE = {
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
             "tokens_per_second", "moe_k", "moe_num_shared_experts", "num_shared_experts", "moe_layer_interval",
             "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
-            "rotary_dim",
+            "rotary_dim", "num_channels",
         ),
         (1, 2**31 - 1),
     ),
     "sliding_window": (0, 2**31 - 1),
     **dict.fromkeys(
-        ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
+        ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        (0, 2**31 - 1),
     ),
 }  # fmt: skip
 # Numbers with what they must be above, and what they must stay below; of those that are only finite the last.

@@ -59,17 +59,20 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
     if vision.text.row_end:
-        return _of_edges({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
-    image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
-    findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
+        of_images = of_videos = _edge_bounds({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
+    else:
+        image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
+        findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
+        if findings:
+            raise MegatuneError(findings, ExitCode.INPUT)
+        of_images = _image_bounds(image, data)
+        of_videos = _bounds(video, (data.video_min_pixels, data.video_max_pixels))
     return PictureProcessor(
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
-        image=_image_bounds(image, data),
-        video=_bounds(video, (data.video_min_pixels, data.video_max_pixels)),
+        image=of_images,
+        video=of_videos,
         video_fps=data.video_fps,
         video_maxlen=data.video_maxlen,
         timestamps=vision.timestamps,
@@ -77,10 +80,10 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     )
 
 
-def _of_edges(
+def _edge_bounds(
     config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vision, data: DataSettings, where: str
-) -> PictureProcessor:
-    """Return the processor of a model whose images have a longest side, with rows of tokens (Pixtral).
+) -> Bounds:
+    """Return the bounds of a model whose images have a longest side (Pixtral).
 
     Args:
         config: of images; its size of patches does not count, as Transformers' joint processor has its own.
@@ -97,23 +100,8 @@ def _of_edges(
         findings.append(Finding(what, where, "it says the longest edge in pixels"))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-    mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
     first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    bounds = Bounds(
-        first=first, scale_to=data.image_scale_pixels, min_pixels=1, max_pixels=edge**2, longest_edge=edge, mean=mean,
-        std=std, resample=config["resample"],
-    )  # fmt: skip
-    return PictureProcessor(
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        image=bounds,
-        video=bounds,
-        video_fps=data.video_fps,
-        video_maxlen=data.video_maxlen,
-        timestamps=False,
-        text=vision.text,
-    )
+    return Bounds(first=first, scale_to=data.image_scale_pixels, longest_edge=edge, **_normalization(config))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -134,8 +122,12 @@ def _said(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bounds(config: Mapping[str, Any], first: tuple[int, int]) -> Bounds:
     least, most = _areas(config)
+    return Bounds(first=first, min_pixels=least, max_pixels=most, **_normalization(config))
+
+
+def _normalization(config: Mapping[str, Any]) -> dict[str, Any]:
     mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
-    return Bounds(first=first, min_pixels=least, max_pixels=most, mean=mean, std=std, resample=config["resample"])
+    return {"mean": mean, "std": std, "resample": config["resample"]}
 
 
 def _image_bounds(config: Mapping[str, Any], data: DataSettings) -> Bounds:
@@ -169,7 +161,9 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
         for key, value in wanted.items()
         if config[key] != value
     ]
-    findings += [] if is_valid else [Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where)]
+    findings += (
+        [] if is_valid else [Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where)]
+    )
     return findings + _steps_problems(config, what, where)
 
 

@@ -1,8 +1,8 @@
 """From an image or a video to patches: how many there are, by its header alone, and their pixels.
 
 The same patches as Transformers' Qwen2VLImageProcessor and PixtralImageProcessor with their PIL back end make, bit for
-bit, of images that LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where Transformers needs
-torchvision.
+bit, of images that LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where
+Transformers needs torchvision.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Bounds:
 
     first: tuple[int, int] | None
     scale_to: int | None = None
-    min_pixels: int
-    max_pixels: int
+    min_pixels: int = 0
+    max_pixels: int = 0
     longest_edge: int | None = None
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -101,7 +101,7 @@ class PictureProcessor:
     video_fps: float
     video_maxlen: int
     timestamps: bool
-    text: PictureText = PictureText()
+    text: PictureText
 
     def measure(self, source: PictureSource) -> Measured:
         """Return grid and times of an image or a video; nothing is decoded but a video's first frame.
