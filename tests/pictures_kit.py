@@ -19,7 +19,12 @@ from megatune.data.prepare import Prepared, prepare
 from megatune.data.vision import VisionInput, load_vision_input
 from megatune.demo.checkpoint import make_checkpoint
 
-TEMPLATES = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink"}
+TEMPLATES = {
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen3_vl": "qwen3_vl_nothink",
+    "mistral3": "mistral_small",
+}
 
 
 @dataclass(frozen=True)

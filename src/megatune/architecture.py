@@ -33,6 +33,14 @@ class YarnRopeScaling:
     truncate: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / length⌋) after rotary embedding (Ministral 3)."""
+
+    beta: float
+    length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
     """Sparse feed-forward layers: a router sends each token to its best experts.
@@ -169,6 +177,41 @@ class MultimodalRope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionLayers:
+    """Options of the engine's own vision encoder: gated layers without biases, RMSNorm, rotary embedding by row and
+    column (Pixtral, arXiv:2410.07073, section 2.2).
+
+    Attributes:
+        norm_epsilon: of its norms.
+        rotary_base: of rotary embedding.
+        projector_norm_epsilon: of the norm behind the last layer.
+        projector_bias: biases on the projector's two linear layers.
+    """
+
+    norm_epsilon: float
+    rotary_base: float
+    projector_norm_epsilon: float
+    projector_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureText:
+    """The text that stands for a picture: each row of tokens with a token behind it, or all tokens between two tokens.
+
+    Attributes:
+        image, video: the tokens that features take the place of; no video where it is "".
+        start, end: before and behind them; no start where it is "".
+        row_end: behind each row of an image but the last; "" where nothing is.
+    """
+
+    image: str = "<|image_pad|>"
+    video: str = "<|video_pad|>"
+    start: str = "<|vision_start|>"
+    end: str = "<|vision_end|>"
+    row_end: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
     """The vision encoder of a vision-language model and its patch mergers, in the words of Transformers' vision_config.
 
@@ -185,8 +228,12 @@ class Vision:
         fullatt_block_indexes: with windows, the layers whose patches attend to the whole image.
         tokens_per_second: of positions in time, where they follow a video's seconds; None where they count frames.
         timestamps: each pair of a video's frames is a block of its own, behind its time in seconds as text.
-        image_token_id, video_token_id: what stands for the tokens of an image, and of a video.
-        vision_start_token_id, vision_end_token_id: what is before and behind them.
+        one_position: tokens of pictures have positions as those of text have; otherwise in time, height and width.
+        layers: the engine's own encoder; None where Transformers' module computes it.
+        text: what stands for pictures.
+        image_token_id, video_token_id: of the tokens of an image, and of a video; below 0 where there is no video.
+        vision_start_token_id, vision_end_token_id: what is before and behind them; below 0 where config.json does not
+            say it.
         config: vision_config as JSON, which Transformers builds the encoder from.
         num_parameters: of the encoder, without mergers.
         num_projector_parameters: of all mergers.
@@ -209,6 +256,9 @@ class Vision:
     fullatt_block_indexes: tuple[int, ...] = ()
     tokens_per_second: float | None = None
     timestamps: bool = False
+    one_position: bool = False
+    layers: VisionLayers | None = None
+    text: PictureText = PictureText()
     image_token_id: int = 151655
     video_token_id: int = 151656
     vision_start_token_id: int = 151652
@@ -216,6 +266,11 @@ class Vision:
     config: str = "{}"
     num_parameters: int = 0
     num_projector_parameters: int = 0
+
+    @property
+    def has_videos(self) -> bool:
+        """The model takes videos, too."""
+        return self.video_token_id >= 0
 
     @property
     def num_deepstack_mergers(self) -> int:
@@ -260,6 +315,7 @@ class Architecture:
         wide_qk_norms: with qk_layernorm, it is over the channels of all heads together.
         pre_norms: what goes into attention and feed-forward is normalized.
         post_norms: what attention and feed-forward put out is normalized before it is added.
+        query_scaling: None where queries do not grow with their positions.
         softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
         embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
         logits_scaling: divides the logits.
@@ -304,6 +360,7 @@ class Architecture:
     wide_qk_norms: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    query_scaling: QueryScaling | None = None
     softmax_scale: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -445,7 +445,7 @@ def test_a_name_that_the_models_own_template_serves() -> None:
             "template: null does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
             "    fix: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
             "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, qwen3_5, qwen3_5_nothink, llama3, mistral, "
-            "deepseek, deepseek3, deepseekr1, chatml, default",
+            "mistral_small, ministral3, deepseek, deepseek3, deepseekr1, chatml, default",
         ),
         (
             "qwen",

@@ -13,6 +13,7 @@ from tokenizer_kit import (
     deepseek_tokenizer,
     gemma_tokenizer,
     llama3_tokenizer,
+    mistral_small_tokenizer,
     mistral_tokenizer,
     qwen_tokenizer,
 )
@@ -141,6 +142,7 @@ def published(
 
 
 QWEN, LLAMA3, MISTRAL, DEEPSEEK = qwen_tokenizer(), llama3_tokenizer(), mistral_tokenizer(), deepseek_tokenizer()
+MISTRAL_SMALL = mistral_small_tokenizer()
 # Name, published template, tokenizer, conversations.
 NAMED = [
     ("chatml", "chatml", QWEN, (*CHATS, "space")),
@@ -151,6 +153,7 @@ NAMED = [
     ("llama3", "llama3", LLAMA3, (*CHATS, "space")),
     # Of several turns with a system message, the chat template writes none: see the test below.
     ("mistral", "mistral", MISTRAL, ("one turn", "history", "tools", "parallel calls", "space")),
+    *((name, "mistral_small", MISTRAL_SMALL, (*CHATS, "space")) for name in ("mistral_small", "ministral3")),
     ("deepseek", "deepseek", DEEPSEEK, CHATS),
     ("deepseek3", "deepseek3", DEEPSEEK, CHATS),
 ]

@@ -73,8 +73,8 @@ def test_what_is_not_built_is_said_at_once(tmp_path: Path) -> None:
         "the processor of images has do_resize = False; only True is supported\n"
         f"the processor of images has rescale_factor = 1.0; only {1 / 255} is supported\n"
         "the processor of images: image_std are not valid\n"
-        "the processor of videos has cap_pixels_per_frame = True; only False is supported\n"
         "the processor of videos: its minimum and maximum pixels are not valid\n"
+        "the processor of videos has cap_pixels_per_frame = True; only False is supported\n"
         "the processor of videos: resample are not valid"
     )
 

@@ -46,6 +46,7 @@ _DEEPSEEK_TOOLS = tuple(
 )
 _MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
 _MISTRAL += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+_MISTRAL_SMALL = (*_MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
 _GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 
 
@@ -99,6 +100,12 @@ def deepseek_tokenizer(template: str = "deepseek3") -> PreTrainedTokenizerFast:
 def mistral_tokenizer() -> PreTrainedTokenizerFast:
     """Mistral's tokens and chat template."""
     return _tokenizer(_MISTRAL, chat_template=chat_template("mistral"), bos_token="<s>", eos_token="</s>")
+
+
+def mistral_small_tokenizer() -> PreTrainedTokenizerFast:
+    """Mistral Small's tokens and chat template."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    return _tokenizer(_MISTRAL_SMALL, chat_template=chat_template("mistral_small"), **tokens)
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerFast:

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel, Qwen2VLImageProcessorPil
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PixtralImageProcessorPil,
+    PreTrainedModel,
+    Qwen2VLImageProcessorPil,
+)
 
 from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
@@ -17,12 +23,16 @@ from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 
 VISION = [name for name, family in FAMILIES.items() if family.vision is not None]
+QWEN = [name for name in VISION if name != "mistral3"]
 SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 300}
 TOWER = {"vision_num_layers": 4, "vision_hidden_size": 24, "vision_num_heads": 3}
 
 
 def tower_of(model: PreTrainedModel) -> Any:
-    return model.model.visual
+    """The encoder, with what makes tokens of its patches."""
+    if hasattr(model.model, "visual"):
+        return model.model.visual
+    return torch.nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
 
 
 def logits(model: PreTrainedModel, folder: Path, picture: torch.Tensor) -> torch.Tensor:
@@ -39,7 +49,7 @@ def logits(model: PreTrainedModel, folder: Path, picture: torch.Tensor) -> torch
         ).logits
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", QWEN)
 def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path / "m", **SMALL, **TOWER)
     model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -71,6 +81,29 @@ def test_our_declarations_count_what_is_written(name: str, tmp_path: Path) -> No
     assert vision.num_parameters + vision.num_projector_parameters == tower
 
 
+def test_a_mistral3_is_a_ministral_with_pixtral(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral3", tmp_path / "m", **SMALL, **TOWER)
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    text, tower = model.config.text_config, model.model.vision_tower
+    assert (text.model_type, text.num_hidden_layers, text.vocab_size, text.head_dim) == ("ministral3", 3, 300, 8)
+    assert (len(tower.transformer.layers), tower.config.num_attention_heads) == (4, 3)
+    assert tower.patch_conv.weight.shape == (24, 3, 14, 14)
+    assert not model.config.tie_word_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids("[IMG]") == model.config.image_token_index
+    processor: Any = PixtralImageProcessorPil.from_pretrained(folder)
+    assert (processor.size["longest_edge"], processor.image_mean) == (1540, (0.48145466, 0.4578275, 0.40821073))
+    # Patches in other places are another picture.
+    image = torch.randn(1, 3, 56, 84, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[*[model.config.image_token_index] * 6, 5, 6, 7]])
+    with torch.inference_mode():
+        seen, turned = (
+            model(input_ids=ids, pixel_values=each, image_sizes=torch.tensor([[56, 84]])).logits
+            for each in (image, image.roll(28, 3))
+        )
+    assert (seen - turned).abs().max() > 1e-2
+
+
 def test_windows_and_deepstack_are_where_the_published_models_have_them(tmp_path: Path) -> None:
     def vision_of(name: str, **sizes: Any) -> dict[str, Any]:
         folder = make_checkpoint(name, tmp_path / "m", **{**SMALL, **sizes}, overwrite=True)
@@ -85,7 +118,7 @@ def test_windows_and_deepstack_are_where_the_published_models_have_them(tmp_path
     assert vision_of("qwen3_vl", num_layers=2)["deepstack_visual_indexes"] == [0, 1]  # no decoder layer for a third
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", QWEN)
 def test_pictures_and_their_places_show_in_the_logits(name: str, tmp_path: Path) -> None:
     """A tower, a norm, a bias or a row of positions that went unused must be told by the numbers."""
     folder = make_checkpoint(name, tmp_path / "m", **SMALL, **TOWER)
@@ -123,7 +156,7 @@ def test_experts_have_the_published_arrangement_and_load_as_they_were(tmp_path: 
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", QWEN)
 def test_the_image_processor_is_the_published_one(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path / "m", **SMALL)
     processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)

@@ -96,17 +96,20 @@ def trained_by_llamafactory(name: str, settings: FinetuningSettings) -> bool:
 
 
 def part_of(name: str) -> str:
-    if "visual." not in name:
+    if "visual." not in name and "vision_tower." not in name and "multi_modal_projector." not in name:
         return "language"
-    return "deepstack" if "deepstack" in name else "projector" if ".merger." in name else "tower"
+    return (
+        "deepstack" if "deepstack" in name else "projector" if ".merger." in name or "projector." in name else "tower"
+    )
 
 
 def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
-    """Rows; of a vision-language model two images, none, a video, none, and then text alone."""
+    """Rows; of a vision-language model two images, none, a video if it takes any, none, and then text alone."""
     lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
     images = [SamplePicture("image", (1, 4, 6), seed=index), SamplePicture("image", (1, 2, 2), seed=index + 10)]
     video = SamplePicture("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
-    return random_samples(301, lengths, seed=index, pictures=(images, (), [video]), vision=vision)
+    videos = [video] if vision is not None and vision.has_videos else []
+    return random_samples(301, lengths, seed=index, pictures=(images, (), videos), vision=vision)
 
 
 Tensors = dict[str, Tensor]
@@ -371,6 +374,7 @@ PICTURE_CASES = [
       for layout in ("1", "cp2 p2p", "recompute full")),
     *(("qwen2_vl", selection, "tp2 sp") for selection in OF_PICTURES[::2]),
     *(("qwen2_5_vl", selection, "tp2 sp") for selection in OF_PICTURES[1::2]),
+    *(("mistral3", selection, "tp2 sp") for selection in OF_PICTURES[::3]),
     *(("qwen3_vl", selection, layout) for selection in list(SELECTIONS)[-3:]
       for layout in ("tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
 ]  # fmt: skip

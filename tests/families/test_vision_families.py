@@ -11,7 +11,7 @@ import pytest
 import torch
 from model_sizes import VISION_SIZES, model_class, tiny_config
 
-from megatune.architecture import Architecture, MultimodalRope
+from megatune.architecture import Architecture, MultimodalRope, QueryScaling, VisionLayers, YarnRopeScaling
 from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.forms import CheckpointForm, FileTensor, find_form
@@ -56,9 +56,12 @@ def test_stacks_are_parts_of_the_encoder(family):
         }
         for stack in Stack
     }
-    visual = {f"model.visual.{name}" for name, _ in model.model.visual.named_parameters()}
+    visual = {
+        name for name, _ in model.named_parameters() if not name.startswith(("model.language_model.", "lm_head."))
+    }
     assert names[Stack.VISION] | names[Stack.PROJECTOR] | names[Stack.DEEPSTACK] == visual
-    assert names[Stack.PROJECTOR] == {name for name in visual if name.startswith("model.visual.merger.")}
+    projectors = ("model.visual.merger.", "model.multi_modal_projector.")
+    assert names[Stack.PROJECTOR] == {name for name in visual if name.startswith(projectors)}
     assert names[Stack.DEEPSTACK] == {name for name in visual if name.startswith("model.visual.deepstack_merger_list.")}
 
 
@@ -161,7 +164,13 @@ def test_what_is_read_is_what_transformers_builds(family, tmp_path):
     assert vision is not None
     again = AutoConfig.for_model(family, vision_config=json.loads(vision.config)).vision_config
     assert again.to_dict() == config.vision_config.to_dict()
-    assert (vision.depth, vision.hidden_size, vision.out_hidden_size, vision.patch_size) == (4, 32, 64, 4)
+    width = VISION_SIZES[family].get("embed_dim", VISION_SIZES[family]["hidden_size"])
+    assert (vision.depth, vision.hidden_size, vision.out_hidden_size, vision.patch_size) == (4, width, 64, 4)
+    if family == "mistral3":
+        assert (vision.image_token_id, vision.has_videos, vision.num_heads) == (297, False, 2)
+        assert (architecture.mrope, vision.spatial_merge_size, vision.in_channels) == (None, 2, 3)
+        assert vision.layers == VisionLayers(norm_epsilon=1e-5, rotary_base=1e4, projector_norm_epsilon=1e-5)
+        return
     assert (vision.image_token_id, vision.video_token_id) == (297, 298)
     assert (vision.vision_start_token_id, vision.vision_end_token_id) == (299, 300)
     assert vision.timestamps == family.startswith("qwen3")
@@ -229,3 +238,55 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, part, changes, sai
     with pytest.raises(MegatuneError) as caught:
         load_architecture(write(tmp_path, config))
     assert said in str(caught.value)
+
+
+def mistral3(text: Mapping[str, Any], vision: Mapping[str, Any], **root: Any) -> dict[str, Any]:
+    """A config.json as published: much is left to Transformers' defaults."""
+    decoder = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+               "num_key_value_heads": 2, "vocab_size": 301}  # fmt: skip
+    return {"model_type": "mistral3", "text_config": {**decoder, **text}, "vision_config": dict(vision), **root}
+
+
+MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def test_the_decoder_of_mistral3_has_the_defaults_of_its_family():
+    small = read_architecture(mistral3({"sliding_window": None}, {"patch_size": 14}, image_token_index=9), "")
+    assert (small.norm_epsilon, small.kv_channels, small.windows, small.query_scaling) == (1e-6, 16, (), None)
+    vision = small.vision
+    assert vision is not None
+    assert (vision.depth, vision.hidden_size, vision.num_heads, vision.image_token_id) == (24, 1024, 16, 9)
+    assert (vision.hidden_act, vision.merged_size, vision.out_hidden_size) == ("gelu", 4096, 64)
+    windowed = read_architecture(mistral3({"max_position_embeddings": 64}, {}), "")
+    assert (windowed.windows, windowed.vision and windowed.vision.patch_size) == ((4096, 4096), 16)
+    ministral = read_architecture(mistral3({"model_type": "ministral3", "rope_parameters": MINISTRAL_ROPE}, {}), "")
+    assert (ministral.norm_epsilon, ministral.kv_channels, ministral.windows) == (1e-5, 128, ())
+    assert ministral.query_scaling == QueryScaling(0.1, 16384)
+    assert isinstance(ministral.rope_scaling, YarnRopeScaling)
+    assert (ministral.max_position_embeddings, ministral.rope_scaling.attention_factor) == (262144, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "vision", "root", "what"),
+    [
+        ({"model_type": "llama"}, {}, {}, "text_config: model_type = 'llama' is not supported"),
+        ({}, {"model_type": "siglip_vision_model"}, {}, "vision_config.model_type = 'siglip_vision_model' is not"),
+        ({}, {"attention_dropout": 0.1}, {}, "vision_config.attention_dropout = 0.1 is not supported"),
+        ({}, {"hidden_act": "relu"}, {}, "vision_config: hidden_act = 'relu' is not supported"),
+        ({}, {"num_attention_heads": 3}, {}, "vision_config: num_heads = 3 is impossible"),
+        ({}, {"num_attention_heads": 512}, {}, "vision_config: num_heads = 512 is impossible"),
+        ({}, {}, {"vision_feature_layer": -2}, "vision_feature_layer = -2 is not supported"),
+        ({}, {}, {"vision_feature_layer": [-1, 3]}, r"vision_feature_layer = \[-1, 3\] is not supported"),
+        ({}, {}, {"projector_hidden_act": "silu"}, "projector_hidden_act = 'silu' is not supported"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {**MINISTRAL_ROPE, "llama_4_scaling_beta": None}}, {}, {},
+            "rope_parameters: llama_4_scaling_beta = None is not a number",
+        ),
+    ],
+)  # fmt: skip
+def test_what_of_mistral3_is_not_computed_is_refused(text, vision, root, what):
+    with pytest.raises(MegatuneError, match=what):
+        read_architecture(mistral3(text, vision, **root), "config.json")

@@ -11,7 +11,7 @@ from mxfp4_kit import as_published
 from megatune.verify.samples import random_samples
 
 ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
-DENSE = ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
+DENSE = ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
 SPARSE = (
     "deepseek_v2",
     "glm4_moe",
@@ -27,6 +27,8 @@ CASES = [
     *((family, layout) for family in SPARSE for layout in ("ep2 etp1 tp2 sp", "ep2 pp2")),
     # Without sequence parallelism, and with fewer keys than ranks.
     *(("olmo3", layout) for layout in ("tp2", "tp4 sp")),
+    # Queries grow by their positions in the document, whoever holds them.
+    ("ministral3", "cp2, packed"),
     # Sinks, and biases that are added once, where heads, experts and sequences are cut.
     *(("gpt_oss", layout) for layout in ("tp4 sp", "ep2 etp2 tp2 sp", "cp2 p2p", "cp2 a2a", "cp2 ep2, packed")),
 ]

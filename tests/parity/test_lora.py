@@ -19,7 +19,8 @@ from layouts import (
 )
 from safetensors.torch import load_file
 from test_one_step import OPTIMIZERS, TOLERANCES, step_batches, step_samples, update_errors
-from test_vision import CONTENTS, NUM_LAYERS
+from test_vision import NUM_LAYERS
+from test_vision import samples_of as samples_with_pictures
 from torch import Tensor
 
 from megatune.bridge.assemble import assemble
@@ -48,6 +49,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "freeze_vision_tower": False,
         "freeze_multi_modal_projector": False,
         "lora_target": ["all", "merger.linear_fc1"],
+    },
+    "of Pixtral": {
+        "freeze_vision_tower": False,
+        "freeze_multi_modal_projector": False,
+        "lora_target": ["all", "linear_1"],
     },
 }
 
@@ -93,11 +99,12 @@ CASES = [
     ("mixtral", False, "LoRA", "etp2"),
     *(("qwen3_vl", False, "of pictures", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp", "cp2 tp2 sp")),
     ("qwen2_5_vl", False, "LoRA", "tp2 sp"),
+    *(("mistral3", False, "of Pixtral", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp")),
     *(("qwen3_next", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "cp2 ep2, packed")),
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
     *(
         (family, False, "LoRA", "tp2 sp")
-        for family in ("mistral", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
+        for family in ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
     ),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
@@ -110,9 +117,9 @@ def finetuning(kind: str, adapter: Path) -> FinetuningSettings:
 
 
 def samples_of(model: Path, lengths: Sequence[int] = LENGTHS) -> list[Sample]:
-    vision = load_architecture(model).vision
-    pictures = CONTENTS["mixed"] if vision is not None else ()
-    return random_samples(301, lengths, pictures=pictures, vision=vision)
+    if load_architecture(model).vision is not None:
+        return samples_with_pictures(model, "mixed", lengths)
+    return random_samples(301, lengths)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def make(family: str, tied: bool, kind: str) -> tuple[Path, Path, Numbers]:
         if (key := (family, tied, kind)) not in made:
-            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith("_vl") else {}
+            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("_vl", "mistral3")) else {}
             model, folder = model_dir(family, tied=tied, **sizes), tmp_path_factory.mktemp("adapter")
             write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=7)
             write_reference(model, samples_of(model), folder / "numbers", adapters=[str(folder)])
@@ -133,7 +140,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 # Linear layers of these are those of llama, or of deepseek_v3, by the same names.
-_AS_OTHERS = ("mistral", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
+_AS_OTHERS = ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
 
 
 @pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA", *_AS_OTHERS)

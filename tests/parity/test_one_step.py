@@ -265,7 +265,9 @@ def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, no distributed optimizer, grad overlap", "tp2 pp2 dp2 sp"])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3"]
+)
 def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):
     """Encoder, mergers and decoder, under the names and arrangement of the checkpoint."""
     chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]

@@ -8,7 +8,7 @@ from typing import Any
 
 from layouts import Layout
 from measured_memory import DOCUMENTS, GRID
-from model_sizes import tiny_config
+from model_sizes import FAMILY_SIZES, tiny_config
 
 from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -93,6 +93,10 @@ def vision_language(family: str, section: list[int], **sizes: int) -> Architectu
     if family == "qwen2_vl":
         encoder = {"embed_dim": 128, "hidden_size": 256, "mlp_ratio": 4, "num_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    if family == "mistral3":
+        del encoder["out_hidden_size"]
+        encoder["num_attention_heads"] = encoder.pop("num_heads")
+        rope = FAMILY_SIZES[family]["rope_parameters"]
     config = tiny_config(
         family, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
         vocab_size=4096, rope_parameters=rope, vision_config=encoder, **sizes,
@@ -102,6 +106,7 @@ def vision_language(family: str, section: list[int], **sizes: int) -> Architectu
 
 QWEN2_VL = vision_language("qwen2_vl", [4, 6, 6])
 QWEN2_5_VL = vision_language("qwen2_5_vl", [4, 6, 6])
+MISTRAL3 = vision_language("mistral3", [])
 QWEN3_VL = vision_language("qwen3_vl", [6, 5, 5])
 
 ALL = FinetuningSettings()
@@ -403,7 +408,7 @@ _TEXT = (
     _freezing(),
     _norms(),
 )
-_MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+_MODELS = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL, "mistral3": MISTRAL3}
 _LATENT_ADAPTERS = _expert_adapters("latent attention", LATENT)
 del _LATENT_ADAPTERS["LoRA, ep2, fp32"]
 _PICTURES = (*(_encoder(model, architecture) for model, architecture in _MODELS.items()), _dealt())

@@ -30,8 +30,6 @@ from megatune.families import load_architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")  # as processors write them
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -55,12 +53,14 @@ class VisionInput:
     """What a vision-language model makes of images and videos; picklable.
 
     Attributes:
+        end_token_id: what is behind a picture.
         media_dir: where relative paths begin.
         spare_tags: ms-swift's rule: tags of the system message count, and tags beyond the pictures are text.
     """
 
     vision: Vision
     processor: PictureProcessor
+    end_token_id: int
     media_dir: str = ""
     spare_tags: bool = False
 
@@ -98,11 +98,8 @@ class VisionInput:
         """Return the entry of a picture, and the text in place of its tag."""
         source = picture_source(picture.value, picture.kind, self.media_dir)
         measured = self.processor.measure(source)
-        num_tokens = measured.num_patches // self.processor.merge_size**2
-        num_runs = len(measured.timestamps) or 1
-        placed = Placed(_entry(source, measured, num_tokens), (num_tokens // num_runs,) * num_runs)
-        pad = _TOKENS[source.kind == "video"]
-        return placed, self.processor.placeholder(measured).replace(pad * placed.runs[0], pad)
+        runs = self.processor.runs(measured)
+        return Placed(_entry(source, measured, sum(runs)), runs), self.processor.short_placeholder(measured)
 
     def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
         """Give every run its length, and the tokens of each picture its number (see `truncation.numbered`).
@@ -147,18 +144,19 @@ class VisionInput:
         for token in tokens:
             if token in self.pads:
                 run = next(runs, None)
-                if run is None or not expanded:
+                has_start = bool(self.vision.text.start)
+                if run is None or (has_start and not expanded):
                     what = "the text has the model's own tokens of images or videos"
                     raise RowError("placeholder-in-text", what, "write <image> or <video>, and name a file for each")
                 number, size, is_first, is_last = run
-                if is_first:
+                if is_first and has_start:
                     expanded[-1] = numbered(expanded[-1], number)
                 expanded += [numbered(token, number)] * size
             elif number is None:
                 expanded.append(token)
             else:
                 expanded.append(numbered(token, number))
-                if is_last and token == self.vision.vision_end_token_id:
+                if is_last and token == self.end_token_id:
                     number = None
         return expanded
 
@@ -185,14 +183,22 @@ def load_vision_input(
         return None  # said where the model is read: looking at data needs only the tokenizer
     if vision is None:
         return None
-    ids = [vision.image_token_id, vision.video_token_id, vision.vision_start_token_id, vision.vision_end_token_id]
-    found = [tokenizer.encode(token, add_special_tokens=False) for token in _TOKENS]
-    if found != [[token] for token in ids]:
+    text = vision.text
+    ids = {
+        text.image: vision.image_token_id, text.video: vision.video_token_id,
+        text.start: vision.vision_start_token_id, text.end: vision.vision_end_token_id, text.row_end: -1,
+    }  # fmt: skip
+    ids = {token: known for token, known in ids.items() if token}
+    found = [tokenizer.encode(token, add_special_tokens=False) for token in ids]
+    # Some are in the tokenizer only.
+    if any(len(each) != 1 or known not in (-1, *each) for each, known in zip(found, ids.values(), strict=True)):
         what = "the tokenizer's tokens of images and videos are not those of the model"
-        why = f"{', '.join(_TOKENS)} are {found}, and {ids} in config.json"
+        why = f"{', '.join(ids)} are {found}, and {list(ids.values())} in config.json"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, str(model_dir), why, fix), ExitCode.INPUT)
-    return VisionInput(vision, load_processor(model_dir, vision, data), media_dir_of(data), bool(data.swift_version))
+    end = found[list(ids).index(text.end)][0]
+    processor = load_processor(model_dir, vision, data)
+    return VisionInput(vision, processor, end, media_dir_of(data), bool(data.swift_version))
 
 
 def _with_text(text: str, left: Mapping[str, list[str]]) -> str:

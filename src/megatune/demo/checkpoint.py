@@ -112,7 +112,7 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
             for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
             # A patch has a thousand channels or more: what layers add to it must not drown.
-            for patches in (parameter for parameter in model.parameters() if parameter.dim() == 5):
+            for patches in (parameter for parameter in model.parameters() if parameter.dim() > 3):
                 patches.normal_(std=patches[0].numel() ** -0.5)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):

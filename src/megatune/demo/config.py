@@ -19,13 +19,24 @@ def config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTraine
     text = _text_arguments(family, sizes, tokenizer)
     if family.vision is None:
         return text
+    tied, token = sizes.tie_word_embeddings, tokenizer.convert_tokens_to_ids
+    if family.vision.is_pixtral:
+        text["model_type"] = "ministral3"
+        return {
+            "text_config": text,
+            "vision_config": vision_config(family.vision, sizes),
+            "image_token_index": token("[IMG]"),
+            "tie_word_embeddings": tied,
+            "dtype": text["dtype"],
+        }
     tokens = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     tokens |= {f"vision_{end}": f"<|vision_{end}|>" for end in ("start", "end")}
     return {
         "text_config": text,
         "vision_config": vision_config(family.vision, sizes),
-        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
-        **{name: text[name] for name in ("tie_word_embeddings", "dtype")},
+        **{f"{name}_token_id": token(text_of) for name, text_of in tokens.items()},
+        "tie_word_embeddings": tied,
+        "dtype": text["dtype"],
     }
 
 
@@ -48,7 +59,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": sizes.dtype,
     }
-    if family.vision is None or family.wide_heads:
+    if family.vision is None or family.vision.is_pixtral or family.wide_heads:
         arguments["head_dim"] = sizes.head_dim
     if family.model_type in ATTENTION_BIAS:
         arguments["attention_bias"] = sizes.attention_bias
@@ -80,6 +91,14 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
         parameters |= stretch
     if family.model_type == "gpt_oss":
         parameters |= {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "truncate": False, **stretch}
+    if family.model_type in ("ministral3", "mistral3"):
+        parameters |= {
+            "rope_type": "yarn",
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            **stretch,
+        }
     if family.model_type in ("gemma3_text", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
@@ -87,7 +106,7 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
     if family.has_delta_nets:
         head_dim //= 2
         parameters["partial_rotary_factor"] = 0.5
-    if family.vision:
+    if family.vision and family.vision.mrope_section:
         parameters |= mrope_parameters(family.vision, head_dim)
     return parameters
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatune.demo.vision import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
+from megatune.demo.vision import PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
@@ -184,6 +184,18 @@ _MISTRAL = replace(
     rope_theta=1_000_000.0,
     llama3_rope_scaling=False,
 )
+_MINISTRAL3 = replace(
+    _MISTRAL,
+    model_type="ministral3",
+    chat_template="ministral3.jinja",
+    digits_per_token=3,
+    added_tokens=_special(
+        "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[SYSTEM_PROMPT]",
+        "[/SYSTEM_PROMPT]", "[ARGS]",
+    ),
+    pad_token="<pad>",
+)  # fmt: skip
 _GLM4_MOE = replace(
     _QWEN3,
     model_type="glm4_moe",
@@ -259,6 +271,7 @@ FAMILIES: dict[str, DemoFamily] = {
     ),
     "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True),
     "mistral": replace(_MISTRAL, own={"sliding_window": None}),
+    "ministral3": _MINISTRAL3,
     "mixtral": replace(_MISTRAL, model_type="mixtral", has_experts=True),
     "seed_oss": _SEED_OSS,
     "granite": replace(
@@ -409,6 +422,7 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
         has_delta_nets=True,
     ),
+    "mistral3": replace(_MINISTRAL3, model_type="mistral3", vision=PIXTRAL),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
     "qwen3_vl": _QWEN3_VL,

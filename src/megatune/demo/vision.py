@@ -20,20 +20,25 @@ class DemoVision:
         processor: keys of preprocessor_config.json, as published.
         video_processor: those of video_preprocessor_config.json; empty where none is published, and Transformers takes
             the file of images for videos too.
-        mrope_section: frequencies of height, and of width, among 64; the rest are of time.
+        joint: keys of processor_config.json beside these; empty where no such file is published.
+        mrope_section: frequencies of height, and of width, among 64; the rest are of time. 0 where all turn by one
+            position.
         mrope_interleaved: frequencies of time, height and width take turns.
         windows: patches attend within windows, except in some layers.
         deepstack: layers of the encoder feed the decoder's first ones.
         table: positions are in a table.
+        is_pixtral: the encoder is Pixtral's, and images are rows of tokens.
     """
 
     processor: Mapping[str, Any]
     video_processor: Mapping[str, Any] = field(default_factory=dict)
-    mrope_section: int
+    joint: Mapping[str, Any] = field(default_factory=dict)
+    mrope_section: int = 0
     mrope_interleaved: bool = False
     windows: bool = False
     deepstack: bool = False
     table: bool = False
+    is_pixtral: bool = False
 
 
 _CLIP = {
@@ -73,11 +78,37 @@ QWEN3_VL = DemoVision(
     deepstack=True,
     table=True,
 )
+PIXTRAL = DemoVision(
+    processor={
+        "size": {"longest_edge": 1540},
+        "patch_size": 14,
+        "image_mean": _CLIP["image_mean"],
+        "image_std": _CLIP["image_std"],
+        "image_processor_type": "PixtralImageProcessor",
+        "processor_class": "PixtralProcessor",
+    },
+    joint={
+        "image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "patch_size": 14,
+        "spatial_merge_size": 2, "processor_class": "PixtralProcessor",
+    },
+    is_pixtral=True,
+)  # fmt: skip
 
 
 def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
     """Return the vision_config of resolved sizes."""
     depth, hidden = sizes.vision_num_layers or 0, sizes.vision_hidden_size or 0
+    if vision.is_pixtral:
+        return {
+            "num_hidden_layers": depth,
+            "num_attention_heads": sizes.vision_num_heads,
+            "hidden_size": hidden,
+            "intermediate_size": hidden * 5 // 2,
+            "patch_size": vision.processor["patch_size"],
+            "image_size": vision.processor["size"]["longest_edge"],
+            "hidden_act": "silu",
+            "initializer_range": hidden**-0.5,
+        }
     arguments = {
         "depth": depth,
         "num_heads": sizes.vision_num_heads,
@@ -115,7 +146,11 @@ def write_processors(vision: DemoVision, folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written to.
     """
-    files = {"preprocessor_config.json": vision.processor, "video_preprocessor_config.json": vision.video_processor}
+    files = {
+        "preprocessor_config.json": vision.processor,
+        "video_preprocessor_config.json": vision.video_processor,
+        "processor_config.json": vision.joint,
+    }
     for name, settings in files.items():
         if settings:
             (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

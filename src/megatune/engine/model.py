@@ -199,9 +199,8 @@ class DecoderModel(GPTModel):
         if self.local_frequencies is not None:
             local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
             return torch.cat((cos_sin(sequences.position_ids, *arguments), local))
-        if sequences.rotary_position_ids is None:
+        if sequences.rotary_position_ids is None or self.rows_of_frequencies is None:
             return cos_sin(sequences.position_ids, *arguments)
-        assert self.rows_of_frequencies is not None
         return multimodal_cos_sin(sequences.rotary_position_ids, self.rows_of_frequencies, *arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

@@ -109,6 +109,11 @@ class Sequences(PackedSeqParams):
         return len(self.boundaries) > 2
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document of a whole row, padding included."""
+        return max(stop - start for start, stop in pairwise(self.boundaries))
+
+    @property
     def document_lengths(self) -> list[int]:
         """This rank's tokens of each document of a packed row: context parallelism takes the same part of every one."""
         cp_size = self.boundaries[-1] // self.is_padding.shape[1]

@@ -248,7 +248,13 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         if layer not in range(vision.depth):
             why = f"depth = {vision.depth}, counted from 0"
             yield f"vision_config: deepstack_visual_indexes names layer {layer}, which is not there", why
-    if vision.hidden_size % vision.num_heads:
+    if vision.layers is not None and vision.hidden_act not in ("silu", "gelu", "gelu_pytorch_tanh"):
+        why = "the encoder is computed with silu, gelu or gelu_pytorch_tanh"
+        yield f"vision_config: hidden_act = {vision.hidden_act!r} is not supported", why
+    if vision.layers is not None and vision.hidden_size % (4 * vision.num_heads):
+        why = "rotary embeddings turn pairs of a head's channels, for height and for width"
+        yield f"vision_config: num_heads = {vision.num_heads} is impossible", why
+    elif vision.hidden_size % vision.num_heads:
         why = f"the encoder's hidden states are {vision.hidden_size} wide"
         yield f"vision_config: num_heads = {vision.num_heads} is impossible", why
 

@@ -24,7 +24,9 @@ VISION = VisionDeclaration(
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
     dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
     defaults={"hidden_act": "quick_gelu"},
-    read=lambda vision: {"intermediate_size": vision["embed_dim"] * vision["mlp_ratio"]},
+    read=lambda config: {
+        "intermediate_size": config["vision_config"]["embed_dim"] * config["vision_config"]["mlp_ratio"]
+    },
     mrope=MultimodalRope(section=(16, 24, 24), interleaved=False),
 )
 FAMILY = replace(

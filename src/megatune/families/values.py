@@ -10,7 +10,7 @@ _OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "
 _DEPTH = 3  # of objects in them: rope_scaling in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
-    "rope_interleave", "mrope_interleaved", "use_qk_norm", "use_bias",
+    "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias",
 )  # fmt: skip
 _INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
 _NAMES = ("architectures", "layer_types", "mlp_layer_types")
@@ -30,13 +30,14 @@ _WHOLE = {
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
             "tokens_per_second", "moe_k", "moe_num_shared_experts", "num_shared_experts", "moe_layer_interval",
             "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
-            "rotary_dim",
+            "rotary_dim", "num_channels",
         ),
         (1, 2**31 - 1),
     ),
     "sliding_window": (0, 2**31 - 1),
     **dict.fromkeys(
-        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), (0, 2**31 - 1)
+        ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        (0, 2**31 - 1),
     ),
 }  # fmt: skip
 # Numbers with what they must be above, and what they must stay below; of those that are only finite the last.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import MultimodalRope, Vision
 from megatune.families.forms import CheckpointForm
 from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
+
+if TYPE_CHECKING:
+    from megatune.families.family import Family
 
 LAYER = "blocks.{layer}"
 _SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")
@@ -25,24 +28,31 @@ class VisionDeclaration:
     """How a family reads config.json beside its decoder's part, and what computes its encoder.
 
     Attributes:
-        encoder: Transformers' class, as "module:class"; its configuration class is that of its annotation `config`.
+        encoder: Transformers' class, as "module:class"; its configuration class is that of its annotation `config`. ""
+            where the engine's own encoder computes it.
+        sizes: keys of vision_config that must be whole numbers above 0.
+        required: keys of config.json, "part.key" in a part of it, and the one value that is computed.
+        decoder: returns the family of a text_config, whose defaults it has; None where all have the same.
         keys: keys of vision_config by the Vision attribute that they say, where the names differ.
-        dimensions: keys of vision_config that are whole numbers above 0, beside those of every encoder.
+        dimensions: more of them, as every family names its own.
         defaults: Transformers' defaults of Vision attributes that a vision_config may leave out.
         constants: Vision attributes that every member shares and vision_config does not say.
-        read: Vision attributes that take more than a key.
+        read: Vision attributes that take more than a key of vision_config, from config.json.
         text: keys of the decoder's part that have this value in this family, whatever is written.
-        mrope: where the decoder's rotary settings do not say it.
+        mrope: where the decoder's rotary settings do not say it; None where rotary embedding turns by one position.
     """
 
-    encoder: str
+    encoder: str = ""
+    sizes: tuple[str, ...] = _SIZES
+    required: Mapping[str, Any] = field(default_factory=dict)
+    decoder: Callable[[Mapping[str, Any]], Family] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     dimensions: tuple[str, ...] = ("hidden_size", "intermediate_size", "out_hidden_size")
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
-    mrope: MultimodalRope
+    mrope: MultimodalRope | None = None
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what of vision_config, or of the decoder's multimodal rotary embedding, cannot be computed, and why."""
@@ -50,9 +60,16 @@ class VisionDeclaration:
         if not isinstance(vision, Mapping):
             yield "'vision_config' is missing", "the model has a vision encoder"
             return
-        for key in (*_SIZES, *self.dimensions):
+        for key in (*self.sizes, *self.dimensions):
             if not isinstance(vision.get(key), int) or vision[key] < 1:
                 yield f"vision_config: {key} = {vision.get(key)!r} is not a whole number above 0", "it is a size"
+        for key, value in self.required.items():
+            part, _, name = key.rpartition(".")
+            written = (config.get(part) or {} if part else config).get(name)
+            if written is not None and written != value:
+                yield f"{key} = {written!r} is not supported", f"the encoder is computed with {key} = {value!r}"
+        if self.mrope is None:
+            return
         section = self._rope(config).get("mrope_section", self.mrope.section)
         sizes = section if isinstance(section, Sequence) else ()
         if len(sizes) != 3 or not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -62,6 +79,14 @@ class VisionDeclaration:
         """Return the decoder's part of config.json, nested under text_config or beside vision_config."""
         text = {**(config.get("text_config") or config), **self.text}
         text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+        if self.decoder is not None:
+            own = self.decoder(text)
+            defaults = {"head_dim": own.head_dim_default, **own.defaults}
+            text |= {
+                key: value
+                for key, value in defaults.items()
+                if text.get(key) is None and not (key in own.nulls and key in text)
+            }
         text.setdefault("torch_dtype", config.get("dtype") or config.get("torch_dtype"))
         for key in ("rope_scaling", "rope_parameters"):
             rope = text.get(key)
@@ -69,20 +94,22 @@ class VisionDeclaration:
                 text[key] = {**{name: value for name, value in rope.items() if name != "type"}, "rope_type": "default"}
         return text
 
-    def architecture(self, config: Mapping[str, Any]) -> tuple[Vision, MultimodalRope]:
+    def architecture(self, config: Mapping[str, Any]) -> tuple[Vision, MultimodalRope | None]:
         """Read what `problems` found nothing against."""
         written = {"in_channels": config["vision_config"].get("in_chans"), **config["vision_config"]}
         said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
-        said |= self.read(written) if self.read else {}
         said |= {name: config.get(name) for name in _TOKENS}
+        said |= self.read(config) if self.read else {}
         known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         # JSON has lists; keys of caches have tuples.
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         known["config"] = json.dumps(config["vision_config"], sort_keys=True)
+        vision = Vision(**{**self.defaults, **known, **self.constants})
+        if self.mrope is None:
+            return replace(vision, one_position=True), None
         rope = self._rope(config)
         section = tuple(rope.get("mrope_section", self.mrope.section))
         interleaved = bool(rope.get("mrope_interleaved", self.mrope.interleaved))
-        vision = Vision(**{**self.defaults, **known, **self.constants})
         return vision, replace(self.mrope, section=section, interleaved=interleaved)
 
     def _rope(self, config: Mapping[str, Any]) -> Mapping[str, Any]:

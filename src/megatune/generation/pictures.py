@@ -13,6 +13,7 @@ import torch
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
+from megatune.data.media.arguments import picture_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.media.sources import PictureSource
@@ -102,9 +103,6 @@ class PromptPictures:
 def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Picture, ...]) -> dict[str, torch.Tensor]:
     """Return what a prompt with pictures needs beside its tokens, as arguments of Transformers' generate.
 
-    Its position_ids are ours: Transformers 5.17 computes others for videos of Qwen2-VL and Qwen2.5-VL. It continues
-    from the last one by itself.
-
     Args:
         input_ids: int64 [1, tokens].
         pictures: in the order of their tokens.
@@ -114,17 +112,9 @@ def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Pic
     """
     if not pictures:
         return {}
-    rows = _positions(vision, input_ids[0].numpy(), pictures)
-    # The first row is for masks; three are of time, height and width.
-    inputs = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
-    for kind, pixels, grid in (
-        ("image", "pixel_values", "image_grid_thw"),
-        ("video", "pixel_values_videos", "video_grid_thw"),
-    ):
-        if of_kind := [each for each in pictures if each.kind == kind]:
-            inputs[pixels] = torch.from_numpy(np.concatenate([each.pixels for each in of_kind]))
-            inputs[grid] = torch.tensor([each.measured.grid for each in of_kind])
-    return inputs
+    _positions(vision, input_ids[0].numpy(), pictures)
+    given = [(each.kind, each.measured.grid, each.measured.seconds_per_grid, each.pixels) for each in pictures]
+    return picture_arguments(input_ids[0].numpy(), given, vision)
 
 
 def check_placeholders(vision: Vision, prompt: Prompt) -> None:

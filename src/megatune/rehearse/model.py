@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _TOKENIZERS = (TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json")
 _PICTURE_TOKENS = {
     "image_token_id": "<|image_pad|>",
+    "image_token_index": "[IMG]",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",

@@ -141,7 +141,7 @@ def vision_config(config: Config, architecture: Architecture, names: Mapping[str
     """Return the keys of vision_config that are smaller.
 
     Args:
-        names: the key of what Vision calls hidden_size and out_hidden_size, where it is another (families/vision.py).
+        names: the key of what Vision has by another name (families/vision.py).
         decoder: hidden size of the decoder.
     """
     vision = architecture.vision
@@ -149,8 +149,8 @@ def vision_config(config: Config, architecture: Architecture, names: Mapping[str
     mergers = min(vision.num_deepstack_mergers, _MERGERS)
     depth = min(vision.depth, max(2, mergers + 1))
     small: dict[str, Any] = {
-        "depth": depth,
-        "num_heads": _VISION["heads"],
+        names.get("depth", "depth"): depth,
+        names.get("num_heads", "num_heads"): _VISION["heads"],
         "intermediate_size": _VISION["ffn"],
         names.get("hidden_size", "hidden_size"): _VISION["hidden"],
         names.get("out_hidden_size", "out_hidden_size"): decoder,

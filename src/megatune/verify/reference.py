@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.arguments import picture_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.adapters import LORA_A, LORA_B, module_path
@@ -153,25 +153,12 @@ def _architecture(model: Any) -> Architecture:
 
 
 def _arguments(sample: Sample, architecture: Architecture, device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of Transformers' model for one sample.
-
-    With pictures positions are among them: Transformers computes others for videos than the models were trained with,
-    see `data.media.positions`.
-    """
+    """Return the arguments of Transformers' model for one sample."""
     arguments = {"input_ids": torch.tensor([sample.input_ids])}
     vision = architecture.vision
     if vision is not None and sample.pictures:
-        measures = [(picture.grid, picture.seconds_per_grid) for picture in sample.pictures]
-        positions = rotary_position_ids(np.array(sample.input_ids), measures, vision)
-        # The first row is that of masks.
-        rows = np.concatenate((np.arange(positions.shape[1])[None], positions))
-        arguments["position_ids"] = torch.from_numpy(rows)[:, None]
-        for kind, suffix in (("image", ""), ("video", "_videos")):
-            of_kind = [picture for picture in sample.pictures if picture.kind == kind]
-            if of_kind:
-                values = [torch.from_numpy(picture.pixel_values(vision)) for picture in of_kind]
-                arguments["pixel_values" + suffix] = torch.cat(values)
-                arguments[f"{kind}_grid_thw"] = torch.tensor([picture.grid for picture in of_kind])
+        given = [(each.kind, each.grid, each.seconds_per_grid, each.pixel_values(vision)) for each in sample.pictures]
+        arguments |= picture_arguments(np.array(sample.input_ids), given, vision)
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 
 

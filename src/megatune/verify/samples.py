@@ -107,11 +107,13 @@ def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[
     frames, size = picture.grid[0] if apart else 1, math.prod(picture.grid) // vision.spatial_merge_size**2
     token = vision.video_token_id if picture.kind == "video" else vision.image_token_id
     frame = [vision.vision_start_token_id, *[token] * (size // frames), vision.vision_end_token_id]
+    frame = [each for each in frame if each >= 0]
     return [*(time if apart else ()), *frame] * frames
 
 
 def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePicture, ...]]:
-    """Return pictures of rows, in turn: an image, none, two images of different size, a video."""
+    """Return pictures of rows, in turn: an image, none, two images of different size, a video where the model
+    takes any."""
     m = vision.spatial_merge_size
     # Seconds between patches that make no whole number of positions.
     kinds: tuple[tuple[SamplePicture, ...], ...] = (
@@ -120,6 +122,8 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
         (SamplePicture("image", (1, 2 * m, 4 * m), 0), SamplePicture("image", (1, 6 * m, 2 * m), 1)),
         (SamplePicture("video", (3, 4 * m, 2 * m), 0, seconds_per_grid=0.97),),
     )
+    if not vision.has_videos:
+        kinds = kinds[:3]
     return [
         tuple(replace(picture, seed=2 * row + picture.seed) for picture in kinds[row % len(kinds)])
         for row in range(num_samples)

@@ -33,6 +33,7 @@ _COMMON = {
 }  # fmt: skip
 _IMAGE = {**_COMMON, **_CLIP, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 _VIDEO = {**_COMMON, **_CLIP, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
+_EDGE = {**_COMMON, **_CLIP, "patch_size": 16, "size": {"longest_edge": 1024}}
 _QWEN3_VIDEO = {
     **_COMMON, **_HALF, "patch_size": 16, "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
 }  # fmt: skip
@@ -57,20 +58,50 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     if image is None:
         why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
-    image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
-    findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
+    if vision.text.row_end:
+        of_images = of_videos = _edge_bounds({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
+    else:
+        image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
+        findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
+        if findings:
+            raise MegatuneError(findings, ExitCode.INPUT)
+        of_images = _image_bounds(image, data)
+        of_videos = _bounds(video, (data.video_min_pixels, data.video_max_pixels))
     return PictureProcessor(
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
-        image=_image_bounds(image, data),
-        video=_bounds(video, (data.video_min_pixels, data.video_max_pixels)),
+        image=of_images,
+        video=of_videos,
         video_fps=data.video_fps,
         video_maxlen=data.video_maxlen,
         timestamps=vision.timestamps,
+        text=vision.text,
     )
+
+
+def _edge_bounds(
+    config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vision, data: DataSettings, where: str
+) -> Bounds:
+    """Return the bounds of a model whose images have a longest side (Pixtral).
+
+    Args:
+        config: of images; its size of patches does not count, as Transformers' joint processor has its own.
+        joint: that of the joint processor.
+    """
+    size = config["size"]
+    edge = size.get("longest_edge") if isinstance(size, Mapping) else size
+    findings = _steps_problems(config, "images", where)
+    for key, value in (("patch_size", vision.patch_size), ("spatial_merge_size", vision.spatial_merge_size)):
+        if joint.get(key, value) != value:
+            findings.append(Finding(f"the processor has {key} = {joint[key]!r}, and the model {value}", where))
+    if type(edge) is not int or edge < 1:
+        what = f"the processor of images: size = {size!r} is not valid"
+        findings.append(Finding(what, where, "it says the longest edge in pixels"))
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
+    return Bounds(first=first, scale_to=data.image_scale_pixels, longest_edge=edge, **_normalization(config))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -91,8 +122,12 @@ def _said(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bounds(config: Mapping[str, Any], first: tuple[int, int]) -> Bounds:
     least, most = _areas(config)
+    return Bounds(first=first, min_pixels=least, max_pixels=most, **_normalization(config))
+
+
+def _normalization(config: Mapping[str, Any]) -> dict[str, Any]:
     mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
-    return Bounds(first=first, min_pixels=least, max_pixels=most, mean=mean, std=std, resample=config["resample"])
+    return {"mean": mean, "std": std, "resample": config["resample"]}
 
 
 def _image_bounds(config: Mapping[str, Any], data: DataSettings) -> Bounds:
@@ -119,20 +154,28 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
     }
+    least, most = _areas(config)
+    is_valid = type(least) is int and type(most) is int and 0 < least <= most
     findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}, and the model {value}", where)
         for key, value in wanted.items()
         if config[key] != value
     ]
+    findings += (
+        [] if is_valid else [Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where)]
+    )
+    return findings + _steps_problems(config, what, where)
+
+
+def _steps_problems(config: Mapping[str, Any], what: str, where: str) -> list[Finding]:
+    """Return everything that a processor says of a picture's way to patches, sizes aside, and this one does not do."""
     built = {**{key: True for key in _COMMON if key.startswith("do_")}, "rescale_factor": 1 / 255}
-    findings += [
+    findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is supported", where)
-        for key, value in {**built, "cap_pixels_per_frame": False}.items()
+        for key, value in {**built, "cap_pixels_per_frame": False, "do_center_crop": False}.items()
         if config.get(key, value) != value
     ]
-    least, most = _areas(config)
     sane = {
-        "its minimum and maximum pixels": type(least) is int and type(most) is int and 0 < least <= most,
         "image_mean": _is_by_channel(config["image_mean"]),
         "image_std": _is_by_channel(config["image_std"]) and all(config["image_std"]),
         "resample": config["resample"] in list(Image.Resampling),

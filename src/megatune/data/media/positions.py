@@ -30,6 +30,11 @@ def rotary_position_ids(
         ValueError: the tokens of images and videos are not those of `pictures`.
     """
     input_ids = np.asarray(input_ids)
+    if vision.one_position:
+        tokens = sum(t * h * w for (t, h, w), _ in pictures) // vision.spatial_merge_size**2
+        if (found := int((input_ids == vision.image_token_id).sum())) != tokens:
+            raise ValueError(f"{found} tokens of pictures, and their grids have {tokens}")
+        return np.broadcast_to(np.arange(len(input_ids)), (3, len(input_ids))).copy()
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     places = np.flatnonzero((input_ids == vision.image_token_id) | (input_ids == vision.video_token_id))
     written, position, used = 0, 0, 0

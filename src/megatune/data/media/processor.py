@@ -1,8 +1,8 @@
 """From an image or a video to patches: how many there are, by its header alone, and their pixels.
 
-The same patches as Transformers' Qwen2VLImageProcessor with its PIL back end makes, bit for bit, of images that
-LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where Transformers needs
-torchvision.
+The same patches as Transformers' Qwen2VLImageProcessor and PixtralImageProcessor with their PIL back end make, bit for
+bit, of images that LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where
+Transformers needs torchvision.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from megatune.architecture import PictureText
 from megatune.data.bad_rows import RowError
 from megatune.data.media.images import image_size, load_image
-from megatune.data.media.sizes import Size, area_steps, scaled, side_steps, smart_resize, token_size
+from megatune.data.media.sizes import Size, area_steps, edge_size, scaled, side_steps, smart_resize, token_size
 from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 
@@ -67,13 +68,15 @@ class Bounds:
         first: of LLaMA-Factory's resizing, the fewest and the most pixels; None resizes as ms-swift does.
         scale_to: with ms-swift's resizing, the most pixels of an image before it is brought to whole tokens.
         min_pixels, max_pixels: of the model's processor, or of ms-swift's resizing.
+        longest_edge: in their place, the longest side of an image (Pixtral); None where they count.
         resample: the filter of its resizing, as PIL numbers them.
     """
 
     first: tuple[int, int] | None
     scale_to: int | None = None
-    min_pixels: int
-    max_pixels: int
+    min_pixels: int = 0
+    max_pixels: int = 0
+    longest_edge: int | None = None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int
@@ -87,6 +90,7 @@ class PictureProcessor:
         video_fps, video_maxlen: how many frames of a video are taken.
         timestamps: each temporal patch of a video is a block of its own, behind its time, and the processor's bounds
             hold for all frames together (Qwen3-VL).
+        text: what stands for pictures.
     """
 
     patch_size: int
@@ -97,6 +101,7 @@ class PictureProcessor:
     video_fps: float
     video_maxlen: int
     timestamps: bool
+    text: PictureText
 
     def measure(self, source: PictureSource) -> Measured:
         """Return grid and times of an image or a video; nothing is decoded but a video's first frame.
@@ -105,6 +110,8 @@ class PictureProcessor:
             RowError: it cannot be read, or not be used; damage within a file shows only in `pixels`.
             MegatuneError: PyAV, which a video needs, is not installed (exit code 66).
         """
+        if source.kind == "video" and not self.text.video:
+            raise RowError("no-videos", "video: the model reads images only", source.name)
         if source.kind == "image":
             size = image_size(source)
             return Measured(self._grid(size, (), self.image, source), None, (), (), size)
@@ -152,14 +159,27 @@ class PictureProcessor:
 
     def placeholder(self, measured: Measured) -> str:
         """Return the text that stands for an image or a video: as many pad tokens as it has merged patches."""
+        return self._written(measured, self.runs(measured))
+
+    def short_placeholder(self, measured: Measured) -> str:
+        """Return the same with one pad token for each of its `runs`."""
+        return self._written(measured, (1,) * len(self.runs(measured)))
+
+    def runs(self, measured: Measured) -> tuple[int, ...]:
+        """Return how many pad tokens lie side by side, for each place where some do."""
         t, h, w = measured.grid
-        tokens = h * w // self.merge_size**2
-        if not measured.frames:
-            return f"<|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>"
-        if not self.timestamps:
-            return f"<|vision_start|>{'<|video_pad|>' * (t * tokens)}<|vision_end|>"
-        block = f"<|vision_start|>{'<|video_pad|>' * tokens}<|vision_end|>"
-        return "".join(f"<{seconds:.1f} seconds>{block}" for seconds in measured.timestamps)
+        tokens = measured.num_patches // self.merge_size**2
+        if self.text.row_end:
+            return (w // self.merge_size,) * (h // self.merge_size)
+        return (tokens // t,) * t if measured.timestamps else (tokens,)
+
+    def _written(self, measured: Measured, runs: Sequence[int]) -> str:
+        text = self.text
+        pads = [(text.video if measured.frames else text.image) * run for run in runs]
+        if not measured.timestamps:
+            return f"{text.start}{text.row_end.join(pads)}{text.end}"
+        blocks = zip(measured.timestamps, pads, strict=True)
+        return "".join(f"<{seconds:.1f} seconds>{text.start}{pad}{text.end}" for seconds, pad in blocks)
 
     def _header(self, source: PictureSource) -> VideoHeader:
         """Return the header of a list of frames, which are video_fps a second."""
@@ -177,6 +197,11 @@ class PictureProcessor:
 
     def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
         factor = self.patch_size * self.merge_size
+        if bounds.longest_edge is not None:
+            for step in self._steps(size, bounds, source):
+                size = step
+            width, height = edge_size(size, factor, bounds.longest_edge, source.name)
+            return 1, height // self.patch_size, width // self.patch_size
         if bounds.first is None:
             size = scaled(size, bounds.scale_to, source.name)
             width, height = token_size(size, factor, bounds.min_pixels, bounds.max_pixels, source.name)
@@ -190,12 +215,24 @@ class PictureProcessor:
         width, height = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
         return t, height // self.patch_size, width // self.patch_size
 
+    def _steps(self, size: Size, bounds: Bounds, source: PictureSource) -> list[Size]:
+        """Return the sizes that an image has, one after the other, before the model's processor resizes it."""
+        if bounds.first is not None:
+            return area_steps(size, *bounds.first, source.name)
+        changed = scaled(size, bounds.scale_to, source.name)
+        return [] if changed == size else [changed]
+
     def _resized(self, image: Image.Image, bounds: Bounds, source: PictureSource, measured: Measured) -> Image.Image:
         if image.size != measured.size:
             (a, b), (c, d) = image.size, measured.size
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         _, h, w = measured.grid
+        if bounds.longest_edge is not None:
+            for step in self._steps(image.size, bounds, source):
+                image = image.resize(step)
+            image = image if image.mode == "RGB" else image.convert("RGB")
+            return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
         if bounds.first is None:
             image = image if image.mode == "RGB" else image.convert("RGB")
             if (size := scaled(image.size, bounds.scale_to, source.name)) != image.size:

@@ -84,6 +84,20 @@ def token_size(size: Size, factor: int, min_pixels: int, max_pixels: int, name: 
     return rounded[0], rounded[1]
 
 
+def edge_size(size: Size, factor: int, longest_edge: int, name: str) -> Size:
+    """Return the size of multiples of `factor`, rounded up, that an image is resized to by Transformers'
+    PixtralImageProcessor: smaller where a side is above `longest_edge`, by both sides alike.
+
+    Raises:
+        RowError: the image, of this name, is so thin that a side would become nothing.
+    """
+    ratio = max(side / longest_edge for side in size)
+    width, height = (math.floor(side / ratio) for side in size) if ratio > 1 else size
+    if not min(width, height):
+        raise RowError("thin-picture", "too thin to be resized", f"{name}: {size[0]} x {size[1]}")
+    return -(-width // factor) * factor, -(-height // factor) * factor
+
+
 def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:
     """Return the nearest size of multiples of `factor` whose area, times `frames`, is within bounds.
 

@@ -77,6 +77,20 @@ _MISTRAL = NamedTemplate(
     trims=("assistant",),
 )
 
+# Mistral Small 3.1's and later. Their chat templates write a system message of their own, some with the day of the run,
+# where there is none. LLaMA-Factory's ministral3 writes a system message into the question. Calls are the chat
+# template's alone.
+_MISTRAL_SMALL = NamedTemplate(
+    name="mistral_small",
+    prefix="{bos}",
+    user="[INST]{content}[/INST]",
+    assistant="{content}{eos}",
+    system="[SYSTEM_PROMPT]{content}[/SYSTEM_PROMPT]",
+    observation="[TOOL_RESULTS]{content}[/TOOL_RESULTS]",
+    observation_separator="[/TOOL_RESULTS][TOOL_RESULTS]",
+    special_tokens=("{bos}", "{eos}", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+)
+
 # DeepSeek LLM's and V2's. LLaMA-Factory's text has no space before an answer; the chat template has one.
 _DEEPSEEK = NamedTemplate(
     name="deepseek",
@@ -129,6 +143,8 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         replace(_QWEN3_5, name="qwen3_5_nothink", thinks=False),
         _LLAMA3,
         _MISTRAL,
+        _MISTRAL_SMALL,
+        replace(_MISTRAL_SMALL, name="ministral3"),
         _DEEPSEEK,
         _DEEPSEEK3,
         # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.

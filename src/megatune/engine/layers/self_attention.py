@@ -47,6 +47,7 @@ class GroupedQueryAttention(SelfAttention):
             turn = fused_rotate if self.config.apply_rope_fusion else rotate
             turn = functools.partial(turn, interleaved=self.config.rotary_interleaved)
             query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
+        query = self._scaled(query, packed_seq_params)
         value = value.contiguous()
         recompute = self.checkpoint_core_attention and self.training
         context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
@@ -54,6 +55,14 @@ class GroupedQueryAttention(SelfAttention):
             context = context * gate[0].flatten(2)
         output, bias = self.linear_proj(context)
         return output if bias is None else output + bias, None
+
+    def _scaled(self, query: Tensor, sequences: Sequences) -> Tensor:
+        """Multiply queries [s, b, n, d] by what they grow with their positions; see `QueryScaling`."""
+        scaling = self.config.query_scaling
+        if scaling is None or sequences.longest <= scaling.length:
+            return query
+        growth = 1 + scaling.beta * torch.log1p((sequences.position_ids // scaling.length).float())
+        return query * growth.to(query.dtype)[:, None, None, None]
 
     def _is_unturned(self) -> bool:
         """Return whether the layer has no rotary embedding."""

@@ -140,8 +140,9 @@ def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
 
     norm = Operator("vision", _norm(shapes, images))
     attention = (Attention(patches, attended_patches(images), 1, 2 * width, "unmasked"),)
-    # Queries, keys and values in one tensor, rotated queries and keys, the context, and a number a patch and head.
-    kept = 6 * hidden + 4 * patches * tower.num_heads
+    # Queries, keys and values, in one tensor beside rotated queries and keys where Transformers' module computes them;
+    # the context, and a number a patch and head.
+    kept = (6 if tower.layers is None else 4) * hidden + 4 * patches * tower.num_heads
     rotating = _rotating(shapes, images) - kept
     operators = (
         norm,
@@ -185,7 +186,7 @@ def _rotating(shapes: Shapes, images: Images) -> int:
 
 def _activations(tower: Vision) -> int:
     """Return how many tensors of the feed-forward's width are kept."""
-    return {"silu": 4, "quick_gelu": 3}.get(tower.hidden_act, 2)
+    return 4 if tower.gated else 3 if tower.hidden_act == "quick_gelu" else 2
 
 
 def _norm(shapes: Shapes, images: Images) -> Memory:

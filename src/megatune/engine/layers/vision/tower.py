@@ -1,4 +1,4 @@
-"""The vision encoder: Transformers' own module, with all its pictures attended to in one call.
+"""The vision encoder: the engine's own, or Transformers' module, with all its pictures attended to in one call.
 
 Legend: n patches of the pictures, m² patches to a token, c channels of a patch, h width of the decoder, k deepstack
 mergers.
@@ -26,6 +26,7 @@ from megatune.architecture import Architecture, Vision
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
+from megatune.engine.layers.vision.encoder import VisionEncoder
 from megatune.families import FAMILIES
 
 try:
@@ -45,16 +46,21 @@ _ATTENTION = "megatune_flash"
 
 
 def build_encoder(architecture: Architecture, config: TransformerConfig) -> torch.nn.Module:
-    """Build Transformers' module, with its names of parameters and its mergers; weights are uninitialized.
+    """Build the encoder with its mergers; weights are uninitialized.
 
+    It is the engine's own, or Transformers' module with its names of parameters.
     Without dropout, and with checkpointing of its layers where the decoder is recomputed in full.
     """
+    vision, recompute = architecture.vision, config.recompute_granularity == "full"
+    assert vision is not None
+    if vision.layers is not None:
+        with device.current(), no_init_weights():
+            return VisionEncoder(vision, vision.layers, recompute=recompute)
     family = FAMILIES[architecture.model_type]
     assert family.vision is not None
-    assert architecture.vision is not None
     module_name, _, class_name = family.vision.encoder.partition(":")
     encoder_class: Any = getattr(importlib.import_module(module_name), class_name)
-    settings = typing.get_type_hints(encoder_class)["config"].from_dict(json.loads(architecture.vision.config))
+    settings = typing.get_type_hints(encoder_class)["config"].from_dict(json.loads(vision.config))
     with device.current(), no_init_weights():
         encoder = encoder_class(settings)
     encoder.config._attn_implementation = _ATTENTION
@@ -65,7 +71,7 @@ def build_encoder(architecture: Architecture, config: TransformerConfig) -> torc
             setattr(module, name, None if buffer is None else buffer.detach())
     # A convolution whose kernels lie side by side is a product with the flattened patches.
     encoder.patch_embed.proj.__class__ = PatchProjection
-    if config.recompute_granularity == "full":
+    if recompute:
         for layer in encoder.blocks:
             # As Transformers' gradient_checkpointing_enable does, which also asks patches for a gradient.
             layer.gradient_checkpointing = True
@@ -111,8 +117,9 @@ class Tower:
         Returns:
             [n / m², 1 + k, h]: features of tokens, and what is added to them after the decoder's first layers.
         """
-        inputs = encoder_inputs(grids, self._vision) if TAKES_INPUTS else {}
-        grids = grids if TAKES_INPUTS else device.send(grids)
+        on_host = TAKES_INPUTS or self._vision.layers is not None
+        inputs = encoder_inputs(grids, self._vision) if on_host and self._vision.layers is None else {}
+        grids = grids if on_host else device.send(grids)
         output = self._encoder(pixel_values, grid_thw=grids, backend=self._backend, **inputs)
         features = output.pooler_output
         return torch.stack((features, *(getattr(output, "deepstack_features", None) or ())), 1)

@@ -1,0 +1,54 @@
+"""Pictures as arguments of Transformers' models: patches with their grids, or whole images with their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatune.architecture import Vision
+from megatune.data.media.positions import Grid, rotary_position_ids
+
+# Of an image or a video: its kind, grid, seconds from one temporal patch to the next, and patches.
+GivenPicture = tuple[str, Grid, float | None, np.ndarray]
+
+
+def picture_arguments(
+    input_ids: np.ndarray, pictures: Sequence[GivenPicture], vision: Vision
+) -> dict[str, torch.Tensor]:
+    """Return what Transformers' model takes of pictures beside `input_ids` [tokens], of one row.
+
+    Where tokens have three positions those are among it, since Transformers 5.17 computes others for videos of Qwen2-VL
+    and Qwen2.5-VL; its generate continues from the last one.
+
+    Raises:
+        ValueError: the tokens of images and videos are not those of `pictures`.
+    """
+    rows = rotary_position_ids(input_ids, [(grid, seconds) for _, grid, seconds, _ in pictures], vision)
+    if vision.one_position:
+        return _whole_images(pictures, vision)
+    # The first row is for masks; three are of time, height and width.
+    arguments = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
+    for kind, suffix in (("image", ""), ("video", "_videos")):
+        if of_kind := [(grid, pixels) for each, grid, _, pixels in pictures if each == kind]:
+            arguments["pixel_values" + suffix] = torch.from_numpy(np.concatenate([pixels for _, pixels in of_kind]))
+            arguments[f"{kind}_grid_thw"] = torch.tensor([grid for grid, _ in of_kind])
+    return arguments
+
+
+def _whole_images(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str, torch.Tensor]:
+    """Return pixel_values [images, channels, height, width], each in the upper left corner, and image_sizes."""
+    images = [_image(pixels, grid, vision) for _, grid, _, pixels in pictures]
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    values = torch.zeros(len(images), vision.in_channels, *sizes.amax(0).tolist())
+    for number, image in enumerate(images):
+        values[number, :, : image.shape[1], : image.shape[2]] = torch.from_numpy(image)
+    return {"pixel_values": values, "image_sizes": sizes}
+
+
+def _image(patches: np.ndarray, grid: Grid, vision: Vision) -> np.ndarray:
+    """Put patches [h · w, channels · p²] of an image, token by token, together again: [channels, height, width]."""
+    (_, h, w), m, p = grid, vision.spatial_merge_size, vision.patch_size
+    cut = patches.reshape(h // m, w // m, m, m, vision.in_channels, p, p)
+    return cut.transpose(4, 0, 2, 5, 1, 3, 6).reshape(vision.in_channels, h * p, w * p)

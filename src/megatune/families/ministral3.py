@@ -1,0 +1,39 @@
+"""Ministral 3 and Devstral 2, text only: Mistral with YaRN, and queries that grow beyond its first context."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatune.architecture import QueryScaling
+from megatune.families import mistral
+from megatune.families.family import Config
+from megatune.families.rope import rope_parameters
+
+_BETA = "llama_4_scaling_beta"
+
+
+def query_scaling(config: Config) -> dict[str, Any]:
+    """Read how queries grow; Transformers computes no model without it."""
+    rope = rope_parameters(config)
+    return {"query_scaling": QueryScaling(float(rope[_BETA]), int(rope["original_max_position_embeddings"]))}
+
+
+def query_scaling_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Find what of the growth of queries is missing, and say why it is needed."""
+    rope = rope_parameters(config)
+    for key in (_BETA, "original_max_position_embeddings"):
+        if not isinstance(rope.get(key), int | float):
+            yield (
+                f"rope_parameters: {key} = {rope.get(key)!r} is not a number",
+                "queries grow with their positions by it",
+            )
+
+
+FAMILY = replace(
+    mistral.FAMILY,
+    model_type="ministral3",
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
+    head_dim_default=128,
+    derive=query_scaling,
+    problems=query_scaling_problems,
+)

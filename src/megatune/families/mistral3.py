@@ -1,0 +1,127 @@
+"""Mistral Small 3.1 and later, Ministral 3: Mistral's or Ministral 3's decoder, and the encoder of Pixtral."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatune.architecture import Architecture, PictureText, VisionLayers
+from megatune.families import ministral3, mistral
+from megatune.families.family import Config, Family
+from megatune.families.forms import AS_MAPPED, CheckpointForm
+from megatune.families.vision import VisionDeclaration, as_decoder
+from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
+
+_TOWER, _PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
+_V, _F, _H = "vision.hidden_size", "vision.intermediate_size", "vision.out_hidden_size"
+# Published checkpoints, and those that Transformers saves of them.
+_PUBLISHED = CheckpointForm(
+    prefixes=(
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+        (_TOWER, "vision_tower."),
+        (_PROJECTOR, "multi_modal_projector."),
+    )
+)
+
+
+def _part(engine: str, name: str, *shape: str | int, stack: Stack = Stack.VISION, **declared: Any) -> Weight:
+    tensor = HFTensor((_TOWER if stack is Stack.VISION else _PROJECTOR) + name, shape)
+    return Weight(
+        f"vision_model.{engine}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers="vision.depth", **declared
+    )
+
+
+def _in_layer(engine: str, name: str, *shape: str) -> Weight:
+    return _part(f"layers.{{layer}}.{engine}.weight", f"transformer.layers.{{layer}}.{name}.weight", *shape)
+
+
+def _projector(engine: str, name: str, *shape: str, **declared: Any) -> Weight:
+    return _part(f"projector.{engine}", name, *shape, stack=Stack.PROJECTOR, **declared)
+
+
+def _has_bias(architecture: Architecture) -> bool:
+    vision = architecture.vision
+    return vision is not None and vision.layers is not None and vision.layers.projector_bias
+
+
+ENCODER = (
+    _part("patch_embed.weight", "patch_conv.weight", _V, "vision.in_channels", *["vision.patch_size"] * 2),
+    _part("pre_norm.weight", "ln_pre.weight", _V),
+    _in_layer("norm1", "attention_norm", _V),
+    *(_in_layer(f"attention.{each}_proj", f"attention.{each}_proj", _V, _V) for each in "qkvo"),
+    _in_layer("norm2", "ffn_norm", _V),
+    *(_in_layer(f"mlp.{each}_proj", f"feed_forward.{each}_proj", _F, _V) for each in ("gate", "up")),
+    _in_layer("mlp.down_proj", "feed_forward.down_proj", _V, _F),
+    _projector("norm.weight", "norm.weight", _V),
+    _projector("merging_layer.weight", "patch_merger.merging_layer.weight", _V, "vision.merged_size"),
+    _projector("linear_1.weight", "linear_1.weight", _H, _V),
+    _projector("linear_1.bias", "linear_1.bias", _H, exists=_has_bias),
+    _projector("linear_2.weight", "linear_2.weight", _H, _H),
+    _projector("linear_2.bias", "linear_2.bias", _H, exists=_has_bias),
+)  # fmt: skip
+
+
+def _decoder(text: Config) -> Family:
+    """Return the family of the decoder, Mistral's where config.json does not say it."""
+    return ministral3.FAMILY if text.get("model_type") == "ministral3" else mistral.FAMILY
+
+
+def _vision(config: Config) -> dict[str, Any]:
+    """Read what Transformers' Mistral3Config has beside vision_config, with its defaults."""
+    vision, text = config["vision_config"], VISION.text_config(config)
+    rope = vision.get("rope_parameters") or vision
+    return {
+        "out_hidden_size": text["hidden_size"],
+        "spatial_merge_size": config.get("spatial_merge_size") or 2,
+        "image_token_id": config.get("image_token_index") or config.get("image_token_id") or 10,
+        "layers": VisionLayers(
+            norm_epsilon=1e-5,
+            rotary_base=float(rope.get("rope_theta") or 10000.0),
+            projector_norm_epsilon=text.get("rms_norm_eps") or 1e-6,
+            projector_bias=bool(config.get("multimodal_projector_bias")),
+        ),
+    }
+
+
+def _numbers(text: Config) -> dict[str, Any]:
+    return ministral3.query_scaling(text) if text.get("model_type") == "ministral3" else {}
+
+
+def _problems(text: Config) -> Iterator[tuple[str, str]]:
+    kind = text.get("model_type") or "mistral"
+    if kind not in ("mistral", "ministral3"):
+        yield f"text_config: model_type = {kind!r} is not supported", "the decoder is a mistral or a ministral3"
+    if kind == "ministral3":
+        yield from ministral3.query_scaling_problems(text)
+
+
+VISION = VisionDeclaration(
+    sizes=(),
+    dimensions=(),
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    required={
+        "vision_feature_layer": -1, "projector_hidden_act": "gelu",
+        "vision_config.model_type": "pixtral", "vision_config.attention_dropout": 0,
+    },
+    decoder=_decoder,
+    defaults={
+        "depth": 24, "num_heads": 16, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 16,
+        "hidden_act": "gelu",
+    },
+    constants={
+        "gated": True, "temporal_patch_size": 1, "video_token_id": -1, "vision_start_token_id": -1,
+        "vision_end_token_id": -1,
+        "text": PictureText(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]"),
+    },
+    read=_vision,
+)  # fmt: skip
+FAMILY = replace(
+    mistral.FAMILY,
+    model_type="mistral3",
+    weights=(*as_decoder(mistral.FAMILY.weights), *ENCODER),
+    defaults={},
+    derive=_numbers,
+    problems=_problems,
+    vision=VISION,
+    forms=(_PUBLISHED, AS_MAPPED),
+)
