@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.auto import register_types
 from megatune.families.rope import context_length
 from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling
@@ -71,6 +72,7 @@ class TransformersBackend:
         """
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
+        register_types()
         try:
             model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
             shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -48,8 +48,9 @@ def _keys(output: Path) -> list[Finding]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from megatune.families import load_architecture
-    from megatune.verify.reference import load_reference_model  # noqa: F401  (the same classes)
+    from megatune.families.auto import register_types
 
+    register_types()
     architecture = load_architecture(output)
     kind: Any = AutoModelForCausalLM
     if architecture.num_labels:

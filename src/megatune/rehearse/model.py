@@ -18,6 +18,7 @@ from megatune.demo.family import FAMILIES as DEMO_FAMILIES
 from megatune.demo.family import DemoFamily
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
+from megatune.families.auto import register_types
 from megatune.hub.models import CONFIG, is_hub_id, open_model
 from megatune.rehearse.layers import fewer_layers
 from megatune.rehearse.outcome import Change
@@ -158,7 +159,9 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with every key that Transformers gives a value."""
     from transformers import AutoConfig
 
-    rest = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    register_types()
+    left_out = ("model_type", "transformers_version", "quantization_config")
+    rest = {key: value for key, value in config.items() if key not in left_out}
     found: PreTrainedConfig = AutoConfig.for_model(config["model_type"], **rest)
     # Transformers fills in what has a word for each layer.
     return {key: _without_layers(value) for key, value in _without_layers(found.to_dict()).items()}

@@ -15,6 +15,7 @@ from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.adapters import LORA_A, LORA_B, module_path
+from megatune.families.auto import register_types
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
 from megatune.families.scores import STAGE, num_labels
@@ -50,6 +51,7 @@ def load_reference_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    register_types()
     config = read_config(model_dir)
     # Transformers has no other attention with sinks that runs on a CPU.
     attention = "eager" if load_architecture(model_dir).attention_sinks else "sdpa"

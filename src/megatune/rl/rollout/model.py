@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from megatune.config.rl.settings import InferRole
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.auto import register_types
 from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
@@ -31,6 +32,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_model(Path(role.model_name_or_path))
+    register_types()
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.get_text_config() is not config:
         why = f"{config.model_type} reads images, and rollouts support text only"
