@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatune.families.auto import register_types
+from megatune.bridge.auto import register_types
 
 # model_dir("qwen3", tied=True, vocab_size=130), see conftest.
 MakeModel = Callable[..., Path]

@@ -1,6 +1,6 @@
 """Matrices in blocks of fp8, as DeepSeek-V3 and others are published.
 
-A matrix NAME [rows, columns] is in files as float8_e4m3fn, and `NAME_scale_inv` has [⌈rows / 128⌉, ⌈columns / 128⌉]: what
+A matrix NAME [rows, columns] is in files as float8_e4m3fn, and `NAME_scale_inv` [⌈rows / 128⌉, ⌈columns / 128⌉] is what
 the values of a block of 128 × 128 are multiplied by, in spite of its name. Blocks at the edges are cut short.
 """
 

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from megatune.bridge.auto import register_types
 from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.auto import register_types
 from megatune.families.rope import context_length
 from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling

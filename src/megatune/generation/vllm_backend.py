@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from megatune.bridge.auto import register_types
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.auto import register_types
 from megatune.families.rope import context_length
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply

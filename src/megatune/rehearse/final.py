@@ -47,8 +47,8 @@ def _keys(output: Path) -> list[Finding]:
     """Hold the tensors of the files against those of Transformers' model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    from megatune.bridge.auto import register_types
     from megatune.families import load_architecture
-    from megatune.families.auto import register_types
 
     register_types()
     architecture = load_architecture(output)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import Architecture
+from megatune.bridge.auto import register_types
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.data.templates import check_template
@@ -18,7 +19,6 @@ from megatune.demo.family import FAMILIES as DEMO_FAMILIES
 from megatune.demo.family import DemoFamily
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
-from megatune.families.auto import register_types
 from megatune.hub.models import CONFIG, is_hub_id, open_model
 from megatune.rehearse.layers import fewer_layers
 from megatune.rehearse.outcome import Change

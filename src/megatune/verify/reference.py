@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.auto import register_types
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.adapters import LORA_A, LORA_B, module_path
-from megatune.families.auto import register_types
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
 from megatune.families.scores import STAGE, num_labels

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from megatune.bridge.auto import register_types
 from megatune.config.rl.settings import InferRole
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.auto import register_types
 from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
