@@ -65,7 +65,7 @@ class Family:
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
         dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`, `bridge.fp8`).
-        computed_as: the model_type whose classes of Transformers compute it, where it has none of its own (`bridge.auto`).
+        computed_as: the model_type whose classes of Transformers compute it, if it has none.
         forms: how checkpoints name and arrange tensors; the first where several fit.
         renamed: parts of tensors' names that Transformers' modules have by another name.
     """
