@@ -44,7 +44,7 @@ def test_others_are_refused(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", SCORED)
 def test_what_is_saved_is_read_as_a_reward_model(family: str, tmp_path: Path) -> None:
-    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]
+    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[FAMILIES[family].computed_as or family]
     saved = as_saved(tiny_config(family, tie_word_embeddings=True).to_dict(), class_name, pad_token_id=7)
     (tmp_path / "config.json").write_text(json.dumps(saved))
     found = AutoConfig.from_pretrained(tmp_path)
