@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatune.bridge.auto import register_types
+
 # model_dir("qwen3", tied=True, vocab_size=130), see conftest.
 MakeModel = Callable[..., Path]
 
@@ -87,6 +89,7 @@ _LATENT = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SPARSE_TYPES = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
 FAMILY_SIZES |= {
+    "kimi_k2": {**FAMILY_SIZES["deepseek_v3"], "n_group": 1, "topk_group": 1},
     "mistral": {"sliding_window": None},
     # Its first context is shorter than rows of the tests: queries grow.
     "ministral3": {
@@ -236,6 +239,7 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
     """
     from transformers import AutoConfig
 
+    register_types()
     text = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
     if model_type not in VISION_SIZES:
         return AutoConfig.for_model(model_type, **text)

@@ -1,10 +1,13 @@
-"""Collects the worst errors of every family and layout, for docs/parity.md."""
+"""Collects the worst errors of every family and layout, for docs/parity.md and `megatune families`."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+from megatune.families.evidence import MEASURED
 from megatune.verify.compare import (
     GRADIENT_TOLERANCE,
     LOGITS_TOLERANCE,
@@ -18,7 +21,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 
 HEAD = f"""# Parity with Transformers
 
-The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`. Each line compares a layout of Megatron-Core
+The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`, or `=add` and a file, which adds its lines.
+`megatune families` sums it up. Each line compares a layout of Megatron-Core
 on CPU processes with the same checkpoint in plain Transformers, on rows of different lengths.
 
 ## fp32
@@ -67,10 +71,56 @@ class ParityTable:
         self._sixteen_bit_lines.append(f"| {model} | {layout} | {cells} | {worst.name} |")
 
     def write_if_asked(self) -> None:
-        if os.environ.get("MEGATUNE_WRITE_PARITY") != "1":
+        how = os.environ.get("MEGATUNE_WRITE_PARITY")
+        if how not in ("1", "add"):
             return
-        text = HEAD + "\n".join(self._lines) + "\n"
-        if self._sixteen_bit_lines:
-            text += SIXTEEN_BIT_HEAD + "\n".join(self._sixteen_bit_lines) + "\n"
+        lines, sixteen_bit_lines = self._lines, self._sixteen_bit_lines
+        if how == "add":
+            in_fp32, _, in_bf16 = DOCUMENT.read_text(encoding="utf-8").partition(SIXTEEN_BIT_HEAD)
+            lines, sixteen_bit_lines = _merged(in_fp32, lines), _merged(in_bf16, sixteen_bit_lines)
+        text = HEAD + "\n".join(lines) + "\n"
+        if sixteen_bit_lines:
+            text += SIXTEEN_BIT_HEAD + "\n".join(sixteen_bit_lines) + "\n"
         DOCUMENT.parent.mkdir(exist_ok=True)
         DOCUMENT.write_text(text, encoding="utf-8")
+        MEASURED.write_text(summary(text), encoding="utf-8")
+
+
+def summary(page: str) -> str:
+    """Sum up the page by model type, as JSON: the layouts compared, and the largest figures in fp32."""
+    found: dict[str, dict[str, Any]] = {}
+    in_fp32, _, in_bf16 = page.partition(SIXTEEN_BIT_HEAD)
+    for model, layout, *figures in _cells(in_fp32):
+        of_model = _of(found, model)
+        _add(of_model["layouts"], layout)
+        for key, figure in zip(("logits", "loss", "gradients"), figures, strict=False):
+            of_model["worst"][key] = max(of_model["worst"].get(key, 0.0), float(figure))
+    for model, layout, *_ in _cells(in_bf16):
+        _add(_of(found, model)["bf16"], layout)
+    return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
+
+
+def _rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| model ")]
+
+
+def _cells(text: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in _rows(text)]
+
+
+def _merged(page: str, lines: list[str]) -> list[str]:
+    """Put lines in the place of the page's for the same model and layout, or behind all others."""
+    found = {tuple(line.split(" | ")[:2]): line for line in (*_rows(page), *lines)}
+    return list(found.values())
+
+
+def _of(found: dict[str, dict[str, Any]], model: str) -> dict[str, Any]:
+    """Return what is known of a model type; the model's name in the page may go on: "qwen3, tied"."""
+    return found.setdefault(model.partition(",")[0], {"layouts": [], "worst": {}, "bf16": []})
+
+
+def _add(layouts: list[str], layout: str) -> None:
+    """Add a layout's name, without the images and videos that it was compared with."""
+    name = layout.partition(";")[0]
+    if name not in layouts:
+        layouts.append(name)

@@ -21,6 +21,7 @@ SPARSE = (
     "minimax_m2",
     "qwen3_5_moe_text",
     "gpt_oss",
+    "kimi_k2",
 )
 CASES = [
     *((family, layout) for family in (*DENSE, *SPARSE) for layout in ("1", "tp2 sp", "pp2", "packed")),

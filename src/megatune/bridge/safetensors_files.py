@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatune.bridge import mxfp4
+from megatune.bridge import fp8, mxfp4
 from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
@@ -104,7 +104,7 @@ class SafetensorsFolder(ModelFolder):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
     Only what is asked for is read. NAME is "model" for a Hugging Face checkpoint. A tensor may be there in parts, which
-    several ranks wrote (`part_name`), or in MXFP4, and is then read in bf16.
+    several ranks wrote (`part_name`), or in MXFP4 or fp8, and is then read in bf16.
 
     Attributes:
         places: where a tensor is in the files, by its name; those that it does not list are there under their names.
@@ -133,6 +133,9 @@ class SafetensorsFolder(ModelFolder):
         self._packed = mxfp4.packed(self._file_of)
         for name in self._packed:
             self._shapes[name] = self._packed_shape(name)
+        self._scaled = fp8.scaled(self._file_of)
+        for name in self._scaled:
+            self._check_scales(name)
 
     def _packed_shape(self, name: str) -> tuple[int, ...]:
         blocks, scales = (self._header(name + part)[1] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
@@ -142,6 +145,15 @@ class SafetensorsFolder(ModelFolder):
             why = "MXFP4 has one scale for each block of 32 values, of experts' matrices"
             raise MegatuneError(Finding(what, str(self.folder), why, "copy the checkpoint again"), ExitCode.INPUT)
         return *outer, count * mxfp4.BLOCK, rows
+
+    def _check_scales(self, name: str) -> None:
+        (_, values), (_, scales) = self._header(name), self._header(name + fp8.SCALES)
+        expected = tuple(-(-size // fp8.BLOCK) for size in values.shape)
+        if values.dtype != fp8.DTYPE or len(expected) != 2 or scales.shape != expected:
+            what = f"{name} is {values.dtype} {list(values.shape)} and its scales {list(scales.shape)}"
+            why = "fp8 is read as matrices, with one scale for each block of 128 rows and 128 columns"
+            fix = "copy the checkpoint again, or give the model in bfloat16"
+            raise MegatuneError(Finding(what, str(self.folder), why, fix), ExitCode.INPUT)
 
     def _parts_missing(self, name: str) -> MegatuneError:
         finding = Finding(f"parts of {name} are missing", str(self.folder), fix="copy the checkpoint again")
@@ -167,13 +179,14 @@ class SafetensorsFolder(ModelFolder):
     def names(self) -> set[str]:
         parts = {part.entry for each in self._parts.values() for part in each}
         parts |= {name + part for name in self._packed for part in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        parts |= {name + fp8.SCALES for name in self._scaled}
         return {*self._file_of.keys() - parts, *self._parts, *self._packed}
 
     def files(self) -> list[Path]:
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:
-        if name in self._packed:
+        if name in self._packed or name in self._scaled:
             return TensorEntry(name, self.file_shape(name), torch.bfloat16)
         entry = self._parts[name][0].entry if name in self._parts else name
         return TensorEntry(name, self.file_shape(name), _DTYPES[self._header(entry)[1].dtype])
@@ -196,6 +209,7 @@ class SafetensorsFolder(ModelFolder):
         if (found := header.get(entry)) is None:
             raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index says is there")
         is_packed = found.dtype == "U8" and entry.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) in self._packed
+        is_packed |= found.dtype == fp8.DTYPE and entry + fp8.SCALES in self._file_of
         if found.dtype not in _DTYPES and not is_packed:
             what, fix = f"{entry} is {found.dtype}", "give the model in bfloat16, float16 or float32"
             why = "tensors are read in 16 or 32 bits"
@@ -252,6 +266,12 @@ class SafetensorsFolder(ModelFolder):
         """Read a box of a matrix of an entry, which may be the index-th in a stack of the same size."""
         if entry in self._packed:
             return self._unpacked(entry, box, index)
+        if entry in self._scaled:
+            return self._descaled(entry, whole, box)
+        return self._stored(entry, whole, box, index)
+
+    def _stored(self, entry: str, whole: Box, box: Box, index: int = 0) -> Tensor:
+        """Read a box as `_read_matrix`, as it is in the file; integers and fp8 as bytes."""
         file, place = self._header(entry)
         dtype = _DTYPES.get(place.dtype, torch.uint8)
         height, width = box.shape
@@ -278,6 +298,12 @@ class SafetensorsFolder(ModelFolder):
             columns = slice(box.left - whole.left, box.right - whole.left)
             found[row : row + step] = rows.view(-1, whole.right - whole.left)[:, columns]
         return found
+
+    def _descaled(self, name: str, whole: Box, box: Box) -> Tensor:
+        """Read a box of a matrix in fp8, bf16."""
+        scales = whole_box(self._header(name + fp8.SCALES)[1].shape)
+        values = self._stored(name, whole, box).view(torch.float8_e4m3fn)
+        return fp8.dequantize(values, self._stored(name + fp8.SCALES, scales, fp8.grid(box)), box)
 
     def _unpacked(self, name: str, box: Box, index: int) -> Tensor:
         """Read a box of the index-th matrix of a tensor in MXFP4, bf16, in whole blocks: its rows lie in columns."""

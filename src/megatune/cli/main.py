@@ -26,6 +26,7 @@ _VERBS = {
     "rm": ("train", "a reward model from pairs of answers, from flags"),
     "plan": ("plan", "which layouts are valid, fit in memory, and how fast they are, before anything is started"),
     "explain": ("explain", "what a setting does, when to change it, what it costs here"),
+    "families": ("families", "which models are supported, and what proves each"),
     "data": ("data", "look at the data: preview rows, count tokens"),
     "verify": ("verify", "compare a layout with Transformers: logits, loss, gradients"),
     "infer": ("infer", "chat, complete, or answer data sets, from a Hugging Face or a training checkpoint"),
@@ -46,7 +47,7 @@ _VERBS = {
 
 # The verbs of --help, in its order, by what a person does.
 _GROUPS = {
-    "look": "data explain ui report doctor",
+    "look": "families data explain ui report doctor",
     "plan": "plan rehearse verify",
     "train": "new train sft pt dpo kto rm rl sweep",
     "use": "infer serve",

@@ -76,4 +76,5 @@ FAMILY = Family(
     experts=read_experts,
     latent_attention=_latent_attention,
     problems=problems,
+    dequantized=("fp8",),
 )  # fmt: skip

@@ -31,6 +31,7 @@ Config = Mapping[str, Any]
 _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "max_position_embeddings": 2048,
 }  # fmt: skip
+_FP8_BLOCK = (128, 128)
 _DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -63,7 +64,8 @@ class Family:
         windows: reads the window of each layer; () from it where none has one.
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
-        dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`).
+        dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`, `bridge.fp8`).
+        computed_as: the model_type whose classes of Transformers compute it, if it has none.
         forms: how checkpoints name and arrange tensors; the first where several fit.
         renamed: parts of tensors' names that Transformers' modules have by another name.
     """
@@ -91,6 +93,7 @@ class Family:
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
     vision: VisionDeclaration | None = None
     dequantized: tuple[str, ...] = ()
+    computed_as: str = ""
     forms: tuple[CheckpointForm, ...] = (AS_MAPPED,)
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -208,9 +211,13 @@ class Family:
         )
 
     def _computation_problems(self, config: Config) -> Iterator[tuple[str, str]]:
-        method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
-        if config.get("quantization_config") and method not in self.dequantized:
+        quantization = config.get("quantization_config") or {}
+        method, blocks = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+        if quantization and method not in self.dequantized:
             yield f"the weights are quantized ({method})", "training needs them in 16 or 32 bits"
+        elif method == "fp8" and blocks != list(_FP8_BLOCK):
+            what = f"the weights are quantized (fp8 with weight_block_size = {blocks!r})"
+            yield what, f"fp8 is read in blocks of {list(_FP8_BLOCK)}"
         kinds = {FULL_ATTENTION} | ({LINEAR_ATTENTION} if self.delta_nets else set())
         kinds |= {SLIDING_ATTENTION} if self.windows else set()
         others = sorted(set(config.get("layer_types") or ()) - kinds)

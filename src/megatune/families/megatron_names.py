@@ -13,6 +13,7 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
+from megatune.families.family import Family
 from megatune.families.weights import Stack, TensorLayout, Weight, hf_shape
 
 # A vision-language model's decoder, and its encoder as Megatron-SWIFT names it.
@@ -53,12 +54,14 @@ class Part(NamedTuple):
     rows: int
 
 
-def is_arranged(architecture: Architecture) -> bool:
-    """Return whether Megatron-Core arranges a model's tensors as the engine does."""
-    weights = FAMILIES[architecture.model_type].weights
-    is_fused = any(tensor.blocks for weight in weights for tensor in weight.hf)
-    alternates = architecture.moe is not None and architecture.moe.swiglu_limit is not None
-    return not (is_fused or alternates or architecture.attention_output_gate or architecture.delta is not None)
+def is_arranged(family: Family) -> bool:
+    """Return whether Megatron-Core arranges the tensors of a family as the engine does."""
+    is_fused = any(tensor.blocks for weight in family.weights for tensor in weight.hf)
+    alternates = any(
+        weight.per_expert and weight.layout is TensorLayout.ROWS and weight.linear for weight in family.weights
+    )
+    is_gated = family.constants.get("attention_output_gate", False)
+    return not (is_fused or alternates or is_gated or family.delta_nets is not None)
 
 
 def check_arranged(architecture: Architecture, where: str) -> None:
@@ -67,7 +70,7 @@ def check_arranged(architecture: Architecture, where: str) -> None:
     Raises:
         MegatuneError: INPUT.
     """
-    if not is_arranged(architecture):
+    if not is_arranged(FAMILIES[architecture.model_type]):
         what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
         why = "it has rows of attention or of the feed-forward in another order than Hugging Face checkpoints"
         raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)

@@ -36,5 +36,6 @@ FAMILY = Family(
     aliases={"num_experts": "num_local_experts"},
     carried_keys=(r"model\.mtp.*",),
     experts=_experts,
+    dequantized=("fp8",),
     renamed=((".block_sparse_moe.", ".mlp."),),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from megatune.bridge.auto import register_types
 from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
@@ -71,6 +72,7 @@ class TransformersBackend:
         """
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
+        register_types()
         try:
             model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
             shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from megatune.bridge.auto import register_types
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
 from megatune.generation.options import GenerationOptions, Sampling
@@ -45,6 +46,7 @@ class _Defaults:
     """What a model's files say: its context, and how it is sampled where nothing else is said."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
+        register_types()
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
         self.context: int | None = arguments.get("max_model_len") or context_length(config.to_dict())
         try:

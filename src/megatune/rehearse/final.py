@@ -47,9 +47,10 @@ def _keys(output: Path) -> list[Finding]:
     """Hold the tensors of the files against those of Transformers' model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    from megatune.bridge.auto import register_types
     from megatune.families import load_architecture
-    from megatune.verify.reference import load_reference_model  # noqa: F401  (the same classes)
 
+    register_types()
     architecture = load_architecture(output)
     kind: Any = AutoModelForCausalLM
     if architecture.num_labels:

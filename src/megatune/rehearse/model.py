@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import Architecture
+from megatune.bridge.auto import register_types
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.data.templates import check_template
@@ -159,7 +160,9 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with every key that Transformers gives a value."""
     from transformers import AutoConfig
 
-    rest = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    register_types()
+    left_out = ("model_type", "transformers_version", "quantization_config")
+    rest = {key: value for key, value in config.items() if key not in left_out}
     found: PreTrainedConfig = AutoConfig.for_model(config["model_type"], **rest)
     # Transformers fills in what has a word for each layer.
     return {key: _without_layers(value) for key, value in _without_layers(found.to_dict()).items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.auto import register_types
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
@@ -50,6 +51,7 @@ def load_reference_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    register_types()
     config = read_config(model_dir)
     # Transformers has no other attention with sinks that runs on a CPU.
     attention = "eager" if load_architecture(model_dir).attention_sinks else "sdpa"

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from megatune.bridge.auto import register_types
 from megatune.config.rl.settings import InferRole
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -31,6 +32,7 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_model(Path(role.model_name_or_path))
+    register_types()
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.get_text_config() is not config:
         why = f"{config.model_type} reads images, and rollouts support text only"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.data.encode import load_tokenizer, padding_token
+from megatune.families import FAMILIES
 from megatune.families.scores import as_saved
 
 # Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
@@ -27,7 +28,8 @@ def reward_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
+    model_type = FAMILIES[config["model_type"]].computed_as or config["model_type"]
+    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]
     return as_saved(config, class_name, padding_token(load_tokenizer(folder)))
 
 
