@@ -76,7 +76,7 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, data, verify, infer, serve, export"),
+        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, families, data, verify, infer, serve, export"),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: model_name_or_path is missing"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),

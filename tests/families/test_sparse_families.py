@@ -185,7 +185,7 @@ def test_deepseek_v3_without_groups_or_query_latent(tmp_path):
         ("DeepSeek-V3", {"head_dim": 128}, "head_dim = 128"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group = 7 is impossible"),
         ("DeepSeek-V3", {"num_experts_per_tok": 129}, "topk_group = 4 is impossible"),
-        ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized (fp8)"),
+        ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 is read in blocks of [128, 128]"),
         ("DeepSeek-V3", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rotary scaling 'llama3'"),
     ],
 )

@@ -47,7 +47,7 @@ cutoff_len: 128
 num_processes: 1
 use_cpu: true
 per_device_train_batch_size: 4
-max_steps: 200
+max_steps: 600
 learning_rate: 3.0e-3
 val_size: 8
 eval_strategy: steps
@@ -194,7 +194,7 @@ def test_a_run_is_started_followed_stopped_and_resumed(page: Page, folder: Path)
     page.driver.switch_to.alert.accept()
     page.find(".head .state", "stopped")
     stopped = page.steps()
-    assert stopped < 200
+    assert stopped < 600
     page.click("#tab-checkpoints")
     page.find("tr", f"checkpoint-{stopped}")
     page.click(".verify")
@@ -205,7 +205,7 @@ def test_a_run_is_started_followed_stopped_and_resumed(page: Page, folder: Path)
     page.find(".head .state", "running")
     page.click("#tab-curves")
     page.find(".head .state", "finished")
-    assert page.steps() == 200
+    assert page.steps() == 600
     page.find("[data-chart=evaluation] canvas")
     page.click("#tab-plan")
     page.find(".compared .line", "measured")
