@@ -284,6 +284,11 @@ def test_how_it_is_launched(run: Run) -> None:
     assert "megatune train run.yaml" in out
     _, out, _ = run("run.yaml", "--gpu", "a100-80g", "--gpus", "16", "--launch", "slurm")
     assert "#SBATCH --nodes=2" in out
+    _, out, _ = run(
+        "run.yaml", "--gpu", "a100-80g", "--gpus", "16", "--launch", "kubernetes", "--launch_file", "job.yaml"
+    )
+    assert "written: job.yaml, for kubectl apply" in out
+    assert "kind: JobSet" in Path("job.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +313,8 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", *GPUS, "--global_batch", "30"), 64, ["--global_batch 30", "--global_batch 32"]),
         (("--calibrate", "no-such-run"), 66, ["no-such-run"]),
         (("run.yaml", "--link", "nvlink4"), 64, ["--link without --gpu"]),
-        (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["expected one of: torchrun, slurm"]),
+        (("run.yaml", *GPUS, "--launch", "ssh"), 64, ["expected one of: torchrun, slurm, skypilot, kubernetes"]),
+        (("run.yaml", *GPUS, "--launch_file", "a.sh"), 64, ["there is no file to write", "--launch slurm"]),
         (("run.yaml", *GPUS, "freeze_trainable_layers=4"), 64, ["freeze_trainable_layers: 4 with finetuning"]),
         (("run.yaml", *GPUS, "finetuning_type=freeze", "freeze_trainable_layers=99"), 64,
          ["freeze_trainable_layers 99: the model has"]),

@@ -1,4 +1,4 @@
-"""What starts a planned run: a line for each machine, or a file for Slurm; and its settings file."""
+"""What starts a planned run: a line for each machine; and its settings file."""
 
 from __future__ import annotations
 
@@ -35,68 +35,32 @@ def torchrun_lines(
         MegatuneError: SETTINGS, where processes do not fill whole machines.
     """
     command = f"megatune train {shlex.quote(file)}"
-    if (nodes := _num_nodes(case)) == 1:
+    nodes, _ = machines_of(case)
+    if nodes == 1:
         # It starts one for each GPU unless num_processes says otherwise.
         fits = case.world_size in (case.settings.run.num_processes, case.machine.gpus_per_node)
         return (command if fits else f"{command} num_processes={case.world_size}",)
-    environment = [*environment_lines(case), *_suggested_lines(case)]
+    environment = [*environment_lines(case), *suggested_lines(case)]
     if master_addr == FIRST_MACHINE:
         environment.append(f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it")
     addr, port = shlex.quote(master_addr), str(master_port)
     return tuple("\n".join((*environment, _torchrun(case, file, str(rank), addr, port))) for rank in range(nodes))
 
 
-def sbatch_file(case: Case, file: str) -> str:
-    """Return a file for Slurm's sbatch: one task a machine, which meet at the first one.
-
-    Args:
-        file: as in `torchrun_lines`.
-
-    Raises:
-        MegatuneError: SETTINGS, where processes do not fill whole machines.
-    """
-    # The port is the job's own, so that two jobs that share a machine do not meet. A step gets one core a task unless
-    # it asks for more.
-    line = _torchrun(case, file, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
-    return "\n".join([
-        "#!/bin/bash",
-        "#SBATCH --job-name=megatune",
-        f"#SBATCH --nodes={_num_nodes(case)}",
-        "#SBATCH --ntasks-per-node=1",
-        *([] if case.machine.device.on_cpu else [f"#SBATCH --gpus-per-node={_per_node(case)}"]),
-        "#SBATCH --exclusive",
-        "#SBATCH --output=%x-%j.log",
-        "",
-        "set -euo pipefail",
-        "",
-        *environment_lines(case),
-        *_suggested_lines(case),
-        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
-        "",
-        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c {shlex.quote(line)}',
-        "",
-    ])  # fmt: skip
-
-
-def _per_node(case: Case) -> int:
-    return min(case.world_size, case.machine.gpus_per_node)
-
-
-def _num_nodes(case: Case) -> int:
-    """Return the machines that a run fills.
+def machines_of(case: Case) -> tuple[int, int]:
+    """Return the machines that a run fills, and the processes of each.
 
     Raises:
         MegatuneError: SETTINGS, where it leaves one half full: each then needs a line that torchrun does not have.
     """
-    size = _per_node(case)
+    size = min(case.world_size, case.machine.gpus_per_node)
     if case.world_size % size:
         near = case.world_size // size * size
         what = f"{case.world_size} GPUs do not fill machines of {size}"
         fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {case.world_size}"
         why = "torchrun starts as many processes on every machine"
         raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
-    return case.world_size // size
+    return case.world_size // size, size
 
 
 def environment_lines(case: Case) -> tuple[str, ...]:
@@ -109,7 +73,7 @@ def environment_lines(case: Case) -> tuple[str, ...]:
     return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
 
 
-def _suggested_lines(case: Case) -> tuple[str, ...]:
+def suggested_lines(case: Case) -> tuple[str, ...]:
     """Return what may be set, commented out: NCCL finds most of it itself."""
     network = case.machine.network.name
     if case.machine.device.on_cpu:
@@ -126,8 +90,9 @@ def _suggested_lines(case: Case) -> tuple[str, ...]:
 
 
 def _torchrun(case: Case, file: str, node_rank: str, addr: str, port: str) -> str:
+    nodes, per_node = machines_of(case)
     return (
-        f"torchrun --nnodes {_num_nodes(case)} --node_rank {node_rank} --nproc_per_node {_per_node(case)}"
+        f"torchrun --nnodes {nodes} --node_rank {node_rank} --nproc_per_node {per_node}"
         f" --master_addr {addr} --master_port {port} -m megatune train {shlex.quote(file)}"
     )
 

@@ -65,8 +65,10 @@ class PlanOptions(Group):
     """write the best layout as a settings file for megatune train"""
     figures: Annotated[str | None, Flag("DIR")] = None
     """draw memory against time as a PNG, and write the schedule as a trace for Perfetto, in this folder"""
-    launch: Annotated[Literal["torchrun", "slurm"] | None, Flag(bare="torchrun")] = None
-    """print how the run is started on each machine"""
+    launch: Annotated[Literal["torchrun", "slurm", "skypilot", "kubernetes"] | None, Flag(bare="torchrun")] = None
+    """print how the run is started: a line for each machine, or a file for a cluster"""
+    launch_file: Annotated[str | None, Flag("FILE")] = None
+    """write the file of --launch there, and do not print it"""
     devices: Annotated[str | None, Flag("FILE")] = None
     """devices and interconnects of your own"""
     calibration: Annotated[str | None, Flag("FILE")] = None

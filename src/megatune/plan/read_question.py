@@ -105,6 +105,11 @@ class QuestionReader(PlanReader):
         before = len(self.loaded.findings)
         self.loaded = self.loaded.for_world(world)
         self.findings.extend(self.loaded.findings[before:])
+        if self.options.launch_file is not None and self.options.launch in (None, "torchrun"):
+            fix = "--launch slurm, skypilot or kubernetes"
+            self.findings.append(
+                Finding("--launch_file without a cluster's --launch", why="there is no file to write", fix=fix)
+            )
         self.stop()
         assert model is not None
         assert machine is not None

@@ -6,8 +6,15 @@ from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.answer import Answer
-from megatune.plan.launch_lines import sbatch_file, torchrun_lines, winner_yaml
+from megatune.plan.job_files import kubernetes_file, skypilot_file, slurm_file
+from megatune.plan.launch_lines import torchrun_lines, winner_yaml
 from megatune.plan.options import PlanOptions
+
+_JOB_FILES = {
+    "slurm": ("sbatch", slurm_file),
+    "skypilot": ("sky jobs launch", skypilot_file),
+    "kubernetes": ("kubectl apply", kubernetes_file),
+}
 
 
 def write_results(found: Answer, options: PlanOptions) -> list[str]:
@@ -43,8 +50,12 @@ def _launch(found: Answer, options: PlanOptions) -> list[str]:
     if chosen is None:
         return []
     file = options.output or found.question.file or "best.yaml"
-    if options.launch == "slurm":
-        return ["", "# A file for sbatch", sbatch_file(chosen.case, file)]
+    if options.launch in _JOB_FILES:
+        how, write = _JOB_FILES[options.launch]
+        text = write(chosen.case, file)
+        if options.launch_file is not None:
+            return [f"written: {_write_file(Path(options.launch_file), text.encode())}, for {how}"]
+        return ["", f"# A file for {how}", text]
     lines = torchrun_lines(chosen.case, file)
     if len(lines) == 1:
         return ["", *lines]
