@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 
+from megatune.architecture import PictureText
 from megatune.data.bad_rows import RowError
 from megatune.data.media.processor import Bounds, PictureProcessor
 from megatune.data.media.sources import PictureSource
@@ -17,7 +18,7 @@ BOUNDS = Bounds(
 )
 PROCESSOR = PictureProcessor(
     patch_size=14, temporal_patch_size=2, merge_size=2, image=BOUNDS, video=BOUNDS, video_fps=2.0, video_maxlen=128,
-    timestamps=False,
+    timestamps=False, text=PictureText(),
 )  # fmt: skip
 
 
