@@ -7,6 +7,7 @@ from tokenizer_kit import (
     deepseek_tokenizer,
     gemma_tokenizer,
     llama3_tokenizer,
+    mistral_small_tokenizer,
     mistral_tokenizer,
     plain_tokenizer,
     qwen_tokenizer,
@@ -92,7 +93,8 @@ def test_another_end_than_eos_is_noted() -> None:
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_every_template_ends_its_answers(name: str) -> None:
-    for tokenizer in (qwen_tokenizer(), llama3_tokenizer(), deepseek_tokenizer(), mistral_tokenizer()):
+    makers = (qwen_tokenizer, llama3_tokenizer, deepseek_tokenizer, mistral_tokenizer, mistral_small_tokenizer)
+    for tokenizer in (make() for make in makers):
         try:
             template = load_template(name, tokenizer)
         except MegatuneError as error:

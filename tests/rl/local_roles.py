@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +76,11 @@ def run(settings: RLSettings, model: Path) -> int:
     return _run(settings, model, Problems(problems()), validation)
 
 
-def run_a_step(settings: RLSettings, model: Path) -> int:
-    """The same, and somebody asks to stop at once."""
-    return _run(settings, model, Problems(problems()), None, lambda: True)
+def run_a_step(settings: RLSettings, model: Path) -> tuple[int, str]:
+    """The same, and somebody asks to stop at once; what is printed is returned, too."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = _run(settings, model, Problems(problems()), None, lambda: True)
+    return code, said.getvalue()
 
 
 def run_file(settings: RLSettings) -> int:

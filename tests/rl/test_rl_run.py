@@ -223,8 +223,9 @@ def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):
         pool.run(1, _run_behind, replace(found, actor_infer=kept), model, limit=LIMIT)
 
 
-def test_a_run_that_is_stopped_says_what_resumes_it(pool, model, tmp_path, capfd):
+def test_a_run_that_is_stopped_says_what_resumes_it(pool, model, tmp_path):
     for asked, said in ((False, "the same command with resume_from_checkpoint=true"), (True, "the same command")):
-        found = pool.run(1, run_a_step, _settings(model, tmp_path, 3, resume_from_checkpoint=asked), model, limit=LIMIT)
-        assert found == [ExitCode.STOPPED]
-        assert f"stopped on request after step {1 + asked}; {said} resumes from there" in capfd.readouterr().out
+        own = _settings(model, tmp_path, 3, resume_from_checkpoint=asked)
+        ((code, printed),) = pool.run(1, run_a_step, own, model, limit=LIMIT)
+        assert code == ExitCode.STOPPED
+        assert f"stopped on request after step {1 + asked}; {said} resumes from there" in printed
