@@ -62,15 +62,33 @@ def test_the_next_turn_begins_as_the_chat_template_begins_it(tmp_path, family):
         response = found.response_ids
 
 
-def test_a_prompt_that_is_text_goes_on_as_text():
+@pytest.mark.parametrize("template", ["base", "native"])
+def test_a_prompt_that_is_text_goes_on_as_text(template):
     tokenizer = make_tokenizer(demo_family("qwen3"), 600)
-    asked = SimpleNamespace(rollout=RolloutSettings(), data=PromptData(template="base"))
+    asked = SimpleNamespace(rollout=RolloutSettings(), data=PromptData(template=template))
     problem = Problem("0", "", "game", [{"role": "user", "content": "2="}], np.array([1]), {}, "2=")
     found = turn_writer(asked, tokenizer)(problem, _response([5, 6]), "and on")  # type: ignore[arg-type]
     assert tokenizer.decode(found.response_ids[2:]) == "and on"
     assert (found.observed, found.finish) == (((2, len(found.response_ids)),), "abort")
     assert found.sampled.tolist() == [0, 1]
     assert found.log_probs[2:].tolist() == [0] * (len(found.response_ids) - 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content }}!", "it leaves messages out"),
+        ("{{ raise_exception('one question') if messages|length > 1 }}{{ messages[0].content }}!", "one question"),
+    ],
+)
+def test_a_template_of_one_question_is_refused(template, said):
+    tokenizer = make_tokenizer(demo_family("qwen3"), 600)
+    tokenizer.chat_template = template
+    asked = SimpleNamespace(rollout=RolloutSettings(), data=PromptData(template="native"))
+    problem = Problem("0", "", "game", [{"role": "user", "content": "Guess."}], np.array([1]), {}, "Guess.!")
+    with pytest.raises(MegatuneError, match=said) as caught:
+        turn_writer(asked, tokenizer)(problem, _response([5, 6]), "higher")  # type: ignore[arg-type]
+    assert caught.value.exit_code == ExitCode.INPUT
 
 
 def _response(ids: Sequence[int], observed: Any = (), finish: Any = "stop", key: str = "train-0-0-0") -> Response:

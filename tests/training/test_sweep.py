@@ -79,6 +79,18 @@ def test_a_stopped_trial_resumes_and_finished_ones_stay(tmp_path: Path, capsys: 
     assert (tmp_path / "sweep.png").stat().st_size > 5000
 
 
+def test_trials_are_compared_by_the_metric_that_is_asked_for(tmp_path: Path) -> None:
+    space = {"learning_rate": ("1e-5", "1e-3", "1e-2")}
+    assert ShortTrials("run.yaml", [], space, tmp_path, metric="step", maximize=True).run() == ExitCode.DONE
+    most = ShortTrials("run.yaml", [], space, tmp_path, metric="loss", maximize=True)
+    assert most.run() == ExitCode.DONE
+    assert [line.split()[:2] for line in most.table()[1:4]] == [["1e-5", "2"], ["1e-2", "1"], ["1e-3", "0"]]
+    missing = ShortTrials("run.yaml", [], space, tmp_path, metric="accuracy")
+    assert missing.run() == ExitCode.DONE
+    assert "no accuracy was logged" in missing.table()[1]
+    assert {row["value"] for row in json.loads((tmp_path / "sweep.json").read_text())} == {None}
+
+
 def test_a_search_comes_nearer_and_repeats_itself(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     space = {"learning_rate": Range(1e-6, 1.0, log=True, whole=False)}
@@ -120,6 +132,8 @@ def test_all_trials_are_checked_before_the_first(folder: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "a grid takes values" in said
     assert "--trials" in said
+    with pytest.raises(MegatuneError, match="two trials have the folder dataset-a-b"):
+        Sweep("run.yaml", [], {"dataset": ("a/b", "a b")}, Path("out")).check()
     with pytest.raises(MegatuneError, match="learning_rate is -1") as refused:
         Sweep("run.yaml", [], {"learning_rate": ("1", "-1"), "seed": ("1", "2")}, Path("out")).check()
     assert len(refused.value.findings) == 1

@@ -69,10 +69,10 @@ class PoolScorer:
             for place, sample in enumerate(group.samples)
             if OBSERVATION in sample.details
         }
-        group.ended = {place: sample for place, sample in enumerate(group.samples) if place not in observed}
         if not observed:
             group.ended = {}
             return
+        group.ended = {place: sample for place, sample in enumerate(group.samples) if place not in observed}
         group.samples = []
         for place, text in observed.items():
             response = group.responses[place]

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.prompts import prompt_writer
 from megatune.rl.samples import Problem, Response
 
@@ -25,9 +26,10 @@ Extend = Callable[[Problem, Response, str], Response]
 
 def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Extend:
     """Return what writes observations: as messages of the user's in the prompt's template; as they are after a prompt
-    that is text.
+    that is text, or whose template takes one question.
 
     The template is asked once for what stands between a turn and the next: it writes a conversation of known texts.
+    The writer raises MegatuneError (INPUT), where the template writes none of several turns.
     """
     rollout, data = settings.rollout, settings.data
     default = rollout.global_template or data.template
@@ -39,13 +41,18 @@ def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Ext
         said = [(_QUESTION, "user"), (_TURN, "assistant"), (_OBSERVATION, "user")]
         try:
             text = write([{"role": role, "content": content} for content, role in said])
-        except RowError:  # base and empty take one question
-            return "", ""
-        before, _, after = text.partition(_TURN)[2].partition(_OBSERVATION)
+        except RowError as error:
+            if error.code == "not-one-question":
+                return "", ""
+            raise _writes_no_turns(str(error)) from error
+        before, found, after = text.partition(_TURN)[2].partition(_OBSERVATION)
+        if not found:
+            raise _writes_no_turns("it leaves messages out")
         return before, after
 
     def extend(problem: Problem, response: Response, observation: str) -> Response:
-        before, after = around(problem.tag) if problem.messages else ("", "")
+        is_text = [each["content"] for each in problem.messages] in ([], [problem.prompt])
+        before, after = ("", "") if is_text else around(problem.tag)
         ended = str(tokenizer.decode([int(response.response_ids[-1])]))
         # The token that has ended the turn is what the template ends it with.
         text = before.removeprefix(ended) + observation + after
@@ -61,3 +68,8 @@ def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Ext
         )
 
     return extend
+
+
+def _writes_no_turns(why: str) -> MegatuneError:
+    what = "the prompt's template does not write a conversation of several turns"
+    return MegatuneError(Finding(what, "environment", why, "write template: NAME of one that does"), ExitCode.INPUT)

@@ -22,6 +22,7 @@ from megatune.launch.devices import count_gpus
 from megatune.picture import new_figure, write
 from megatune.plan.pages.words import columns
 from megatune.training.checks import Launch, check_all
+from megatune.training.storage.files import writing
 from megatune.training.storage.json_lines import read_json_lines
 from megatune.training.sweep.space import Range, Space, Values, grid, name_of
 
@@ -61,8 +62,13 @@ class Sweep:
             MegatuneError: with everything that is wrong, each problem once, with the first trial that has it.
         """
         found: dict[Finding, Finding] = {}
-        code = ExitCode.SETTINGS
+        code, names = ExitCode.SETTINGS, set[str]()
         for values in grid(self.space):
+            if (name := name_of(values)) in names:
+                why, fix = "their values differ in signs only", "write other values, or sweep them one by one"
+                alike = Finding(f"two trials have the folder {name}", "--set", why, fix)
+                found[alike] = alike
+            names.add(name)
             try:
                 check_all(Launch.of(load(self.source, self.words(values))))
             except MegatuneError as error:
@@ -75,7 +81,8 @@ class Sweep:
 
     def run(self) -> int:
         """Run what is not finished, and return the exit code: that of the first trial that failed, if any did."""
-        self.output.mkdir(parents=True, exist_ok=True)
+        with writing(self.output):
+            self.output.mkdir(parents=True, exist_ok=True)
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
         pending = self._searched() if self.trials else iter(grid(self.space))
         try:
@@ -182,7 +189,6 @@ class Sweep:
         Raises:
             MegatuneError: CANNOT_WRITE.
         """
-        sign = -1 if self.maximize else 1
         number = {name: each[1] if each[1] is not None else math.nan for name, each in self._ended.items()}
         sign = -1 if self.maximize else 1
         rows = sorted(self._ended.items(), key=lambda row: (math.isnan(number[row[0]]), sign * number[row[0]]))
@@ -190,9 +196,26 @@ class Sweep:
             return []
         head = [*self.space, self.metric or "loss", "folder"]
         cells = [
-            [*values.values(), f"exit code {code}" if value is None else f"{value:.6g}", str(self.output / name)]
-            for name, (values, value, code) in rows
+            [*values.values(), self._said(value, code), str(self.output / name)] for name, (values, value, code) in rows
         ]
+        with writing(self.output):
+            self._draw(rows)
+            document = [
+                {"values": dict(values), "exit_code": code, "folder": str(self.output / name)}
+                | {"value": None if math.isnan(number[name]) else value}
+                for name, (values, value, code) in rows
+            ]
+            (self.output / "sweep.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return [*columns([head, *cells], left=range(len(head))), f"plot: {self.output / 'sweep.png'}"]
+
+    def _said(self, value: float | None, code: int) -> str:
+        """Say what a trial came to."""
+        if value is None:
+            return f"exit code {code}"
+        return f"no {self.metric or 'loss'} was logged" if math.isnan(value) else f"{value:.6g}"
+
+    def _draw(self, rows: Sequence[tuple[str, tuple[Values, float | None, int]]]) -> None:
+        """Draw the losses of the trials, and the metric by each setting."""
         figure = new_figure(8, 3 + 3 * len(self.space))
         axes = figure.subplots(1 + len(self.space), 1, squeeze=False)[:, 0]
         for name, (values, value, _) in rows:
@@ -205,13 +228,6 @@ class Sweep:
         for axis, key in zip(axes[1:], self.space, strict=True):
             axis.set(xlabel=key, ylabel=self.metric or "loss")
         write(figure, self.output / "sweep.png")
-        document = [
-            {"values": dict(values), "exit_code": code, "folder": str(self.output / name)}
-            | {"value": None if math.isnan(number[name]) else value}
-            for name, (values, value, code) in rows
-        ]
-        (self.output / "sweep.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        return [*columns([head, *cells], left=range(len(head))), f"plot: {self.output / 'sweep.png'}"]
 
 
 def _suggested(trial: Any, key: str, span: tuple[str, ...] | Range) -> str:
