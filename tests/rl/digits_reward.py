@@ -15,6 +15,11 @@ def repeats(answer: Answer) -> Verdict:
     return Verdict(share, float(share == 1))
 
 
+def is_odd(answer: Answer) -> float:
+    """Score what a random model gets right half of the time."""
+    return float(sum(answer.token_ids) % 2)
+
+
 class Countdown:
     """An environment that says how many turns are left; a turn with the digit of the row earns 1 / turns."""
 

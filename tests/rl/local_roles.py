@@ -13,7 +13,6 @@ from typing import Any
 from digits import problems
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
-from megatune.data.encode import load_tokenizer
 from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
@@ -86,7 +85,7 @@ def run_a_step(settings: RLSettings, model: Path) -> tuple[int, str]:
 def run_file(settings: RLSettings) -> int:
     """On one rank of the pool: run what a file says, with the rows and the models that it names."""
     settings, source = with_folders(settings)
-    return _run(settings, source, *read(settings, load_tokenizer(source)))
+    return _run(settings, source, *read(settings, source))
 
 
 def _run(

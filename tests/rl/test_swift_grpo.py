@@ -41,9 +41,9 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def read(rows: Path, flags: str, *, epochs: bool = False, **env: str) -> tuple[ReadRL, list[str]]:
+def read(rows: Path, flags: str, *, epochs: bool = False, more: Any = None, **env: str) -> tuple[ReadRL, list[str]]:
     words = f"{NEEDED} --dataset {rows} {'' if epochs else '--train_iters 6'} {flags}".split()
-    run = read_swift("rlhf", words, env=env, config=CONFIG, on_cpu="--use_vllm" not in flags)
+    run = read_swift("rlhf", words, env=env, config=CONFIG | (more or {}), on_cpu="--use_vllm" not in flags)
     keys = grpo_keys(run, find_prompts, count_rows)
     return read_keys(keys, "the command line"), [*swift_lines(run, run.loaded.for_world(None)), *keys.lines]
 
@@ -100,6 +100,30 @@ MEANINGS = [
     ("--system Think.", "data.default_system", "Think."),
     ("--save_interval 4 --no_save_optim true", "data.conversation_rules", "ms_swift_3"),
 ]  # fmt: skip
+
+
+SEES = {"vision_config": {}, "model_type": "qwen2_5_vl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "dotted", "value"),
+    [
+        ("", "actor_train.settings.finetuning.freeze_vision_tower", True),
+        ("--freeze_vit false --freeze_aligner false", "actor_train.settings.finetuning.freeze_vision_tower", False),
+        ("--tuner_type lora", "actor_train.settings.finetuning.freeze_vision_tower", True),
+        ("", "data.image_max_pixels", 1568 * 28**2),
+        ("", "data.image_min_pixels", 4 * 28**2),
+    ],
+)
+def test_flags_of_pictures_mean(rows, flags, dotted, value):
+    assert found(read(rows, flags, more=SEES, MAX_PIXELS=str(1568 * 28**2))[0], dotted) == value
+
+
+@pytest.mark.parametrize("flags", ["--freeze_vit false", "--tuner_type lora --freeze_vit false --freeze_aligner false"])
+def test_an_encoder_that_is_trained_in_part_is_refused(rows, flags):
+    said = "\n".join(map(str, read(rows, flags, more=SEES)[0].findings))
+    assert "freeze_vit" in said
+    assert "freeze_aligner" in said
 
 
 @pytest.mark.parametrize(("flags", "dotted", "expected"), MEANINGS)

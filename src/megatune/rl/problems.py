@@ -17,9 +17,12 @@ from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
+from megatune.data.formats.pictures import Inline
 from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
+from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.pictures import text_of, with_pictures, with_placeholders
 from megatune.rl.prompts import Asked, Writer, encode_prompts, prompt_writer, swift_reader
 from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem
@@ -63,6 +66,7 @@ def read_problems(
     dataset_filter: DatasetFilter | None = None,
     *,
     needs_difficulty: bool = False,
+    vision: VisionInput | None = None,
 ) -> Problems:
     """Read the rows of all files and write their prompts.
 
@@ -73,12 +77,14 @@ def read_problems(
     Args:
         template: global_template; None: `data.template`.
         needs_difficulty: difficulty_loss_weight: every row has a number in the column difficulty.
+        vision: what the policy makes of pictures; None of a language model.
 
     Raises:
         MegatuneError: (DATA) rows that cannot be read or lack a column that their reward needs, a domain without
             problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
-    reader = _Reader(data, rewards, tokenizer, template or data.template, tag_to_template or {}, needs_difficulty)
+    given = template or data.template, tag_to_template or {}, needs_difficulty, vision
+    reader = _Reader(data, rewards, tokenizer, *given)
     by_domain: dict[str, list[Problem]] = {
         domain: [] for domain in tuple(data.domain_interleave_probs) or tuple(rewards)
     }
@@ -136,7 +142,8 @@ def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
     left = keep.num_samples or None
     for name in data.file_name:
-        for raw in read_rows(Path(name)):
+        for row in read_rows(Path(name)):
+            raw = replace(row, fields=_by_our_names(row.fields, data))
             if keep.source and raw.error is None and raw.fields.get("source") not in keep.source:
                 continue
             if left is not None:
@@ -144,6 +151,15 @@ def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
                     return
                 left -= 1
             yield raw
+
+
+def _by_our_names(row: dict[str, Any], data: PromptData) -> dict[str, Any]:
+    """Return a row with what verl's files, and ROLL's of images, call data_source and reward_model.ground_truth."""
+    truth = row.get("reward_model")
+    found = {data.tag: row.get("data_source")}
+    found["ground_truth"] = truth.get("ground_truth") if isinstance(truth, Mapping) else None
+    more = {name: value for name, value in found.items() if row.get(name) is None and value is not None}
+    return {**row, **more} if more else row
 
 
 class _Reader:
@@ -157,12 +173,13 @@ class _Reader:
         template: str | None,
         tag_to_template: Mapping[str, str],
         needs_difficulty: bool,
+        vision: VisionInput | None,
     ) -> None:
-        self._needs_difficulty = needs_difficulty
+        self._needs_difficulty, self._vision = needs_difficulty, vision
         self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
         self._template, self._tag_to_template = template, tag_to_template
         self._writers: dict[str | None, Writer] = {}
-        self._asked = swift_reader(data, tokenizer) if data.conversation_rules else self._messages
+        self._asked = swift_reader(data, tokenizer, vision) if data.conversation_rules else self._messages
         for tag in tag_to_template:  # so that an unknown template shows before rows are read
             self._writer(tag)
         self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
@@ -185,6 +202,7 @@ class _Reader:
         """Make problems of rows: None for those of other domains, which are counted in `elsewhere`, and what is wrong
         with those that cannot be read, have no prompt, or lack a column that their reward needs."""
         made: list[Problem | RowError | None] = []
+        pictures: dict[int, tuple[Placed, ...]] = {}
         for raw in chunk:
             domain = self._domain(raw.fields)
             if raw.error is None and domain not in domains:
@@ -192,20 +210,22 @@ class _Reader:
                 made.append(None)
                 continue
             try:
-                made.append(self._problem(raw, domain or ""))
+                problem, pictures[len(made)] = self._problem(raw, domain or "")
+                made.append(problem)
             except RowError as error:
                 made.append(error)
-        places = [place for place, each in enumerate(made) if isinstance(each, Problem)]
-        texts = [each.prompt for each in made if isinstance(each, Problem)]
-        for place, ids in zip(places, self._encoded(texts), strict=True):
-            problem = cast(Problem, made[place])
-            made[place] = replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
+        texts = [cast(Problem, made[place]).prompt for place in pictures]
+        for (place, placed), ids in zip(pictures.items(), self._encoded(texts), strict=True):
+            try:
+                made[place] = with_pictures(cast(Problem, made[place]), ids, placed, self._vision)
+            except RowError as error:
+                made[place] = error
             if not ids:
                 made[place] = RowError("empty", "the prompt is empty")
         return made
 
-    def _problem(self, raw: RawRow, domain: str) -> Problem:
-        """Make a problem of a row, without its tokens."""
+    def _problem(self, raw: RawRow, domain: str) -> tuple[Problem, tuple[Placed, ...]]:
+        """Make a problem of a row, without its tokens, and its pictures."""
         if raw.error is not None:
             raise raw.error
         row, tag = raw.fields, str(raw.fields.get(self._data.tag) or "")
@@ -215,10 +235,10 @@ class _Reader:
         if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
-        messages, text = self._asked(row)
+        messages, text, placed = self._asked(row)
         named = row.get(self._data.id)
         number = raw.where if named is None else str(named)
-        return Problem(number, tag, domain, messages, _NO_TOKENS, row, text)
+        return Problem(number, tag, domain, messages, _NO_TOKENS, row, text), placed
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_prompts(texts, self._tokenizer, is_whole=self._data.conversation_rules is not None)
@@ -228,13 +248,21 @@ class _Reader:
         tag = str(row.get(self._data.tag) or "")
         column = self._data.messages or ("" if self._data.prompt else "messages")
         if column and row.get(column):
-            messages = read_messages(row[column])
-            return messages, self._writer(tag)(messages)
+            return self._written(row[column], row, tag)
         text = row.get(self._data.prompt or "prompt")
+        if isinstance(text, list):  # of messages, as verl's files have it
+            return self._written(text, row, tag)
         if not isinstance(text, str):
             columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
             raise RowError("missing-field", f"there is no prompt in {columns}")
-        return [{"role": "user", "content": text}], text
+        messages = [{"role": "user", "content": text}]
+        (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
+        return messages, written["content"], placed
+
+    def _written(self, value: object, row: Mapping[str, Any], tag: str) -> Asked:
+        messages, inline = read_messages(value)
+        written, placed = with_placeholders(messages, inline, row, self._data.images, self._vision)
+        return messages, self._writer(tag)(written), placed
 
     def _writer(self, tag: str) -> Writer:
         name = self._tag_to_template.get(tag, self._template)
@@ -243,8 +271,9 @@ class _Reader:
         return self._writers[name]
 
 
-def read_messages(value: object) -> list[dict[str, str]]:
-    """Return the messages of a row: a list of objects with role and content, or JSON of one.
+def read_messages(value: object) -> tuple[list[dict[str, str]], Inline]:
+    """Return the messages of a row: a list of objects with role and content, or JSON of one; and what the pictures
+    among the parts of a content name, by the message's index.
 
     Raises:
         RowError: it is something else.
@@ -256,11 +285,15 @@ def read_messages(value: object) -> list[dict[str, str]]:
             raise RowError("invalid-json", "messages are not valid JSON", str(error)) from error
     if not isinstance(value, list) or not value:
         raise RowError("not-messages", "messages are not a list")
-    for each in value:
-        texts = isinstance(each, Mapping) and all(isinstance(each.get(key), str) for key in ("role", "content"))
-        if not texts:
+    messages, inline = [], Inline()
+    for number, each in enumerate(value):
+        said = text_of(each.get("content")) if isinstance(each, Mapping) else None
+        if said is None or not isinstance(each.get("role"), str):
             raise RowError("not-messages", "a message lacks a role or a content that is text", str(each)[:80])
-    return [{"role": each["role"], "content": each["content"]} for each in value]
+        messages.append({"role": each["role"], "content": said[0]})
+        if said[1]:
+            inline[number] = said[1]
+    return messages, inline
 
 
 def _is_number(value: object) -> bool:

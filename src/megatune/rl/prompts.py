@@ -17,6 +17,7 @@ from megatune.data.formats.swift import to_swift_example
 from megatune.data.templates import Thinking, load_template, template_names
 from megatune.data.templates.chat_template import FIXED_DATE
 from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors
+from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]
 Writer = Callable[[Messages], str]
-Asked = tuple[list[dict[str, str]], str]  # the messages of a row, and its prompt
+# The messages of a row, its prompt, and the prompt's pictures.
+Asked = tuple[list[dict[str, str]], str, tuple[Placed, ...]]
 
 # DeepSeek-R1-Zero's way of asking a base model, with the answer in a box.
 BASE = (
@@ -87,7 +89,9 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
     return write
 
 
-def swift_reader(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> Callable[[Mapping[str, Any]], Asked]:
+def swift_reader(
+    data: PromptData, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None
+) -> Callable[[Mapping[str, Any]], Asked]:
     """Return what reads a row by ms-swift's rules: its messages without the answer, and the prompt of its template.
 
     It raises RowError for rows that ms-swift leaves out.
@@ -105,17 +109,21 @@ def swift_reader(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> Callab
     form = Form("ms_swift", swift_version=settings.data.swift_version)
 
     def read(row: Mapping[str, Any]) -> Asked:
-        conversation = to_swift_example(row, form, "sft", pictures=False)
+        conversation = to_swift_example(row, form, "sft", pictures=vision is not None)
         assert isinstance(conversation, Conversation)
         said = conversation.messages
         if said[-1].role == "assistant":
             said = said[:-1]
         if not said:
             raise RowError("no-question", "there is no message but the answer")
-        turns = template.render(replace(conversation, messages=said), Thinking())
+        placed: tuple[Placed, ...] = ()
+        written = replace(conversation, messages=said)
+        if vision is not None:
+            written, placed = vision.place(written, {})
+        turns = template.render(written, Thinking())
         system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
         messages = [*system, *({"role": each.role, "content": each.content} for each in said)]
-        return messages, "".join(piece for turn in turns for piece in turn.pieces)
+        return messages, "".join(piece for turn in turns for piece in turn.pieces), placed
 
     return read
 

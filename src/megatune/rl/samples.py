@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from megatune.data.pictures import DocumentPicture
+    from megatune.data.vision import VisionInput
+
+
+class Shown(NamedTuple):
+    """The pictures of a prompt, in the order of their tokens, and what the model makes of them."""
+
+    vision: VisionInput
+    pictures: tuple[DocumentPicture, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +29,8 @@ class Problem:
         domain: the entry of `rewards` that scores it.
         prompt_ids: int64 [p].
         row: all columns, for the reward: ground_truth, test_cases, difficulty, ...
-        prompt: the text of `prompt_ids`, template and all.
+        prompt: the text of `prompt_ids`, template and all; a picture's placeholder stands once for all of its tokens.
+        shown: its pictures; None where it has none.
     """
 
     id: str
@@ -28,6 +40,7 @@ class Problem:
     prompt_ids: np.ndarray
     row: Mapping[str, Any]
     prompt: str = ""
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class Request:
         temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1 then.
         stop_token_ids: that end the response and belong to it; none for the model's own, of generation_config.json.
         response_ids, log_probs, versions: of a partial rollout, or of earlier turns, that goes on: what it has so far.
+        shown: the pictures of the prompt.
     """
 
     id: str
@@ -56,6 +70,7 @@ class Request:
     response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     versions: tuple[tuple[int, int], ...] = ()
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +155,7 @@ class Rollouts:
         per_sample: name -> fp32 [samples].
         routing: of each sample, where the engine returned it.
         observed: of each sample, see `Response`; [] where no response has an observation.
+        shown: the pictures of each sample; [] where none has any.
     """
 
     tokens: list[np.ndarray]
@@ -148,6 +164,7 @@ class Rollouts:
     per_sample: dict[str, np.ndarray] = field(default_factory=dict)
     routing: list[np.ndarray] | None = None
     observed: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    shown: list[Shown | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -21,6 +21,12 @@ _OF_RUN = (
     *("run.stage", "run.output_dir", "run.seed", "run.run_name", "run.num_processes", "run.ddp_timeout"),
     *("run.memory_check", "model.model_name_or_path", "data.dataset", "data.eval_dataset", "data.template"),
     *("data.default_system", "data.enable_thinking", "data.conversation_rules", "data.cutoff_len"),
+    *("data.image_max_pixels", "data.image_min_pixels", "data.media_dir"),
+    *(
+        "finetuning.freeze_vision_tower",
+        "finetuning.freeze_multi_modal_projector",
+        "finetuning.freeze_deepstack_mergers",
+    ),
     *("finetuning.finetuning_type", *(f"finetuning.{name}" for name in LORA), "logging.logging_steps"),
     *("logging.report_to", "logging.wandb_project", "logging.swanlab_project", "checkpoint.save_steps"),
     *("checkpoint.save_strategy", "checkpoint.save_total_limit", "run.resume_from_checkpoint"),
@@ -59,6 +65,11 @@ class Keys:
     loaded: Loaded
     devices: int
     reading: Reading = field(default_factory=Reading)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads pictures."""
+        return "vision_config" in self.run.command.config
 
     def value(self, flag: str) -> Any:
         """Return the value of a flag that grpo alone has, or its default."""

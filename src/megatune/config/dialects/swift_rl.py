@@ -75,7 +75,8 @@ def _data(keys: Keys) -> None:
     for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
         keys.put(f"{role}.data_args.file_name", keys.setting(path) or ["missing"], path)
         keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
-        for name in ("template", "default_system", "enable_thinking"):
+        pictures = ("image_max_pixels", "image_min_pixels", "media_dir") if keys.sees else ()
+        for name in ("template", "default_system", "enable_thinking", *pictures):
             if (value := keys.setting(f"data.{name}")) is not None:
                 keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
     if not keys.setting("data.dataset"):

@@ -8,6 +8,7 @@ from typing import Any
 from megatune.config.dialects.swift_keys import LORA, OF_ROLES, Keys, default_of
 from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
+from megatune.config.values import shown
 from megatune.errors import Finding
 
 # What is written otherwise, or for a whole run.
@@ -51,12 +52,31 @@ def write_roles(keys: Keys) -> None:
         for name in LORA:
             if value := getattr(finetuning, name):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
+    _encoder(keys, is_lora=is_lora)
     if (model := keys.value("ref_model")) is not None:
         if reference:
             keys.put("reference.model_args.model_name_or_path", model, "ref_model")
         else:
             keys.refuse("ref_model", "nothing is compared with it", "remove --ref_model")
     _sampler(keys)
+
+
+def _encoder(keys: Keys, *, is_lora: bool) -> None:
+    """Say whether the encoder of pictures is trained, its projector with it; adapters are on the language model."""
+    finetuning = keys.loaded.settings.finetuning
+    tower, projector = finetuning.freeze_vision_tower, finetuning.freeze_multi_modal_projector
+    if not keys.sees:
+        return
+    if tower != projector or (is_lora and not tower):
+        paths = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
+        where = next((keys.loaded.entries[path].where for path in paths if path in keys.loaded.entries), "")
+        what = f"freeze_vit {shown(tower)} with freeze_aligner {shown(projector)} is not supported"
+        why = "adapters are on the language model alone" if is_lora else "they are trained together, or not at all"
+        fix = "write --freeze_vit true --freeze_aligner true" + ", or both false" * (not is_lora)
+        keys.reading.findings.append(Finding(what, where, why, fix))
+    elif not is_lora:
+        value = "vision_model" if tower else "none"
+        keys.put("actor_train.model_args.freeze_module_prefix", value, "finetuning.freeze_vision_tower")
 
 
 def _is_on(keys: Keys, name: str) -> bool:

@@ -77,6 +77,23 @@ class PromptData(Group):
     """Whether prompts ask for reasoning, with conversation_rules. null is ms-swift's own choice for the model.
     How: A prompt of a model that thinks ends with the beginning of a thought, or with an empty one.
     When: false for short answers of a model that thinks."""
+    images: str = "images"
+    """Column of a row's images: paths, or their bytes; of a model that reads images.
+    How: Each `<image>` in the messages stands for one of them, in order; without tags they go before the question.
+    Parts of a content, {type: image, ...}, may name them, too.
+    When: Where the data has another name for it."""
+    image_max_pixels: Annotated[Count, "pixels"] = 1024 * 1024
+    """Images of more pixels are made smaller, to this area.
+    How: An image is resized once, to whole tokens within the two bounds; those of the model's files do not count.
+    When: So that prompts fit prompt_length, whose tokens count those of images."""
+    image_min_pixels: Annotated[Count, "pixels"] = 56 * 56
+    """Images of fewer pixels are made larger, to this area.
+    How: As for image_max_pixels.
+    When: Seldom."""
+    media_dir: str | None = None
+    """Folder that images are named from. null is the folder that the command runs in.
+    How: Absolute paths are taken as they are. Every machine reads images at the same path.
+    When: Where rows name images by paths relative to their own folder."""
     response: str = "solution"
     """Column of a reference answer.
     How: Rewards that compare with one read ground_truth first.

@@ -47,7 +47,7 @@ def evaluate(settings: RLSettings, model: str) -> int:
     source, asked = _folder(model), settings.validation.generating_args
     settings = with_own_weights(settings, source)
     tokenizer = load_tokenizer(source)
-    problems = read_validation(settings, tokenizer)
+    problems = read_validation(settings, source)
     assert problems is not None
     load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
     folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name

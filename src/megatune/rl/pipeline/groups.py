@@ -97,6 +97,7 @@ class Sampling:
             repetition_penalty=generating.repetition_penalty,
             stop_token_ids=self.stop_token_ids,
             stop_strings=tuple(generating.stop_strings),
+            shown=group.problem.shown,
             **so_far,
         )
 

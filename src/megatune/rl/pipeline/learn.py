@@ -219,6 +219,7 @@ def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
         if not routing or any(each is None for each in routing)
         else [each for each in routing if each is not None],
         [sample.response.observed for sample in samples] if any(each.response.observed for each in samples) else [],
+        [sample.problem.shown for sample in samples] if any(each.problem.shown for each in samples) else [],
     )
 
 

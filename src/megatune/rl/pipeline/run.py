@@ -18,6 +18,7 @@ from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.torchrun import handle_stops
 from megatune.rl.cluster.cluster import Cluster
+from megatune.rl.pictures import check_pictures, vision_of
 from megatune.rl.pipeline.driver import Driver
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.lines import start_lines
@@ -60,7 +61,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             write_atomically(output_dir / "run.yaml", run_yaml)
             stop_file.unlink(missing_ok=True)
         settings, source = with_folders(settings)
-        problems, validation = _read(settings, load_tokenizer(source))
+        problems, validation = _read(settings, source)
         load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
         for key in ("advantage_function", "loss_function"):
             if path := getattr(settings.algorithm, key):
@@ -151,26 +152,34 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     return str(outcome)
 
 
-def _read(settings: RLSettings, tokenizer: Any) -> tuple[Problems, Problems | None]:
-    """Read the problems of training and of validation."""
+def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None]:
+    """Read the problems of training and of validation, whose prompts are made for the model of a folder."""
+    tokenizer = load_tokenizer(source)
     rollout, needs_difficulty = settings.rollout, settings.algorithm.difficulty_loss_weight
     filtered: dict[str, Any] = {"dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
-    filtered |= _templates(settings)
+    filtered |= {**_templates(settings), "vision": vision_of(source, tokenizer, settings.data)}
     found = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
-    return found, read_validation(settings, tokenizer)
+    check_pictures(settings, found.all())
+    return found, read_validation(settings, source)
 
 
-def read_validation(settings: RLSettings, tokenizer: Any) -> Problems | None:
+def read_validation(settings: RLSettings, source: Path) -> Problems | None:
     """Read the problems of validation, None where there is none.
 
+    Args:
+        source: the folder of the model that prompts are made for.
+
     Raises:
-        MegatuneError: as `read_problems`.
+        MegatuneError: as `read_problems` and `check_pictures`.
     """
     rollout, validation = settings.rollout, settings.validation
     if validation is None:
         return None
-    length = rollout.val_prompt_length or rollout.prompt_length
-    return read_problems(validation.data_args, settings.rewards, tokenizer, length, **_templates(settings))
+    length, tokenizer = rollout.val_prompt_length or rollout.prompt_length, load_tokenizer(source)
+    options = {**_templates(settings), "vision": vision_of(source, tokenizer, validation.data_args)}
+    found = read_problems(validation.data_args, settings.rewards, tokenizer, length, **options)
+    check_pictures(settings, found.all())
+    return found
 
 
 def _templates(settings: RLSettings) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.pictures import model_arguments
 from megatune.rl.rollout.engine import Memory
 from megatune.rl.rollout.kv_cache import KVCache, Next, Prompts, next_plan
 from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
@@ -35,7 +37,7 @@ class BuiltinEngine:
     """See `RolloutEngine`.
 
     Args:
-        model: a causal language model whose attention is `kv_cache.ATTENTION`.
+        model: a causal language model, or one that reads images, whose text attends by `kv_cache.ATTENTION`.
         tokenizer: for stop strings; None where no request has one.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
@@ -150,6 +152,9 @@ class BuiltinEngine:
     def _compute_prompts(self, rows: list[int]) -> None:
         """Fill rows of the cache, some at a time, those of like lengths together."""
         rows = sorted(rows, key=lambda row: self._running[row].num_tokens)
+        for row in [row for row in rows if self._running[row].request.shown is not None]:
+            rows.remove(row)
+            self._compute_with_pictures(row)
         while rows:
             count = 1
             while count < len(rows) and (count + 1) * self._running[rows[count]].num_tokens <= _PROMPT_TOKENS:
@@ -162,6 +167,18 @@ class BuiltinEngine:
             self._forward(self._model.base_model, padded, positions, Prompts(torch.tensor(batch)))
             self._record(batch, [len(each) for each in ids])
 
+    def _compute_with_pictures(self, row: int) -> None:
+        """Fill a row of the cache whose prompt has pictures."""
+        sequence, where = self._running[row], self._model.device
+        ids, shown = np.array(sequence.tokens[:-1], np.int64), sequence.request.shown
+        assert shown is not None
+        given = {name: tensor.to(where) for name, tensor in model_arguments(ids, shown).items()}
+        positions = given.pop("position_ids", torch.arange(len(ids), device=where)[None])
+        self._forward(
+            self._model.base_model, torch.from_numpy(ids)[None], positions, Prompts(torch.tensor([row])), **given
+        )
+        self._record([row], [len(ids)])
+
     def _next_tokens(self) -> None:
         """Sample one more token of every row."""
         if not self._running:
@@ -169,7 +186,8 @@ class BuiltinEngine:
         lengths = [each.num_tokens - 1 for each in self._running]
         plan = next_plan(lengths, self._model.dtype, self._model.device)
         last = torch.tensor([[each.tokens[-1]] for each in self._running])
-        logits = self._forward(self._model, last, plan.positions[:, None], plan).logits[:, -1]
+        shifts = torch.tensor([each.shift for each in self._running], device=self._model.device)
+        logits = self._forward(self._model, last, (plan.positions + shifts)[:, None], plan).logits[:, -1]
         tokens, log_probs = sample(logits, [_draw(each) for each in self._running], self._never)
         self._record(range(len(lengths)), [1] * len(lengths))
         done = []
@@ -180,7 +198,7 @@ class BuiltinEngine:
                 done.append(row)
         self._leave(done)
 
-    def _forward(self, module: Any, ids: Tensor, positions: Tensor, plan: Prompts | Next) -> Any:
+    def _forward(self, module: Any, ids: Tensor, positions: Tensor, plan: Prompts | Next, **pictures: Tensor) -> Any:
         """Run a model, or its trunk, on int64 ids [rows, tokens]."""
         self._cache.plan = plan
         return module(
@@ -189,6 +207,7 @@ class BuiltinEngine:
             past_key_values=self._cache,
             use_cache=True,
             slots=plan,
+            **pictures,
         )
 
     def _record(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

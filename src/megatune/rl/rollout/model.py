@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from megatune.bridge.auto import register_types
@@ -26,27 +32,24 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
     """Load the model of a role's folder onto this machine's device, and its tokenizer if it has one.
 
     Raises:
-        MegatuneError: INPUT, what is missing or can't be read; a model that takes pictures, whose context is too
-            short, or whose attention the engine does not compute.
+        MegatuneError: INPUT, what is missing or can't be read; a model whose context is too short, or whose attention
+            the engine does not compute.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = find_model(Path(role.model_name_or_path))
     register_types()
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if config.get_text_config() is not config:
-        why = f"{config.model_type} reads images, and rollouts support text only"
-        fix = f"take a language model, or `strategy_name: vllm` for {role.name}"
-        finding = Finding("the built-in engine cannot sample from it", str(folder), why, fix)
-        raise MegatuneError(finding, ExitCode.INPUT)
     _check_context(config, context, folder, role)
-    model = AutoModelForCausalLM.from_pretrained(
+    is_text = config.get_text_config() is config
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    model = kind.from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
         dtype=_DTYPES[role.dtype],
-        attn_implementation=ATTENTION,
+        attn_implementation=ATTENTION if is_text else {"text_config": ATTENTION, "vision_config": "sdpa"},
         experts_implementation="eager",
     )
     _check_attention(model, context, folder, role)
@@ -56,13 +59,16 @@ def load_model(role: InferRole, context: int) -> tuple[PreTrainedModel, PreTrain
 
 
 def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Return ids that are no text: padding, and rows of the embedding that the tokenizer does not know."""
-    size = model.config.vocab_size
+    """Return ids that are no text: padding, placeholders of pictures, and rows of the embedding that the tokenizer does
+    not know."""
+    config = model.config.get_text_config()
+    size = config.vocab_size
     stops = model.generation_config.eos_token_id
     stops = {stops} if isinstance(stops, int) else set(stops or ())
     ids = set() if tokenizer is None else set(range(min(len(tokenizer), size), size))
     padding = tokenizer.pad_token_id if tokenizer is not None else None
-    for each in (padding, model.config.pad_token_id):
+    places = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
+    for each in (padding, config.pad_token_id, *places):
         if each is not None and 0 <= each < size and each not in stops:
             ids.add(each)
     return torch.tensor(sorted(ids), dtype=torch.int64)
@@ -91,7 +97,7 @@ def room_of_cache(device: torch.device) -> int:
 
 def _check_attention(model: PreTrainedModel, context: int, folder: Path, role: InferRole) -> None:
     """Refuse attention that the engine's own has no part of."""
-    window = getattr(model.config, "sliding_window", None)
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or (window is not None and window < context):
         what = "attention sinks" if has_sinks else f"a window of {window} tokens, and rows of {context}"

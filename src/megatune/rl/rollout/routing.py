@@ -21,7 +21,7 @@ class Recorder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        layers: Any = model.base_model.layers
+        layers: Any = model.get_decoder().layers
         self._num_layers, self._chosen = len(layers), dict[int, Tensor]()
         found = False
         for number, layer in enumerate(layers):

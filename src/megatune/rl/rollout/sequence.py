@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatune.generation.options import Sampling
 from megatune.generation.stopping import ends_with_stop_word
+from megatune.rl.pictures import position_shift
 from megatune.rl.rollout.sampling import uniforms
 from megatune.rl.samples import Request, Response
 
@@ -23,7 +25,9 @@ class SampledSequence:
 
     Attributes:
         tokens: of the prompt and the response so far.
-        start: those that are in the cache before anything is sampled, as bytes: responses with the same can share it.
+        start: those that are in the cache before anything is sampled, and their pictures, as bytes: responses with the
+            same can share it.
+        shift: of the positions of what is sampled, by pictures.
         uniforms: a random number in [0, 1) for each token of the response.
         routing: experts of the tokens in the cache, int16 [tokens, layers, topk] of each pass, `start` first, where
             they are noted.
@@ -38,6 +42,7 @@ class SampledSequence:
         "_version",
         "request",
         "routing",
+        "shift",
         "start",
         "tokens",
         "uniforms",
@@ -49,7 +54,10 @@ class SampledSequence:
         self.request, self._stops, self._tokenizer, self._version = request, stops, tokenizer, version
         self._prompt = len(request.prompt_ids)
         self.tokens: list[int] = [*request.prompt_ids.tolist(), *request.response_ids.tolist()]
-        self.start = np.array(self.tokens[:-1], np.int64).tobytes()
+        ids, shown = np.array(self.tokens[:-1], np.int64), request.shown
+        pictures = () if shown is None else shown.pictures
+        self.start = ids.tobytes() + b"".join(blake2b(each.packed).digest() for each in pictures)
+        self.shift = position_shift(ids, shown)
         self.routing: list[np.ndarray] = []
         self._log_probs: list[float] = request.log_probs.tolist()
         self._sampling = Sampling(stop_words=[*request.stop_strings]) if request.stop_strings else None

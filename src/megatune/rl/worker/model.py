@@ -15,12 +15,14 @@ from megatune.bridge.assemble import Assembly, LoadedModel
 from megatune.config.adapters import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
+from megatune.data.bad_rows import MOST_NAMED
+from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
 from megatune.engine.step import evaluating
-from megatune.errors import MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.rl.samples import Rollouts
@@ -166,9 +168,16 @@ class ModelWorker(ABC):
         """Make this rank's micro-batches."""
         parallel, place = self.settings.parallel, self.loaded.place
         multiples = parallel.sequence_multiple, parallel.document_multiple
-        collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING)
+        vision = next((each.vision for each in rollouts.shown if each is not None), None)
+        if vision is not None and vision.vision != self.loaded.architecture.vision:
+            why = "the policy's vision encoder cuts images into other patches, or other tokens stand for them"
+            fix = f"take a model of the policy's family for {self.role.name}"
+            finding = Finding(f"{self.role.name} does not read the images of the prompts", why=why, fix=fix)
+            raise MegatuneError(finding, ExitCode.INPUT)
+        collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
         same_length = place.pp_size > 1
-        return rows.batches(
+        decodes = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
+        found = rows.batches(
             rollouts,
             shares,
             place.dp_rank,
@@ -177,7 +186,12 @@ class ModelWorker(ABC):
             per_token=per_token,
             per_sample=per_sample,
             replay=self.role.replays_routing,
+            share=None if place.pp_rank else decodes,
         )
+        if unreadable := [each for batch in found for each in batch.unreadable]:
+            findings = [Finding(each.reason, each.where, each.detail) for each in unreadable[:MOST_NAMED]]
+            raise MegatuneError(findings, ExitCode.DATA)
+        return found
 
     def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:
         """Compute a number of each token, of the weights as they are."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine.sequences import ROUTING
@@ -24,7 +25,8 @@ def document(rollouts: Rollouts, sample: int) -> Document:
     tokens, places = np.asarray(rollouts.tokens[sample], np.int64), rollouts.sampled(sample)
     labels = np.full_like(tokens, IGNORE_INDEX)
     labels[places] = tokens[places]
-    return Document(tokens, labels)
+    shown = rollouts.shown[sample] if rollouts.shown else None
+    return Document(tokens, labels, shown.pictures if shown is not None else ())
 
 
 def extras(
@@ -78,6 +80,7 @@ def batches(
     per_token: Iterable[str] = (),
     per_sample: Iterable[str] = (),
     replay: bool = False,
+    share: Share | None = None,
 ) -> list[Batch]:
     """Make a data-parallel rank's micro-batches.
 
@@ -85,6 +88,7 @@ def batches(
         shares: numbers of samples, by rank and micro-batch.
         same_length: all micro-batches of all ranks have one length, as pipelines need.
         replay: routers choose the experts that the rollout engine chose.
+        share: which pictures this rank decodes; None for none of them.
     """
     lengths = rollouts.lengths
 
@@ -101,6 +105,7 @@ def batches(
             [document(rollouts, sample) for sample in samples],
             longest if same_length else needed(samples),
             columns(samples),
+            share,
         )
         for samples in shares[rank]
     ]

@@ -1,0 +1,171 @@
+"""Pictures of prompts: read with the rows, placed among their tokens, and handed to engines and trainers as they are
+packed in prepared rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.rl.data import PromptData
+from megatune.config.rl.settings import RLSettings
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation, Message
+from megatune.data.formats.form import Columns
+from megatune.data.formats.pictures import PARTS, Inline, files_of, part_value, pictures_of
+from megatune.data.media.arguments import picture_arguments
+from megatune.data.media.positions import rotary_position_ids
+from megatune.data.pictures import unpacked
+from megatune.data.truncation import unnumbered
+from megatune.data.vision import Placed, VisionInput, load_vision_input
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.samples import Problem, Shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_VIDEOS = "videos"
+
+
+def vision_of(source: Path, tokenizer: PreTrainedTokenizerBase, data: PromptData) -> VisionInput | None:
+    """Read what the policy makes of pictures; None of a language model.
+
+    An image is brought to whole tokens between image_min_pixels and image_max_pixels, as ROLL and ms-swift do.
+
+    Raises:
+        MegatuneError: as `load_vision_input`.
+    """
+    given = DataSettings(
+        conversation_rules=data.conversation_rules or "ms_swift_4",
+        media_dir=data.media_dir or ".",
+        image_max_pixels=data.image_max_pixels,
+        image_min_pixels=data.image_min_pixels,
+    )
+    found = load_vision_input(source, tokenizer, given)
+    return found and replace(found, spare_tags=data.conversation_rules is not None)
+
+
+def text_of(content: object) -> tuple[str, list[object]] | None:
+    """Return the text of a message, with a tag for each of its parts that is a picture, and what these parts name;
+    None where it is neither text nor a list of such parts."""
+    if isinstance(content, str):
+        return content, []
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return None
+    texts, named = [], list[object]()
+    for part in content:
+        if part.get("type") in PARTS:
+            texts.append(PARTS[part["type"]])
+            named.append(part_value(part))
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            return None
+    return "".join(texts), named
+
+
+def with_placeholders(
+    messages: Sequence[Mapping[str, str]],
+    inline: Inline,
+    row: Mapping[str, Any],
+    column: str,
+    vision: VisionInput | None,
+) -> tuple[list[dict[str, str]], tuple[Placed, ...]]:
+    """Replace the tags of images in messages by the model's placeholders.
+
+    Args:
+        inline: what parts of messages name, by the message's index.
+        column: of the row's images.
+        vision: None of a model that reads text only.
+
+    Raises:
+        RowError: an image cannot be read, there are more or fewer tags than images, or the model takes none.
+    """
+    if vision is None:
+        if inline or files_of(row.get(column)):
+            raise RowError("pictures", "the row has images, and the model reads text only")
+        return [dict(each) for each in messages], ()
+    if files_of(row.get(_VIDEOS)):
+        raise RowError("videos", "the row has videos; prompts of reinforcement learning have images only")
+    begin = int(messages[0]["role"] == "system" and len(messages) > 1)  # images without a tag go before the question
+    said = [Message(each["role"], each["content"]) for each in messages[begin:]]  # type: ignore[arg-type]
+    inside = {number - begin: values for number, values in inline.items()}
+    asked, pictures = pictures_of(row, Columns(images=column, videos=None), said, inside, wanted=True)
+    written, placed = vision.place(Conversation(asked, pictures=pictures), {})
+    found = [{"role": each.role, "content": each.content} for each in written.messages]
+    return [*({**each} for each in messages[:begin]), *found], placed
+
+
+def with_pictures(
+    problem: Problem, ids: Sequence[int], placed: Sequence[Placed], vision: VisionInput | None
+) -> Problem:
+    """Return a problem with its tokens, a run of placeholders for each picture.
+
+    Raises:
+        RowError: the text has the model's own placeholders.
+    """
+    if vision is None:
+        return replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
+    (expanded,) = vision.expanded([list(ids)], placed)
+    tokens, numbers = unnumbered(np.asarray(expanded, dtype=np.int64))
+    shown = Shown(vision, vision.left(tokens, numbers, placed)) if placed else None
+    return replace(problem, prompt_ids=tokens, shown=shown)
+
+
+def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
+    """Refuse pictures where a role takes none.
+
+    Raises:
+        MegatuneError: SETTINGS, everything at once.
+    """
+    domains = {each.domain for each in problems if each.shown is not None}
+    if not domains:
+        return
+    findings = []
+    if settings.actor_infer.engine != "builtin":
+        what = f"actor_infer has strategy_name {settings.actor_infer.engine}, and prompts have images"
+        fix = "write actor_infer.strategy_args.strategy_name: builtin"
+        findings.append(Finding(what, why="images are handed to the built-in engine only", fix=fix))
+    for role in (settings.reference, *settings.teachers.values()):
+        if role is not None and role.strategy == "hf":
+            what = f"{role.name} has strategy_name hf_infer, and prompts have images"
+            findings.append(Finding(what, why="it gets tokens only", fix="write strategy_name: megatron_infer"))
+    for domain in sorted(domains):
+        if "environment" in settings.rewards[domain].arguments:
+            what = f"rewards.{domain} has an environment, and prompts have images"
+            fix = "remove environment, or the images"
+            findings.append(Finding(what, why="later turns are written as text alone", fix=fix))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def model_arguments(input_ids: np.ndarray, shown: Shown) -> dict[str, Tensor]:
+    """Return what Transformers' model takes of a prompt's pictures beside its tokens, int64 [tokens]; see
+    `picture_arguments`.
+
+    Raises:
+        MegatuneError: (DATA) a picture cannot be read, or has changed since it was measured.
+    """
+    given = []
+    for each in shown.pictures:
+        source, measured = unpacked(each.packed)
+        try:
+            pixels = shown.vision.processor.pixels(source, measured)
+        except RowError as error:
+            fix = "engines read images where the driver does: on every machine, at the same path"
+            raise MegatuneError(Finding(str(error), source.name, fix=fix), ExitCode.DATA) from error
+        given.append((source.kind, each.grid, each.seconds_per_grid, pixels))
+    return picture_arguments(input_ids, given, shown.vision.vision)
+
+
+def position_shift(input_ids: np.ndarray, shown: Shown | None) -> int:
+    """Return by how much positions after a prompt's pictures differ from the tokens' own numbers."""
+    if shown is None:
+        return 0
+    measures = [(each.grid, each.seconds_per_grid) for each in shown.pictures]
+    return int(rotary_position_ids(input_ids, measures, shown.vision.vision).max()) + 1 - len(input_ids)
