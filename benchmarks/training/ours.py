@@ -57,7 +57,7 @@ class Megatune:
             for local in parameters:
                 checkpoint.fill(local.parameter.data.view(-1), local.segments(architecture))
         self._optimizer = optimizer.build_optimizer(
-            self._model, self._settings.optimizer, self._settings.parallel, self._settings.precision
+            self._model, architecture, self._settings.optimizer, self._settings.parallel, self._settings.precision
         )
         self._time_phases()
 

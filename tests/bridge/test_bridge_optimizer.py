@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from bridging import move, resave_all
-from layouts import LAYOUTS, MORE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 from safetensors import safe_open
 
 from megatune.errors import ExitCode, MegatuneError
 
 ALL = {**LAYOUTS, **MORE_LAYOUTS}
+KINDS_OF_MUON = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 @pytest.mark.covering
@@ -44,6 +45,21 @@ def test_momentum_moves(pool, model_dir, tmp_path):
     sgd = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
     saved, moved = move(pool, model_dir("qwen2"), ALL["dp2"], ALL["tp2"], tmp_path, **sgd)
     assert {name.partition("/")[0] for name in saved} == {"momentum_buffer"}
+    assert not [name for name, tensor in saved.items() if tensor.numpy().tobytes() != moved[name].numpy().tobytes()]
+
+
+def test_state_of_muon_moves(pool, model_dir, tmp_path):
+    model = model_dir("qwen3_moe")
+    muon = {"optimizer": {"optimizer": "muon"}}
+    saved, moved = move(pool, model, EXPERT_LAYOUTS["ep2 etp1 tp2 sp"], ALL["dp2"], tmp_path, **muon)
+    names = {kind: {name.partition("/")[2] for name in saved if name.startswith(f"{kind}/")} for kind in KINDS_OF_MUON}
+    with safe_open(model / "model.safetensors", "pt") as file:
+        assert names["momentum_buffer"] | names["exp_avg"] == set(file.keys())
+    assert names["exp_avg"] == names["exp_avg_sq"]
+    assert not names["momentum_buffer"] & names["exp_avg"]
+    others = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+    assert names["exp_avg"] == {name for name in names["exp_avg"] | names["momentum_buffer"] if name.endswith(others)}
+    assert saved.keys() == moved.keys()
     assert not [name for name, tensor in saved.items() if tensor.numpy().tobytes() != moved[name].numpy().tobytes()]
 
 

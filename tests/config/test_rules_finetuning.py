@@ -37,6 +37,7 @@ TRAINED = ["freeze_vision_tower=false", "freeze_multi_modal_projector=false"]
         (QWEN, [FREEZE, "freeze_trainable_layers=0", "freeze_extra_modules=embed_tokens,lm_head"]),
         # A file may say what is so anyway.
         (QWEN, [FULL, "freeze_trainable_layers=2", "use_llama_pro=false", "freeze_vision_tower=true"]),
+        (QWEN, [FREEZE, "optimizer=muon", "muon_momentum=0.9"]),
         (QWEN_VL, [*TRAINED, "vision_lr=1e-6", "merger_lr=1e-5"]),
         (QWEN3_VL, ["freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
         (QWEN3_VL, ["freeze_deepstack_mergers=false", "merger_lr=1e-5"]),
@@ -191,6 +192,13 @@ WRONG = [
         "lora_dropout: 0.1 with use_dora: true\n"
         "    why: rows are divided by the lengths of the whole adapted matrix, which sees all inputs\n"
         "    fix: remove lora_dropout or use_dora",
+    ),
+    (
+        QWEN,
+        [LORA, "optimizer=muon"],
+        "optimizer: muon with finetuning_type: lora\n"
+        "    why: Muon updates whole matrices of the model, no factors\n"
+        "    fix: write optimizer: adam",
     ),
     (
         QWEN,

@@ -97,6 +97,9 @@ def test_a_file_of_flags_comes_first_and_flags_after_it_win(tmp_path, name):
 
 # What Megatron-SWIFT trains with where nothing says otherwise, as far as it changes results: shared/reference.
 SAME_IN_BOTH = {
+    "optimizer.muon_momentum": 0.9,
+    "optimizer.muon_nesterov": False,
+    "optimizer.muon_scale": 1.0,
     "run.stage": "sft",
     "run.seed": 42,
     "run.num_processes": 1,
@@ -286,7 +289,7 @@ REFUSED = [
     ("--calculate_per_token_loss false", "--calculate_per_token_loss"),
     ("--loss_scale react", "--loss_scale"),
     ("--log_interval 5 --hidden_size 8", "--hidden_size"),
-    ("--optimizer muon", "--optimizer"),
+    ("--optimizer dist_muon --muon_num_ns_steps 6", "--muon_num_ns_steps"),
     ("--do_train=false", "--do_train"),
     ("--output_dir out --mcore_model " + 300 * "a", "--mcore_model"),
     ("--save_hf_model=false", "--save_hf_model"),

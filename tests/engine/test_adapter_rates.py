@@ -38,7 +38,9 @@ def train(family: str, selection: dict, bf16: bool) -> dict[str, float]:
     for parameter in chunks[0].parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     trained = {name: one for name, one in chunks[0].named_parameters() if one.requires_grad}
-    ours = optimizers.build_optimizer(chunks, settings.optimizer, settings.parallel, settings.precision, RATIO)
+    ours = optimizers.build_optimizer(
+        chunks, architecture, settings.optimizer, settings.parallel, settings.precision, RATIO
+    )
     shadows = {name: one.detach().float().clone() for name, one in trained.items()}
     begin = {name: one.clone() for name, one in shadows.items()}
     betas = (settings.optimizer.adam_beta1, settings.optimizer.adam_beta2)

@@ -51,6 +51,7 @@ SAME_LAYOUT = {
         *layout(2),
         {"optimizer": "sgd", "use_distributed_optimizer": False, "learning_rate": 0.05},
     ),
+    "muon, bf16, dp2": (*layout(2), {"optimizer": "muon", "bf16": True}),
 }
 
 
@@ -59,6 +60,7 @@ SAME_LAYOUT = {
     "fp32, one process",
     "averages in bf16, one process",
     "sgd, dp2, no distributed optimizer",
+    "muon, bf16, dp2",
 )
 @pytest.mark.parametrize("name", SAME_LAYOUT)
 def test_a_crashed_run_ends_as_if_nothing_had_happened(

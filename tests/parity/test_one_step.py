@@ -60,7 +60,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # such elements out of it.
 OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
 OPTIMIZERS["adam, on the host"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer_cpu_offload": True}
-TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1e-3, "sgd": 1e-5}
+# Five steps of the iteration multiply rounding by up to 3.4 each where singular values are small.
+OPTIMIZERS["muon"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer": "muon", "muon_momentum": 0.9, "muon_scale": 0.3}
+TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1e-3, "muon": 1e-3, "sgd": 1e-5}
 
 
 def step_samples(index: int, architecture: Architecture) -> list[Sample]:
@@ -95,7 +97,15 @@ def _plain_steps(
         {"params": [p for name, p in model.named_parameters() if decays[name] is is_decayed], "weight_decay": decay}
         for is_decayed, decay in ((True, settings["weight_decay"]), (False, 0.0))
     ]
-    if settings["optimizer"] == "adam":
+    averages = {
+        name: torch.zeros_like(p)
+        for name, p in model.named_parameters()
+        if settings["optimizer"] == "muon" and is_orthogonalized(name, p)
+    }
+    others = {p for name, p in model.named_parameters() if name not in averages}
+    for group in groups:
+        group["params"] = [one for one in group["params"] if one in others]
+    if settings["optimizer"] != "sgd":
         betas = (settings["adam_beta1"], settings["adam_beta2"])
         optimizer = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["adam_epsilon"])
     else:
@@ -105,8 +115,53 @@ def _plain_steps(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         assert norm > settings["max_grad_norm"], "the step is to be clipped"
         optimizer.step()
-        optimizer.zero_grad()
+        for name, average in averages.items():
+            muon_step(name, model.get_parameter(name), average, settings)
+        model.zero_grad()
     return before, _checkpoint_copy(model)
+
+
+def is_orthogonalized(name: str, parameter: Tensor) -> bool:
+    """Whether Muon has the parameter: a matrix, or experts', but no embedding, output layer or router."""
+    others = (
+        "embed_tokens.weight",
+        "pos_embed.weight",
+        "lm_head.weight",
+        "mlp.gate.weight",
+        "shared_expert_gate.weight",
+    )
+    is_matrix = parameter.dim() == 2 or name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+    return is_matrix and not name.endswith(others)
+
+
+@torch.no_grad()
+def muon_step(name: str, parameter: Tensor, average: Tensor, settings: dict[str, Any]) -> None:
+    """Muon as torch.optim.Muon computes it, but in fp32, of one matrix or of each that Transformers has stacked."""
+    momentum, rate = settings["muon_momentum"], settings["learning_rate"]
+    average.mul_(momentum).add_(parameter.grad, alpha=1 - momentum)
+    update = momentum * average + (1 - momentum) * parameter.grad
+    parameter.mul_(1 - rate * settings["weight_decay"])
+    for weights, matrix in zip(matrices_in(name, parameter), matrices_in(name, update), strict=True):
+        scale = settings["muon_scale"] * max(matrix.shape) ** 0.5
+        weights.sub_(orthogonalized(matrix), alpha=rate * scale)
+
+
+def matrices_in(name: str, stacked: Tensor) -> list[Tensor]:
+    """Views of the matrices of a parameter: experts are stacked, their gates above their ups."""
+    if stacked.dim() == 2:
+        return [stacked]
+    return [one for expert in stacked for one in (expert.chunk(2) if name.endswith("gate_up_proj") else [expert])]
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Keller Jordan's iteration: x ← a x + (b x xᵀ + c (x xᵀ)²) x, five times, from x of norm 1."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonalized(matrix.T).T
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
 
 
 def _checkpoint_copy(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -159,7 +214,7 @@ def assert_same_steps(pool, plain_steps, model_dir, layout: Layout, family, tied
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 @pytest.mark.parametrize(
     ("family", "tied", "layout"),
     [
@@ -173,7 +228,7 @@ def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_pa
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 @pytest.mark.parametrize(
     "layout",
     ["tp4 sp", "dp2, no distributed optimizer, grad overlap", "tp2 pp2 dp2 sp, overlaps, fusions",
@@ -184,7 +239,7 @@ def test_one_step_in_other_layouts(pool, plain_steps, model_dir, tmp_path, layou
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
 @pytest.mark.parametrize(
     "layout", ["1", "ep2", "ep2 allgather", "ep2 etp1 tp2 sp", "ep2 pp2", "ep4 dp4", "ep2 pp2 vpp2"]
 )
@@ -249,7 +304,7 @@ def test_three_steps_of_experts_with_every_overlap(pool, plain_steps, model_dir,
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
 @pytest.mark.parametrize("layout", ["tp2 sp", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
 def test_three_steps_in_a_row(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
     """Gradients start from zero at each step, and the optimizer goes on from its state."""
@@ -272,6 +327,14 @@ def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, 
     """Encoder, mergers and decoder, under the names and arrangement of the checkpoint."""
     chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]
     assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, "adam, larger epsilon", 1, tmp_path)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layout", ["1", "tp2 pp2 dp2 sp"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_a_step_of_muon_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):
+    """Neither patches and positions of the encoder are orthogonalized, nor the convolution of a gated delta net."""
+    assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, False, "muon", 1, tmp_path)
 
 
 def test_three_steps_with_pictures_and_every_overlap(pool, plain_steps, model_dir, tmp_path):

@@ -57,6 +57,7 @@ def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
         trained,
         buffers if rules.is_sharded else trained,
         count,
+        sum(count for count, one in updated if one.is_matrix),
         on_host(rules.optimizer.host_fraction, updated),
     )
 

@@ -54,6 +54,8 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({}, _BF16 | {"accumulate_allreduce_grads_in_fp32": False}),
     ({"exp_avg_dtype": "bf16"}, _BF16),
     ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, {}),
+    ({"optimizer": "muon"}, _BF16),
+    ({"optimizer": "muon"}, {}),
     ({"optimizer": "sgd"}, _BF16),
     ({"optimizer": "sgd", "sgd_momentum": 0.0}, _FP16),
     (_OFFLOAD, _BF16),
@@ -126,7 +128,7 @@ def held(cases: Sequence[tuple[Architecture, Settings]]) -> list[dict[str, int]]
 def _held(model: Architecture, settings: Settings, on_host: list[torch.Tensor]) -> dict[str, int]:
     on_host.clear()
     chunks = build_model(model, settings)
-    optimizer = build_optimizer(chunks, settings.optimizer, settings.parallel, settings.precision)
+    optimizer = build_optimizer(chunks, model, settings.optimizer, settings.parallel, settings.precision)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in chunks for buffer in chunk.module.buffers()]
     gradients = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]

@@ -255,7 +255,7 @@ def test_overlap_hides_exchanges_of_data_parallelism():
 
 def test_exchanges_hide_behind_four_fifths_of_a_pass_but_for_the_last_bucket():
     overlapped = _case(overlap_grad_reduce=True, overlap_param_gather=True)
-    exchange = communication.Reduction(10.0, 6.0, last=1.0)
+    exchange = communication.Reduction(10.0, 6.0, last=1.0, updates=0.0)
     assert communication.exposed_seconds(overlapped, exchange, forward=5.0, backward=10.0) == pytest.approx(2 + 2)
     assert communication.exposed_seconds(overlapped, exchange, forward=50.0, backward=50.0) == 1
     assert communication.exposed_seconds(_case(), exchange, forward=50.0, backward=50.0) == 16
@@ -443,7 +443,9 @@ def test_frozen_weights_have_no_gradients():
 )
 def test_the_optimizer_passes_over_gradients_and_state(settings, of_trained, of_updated):
     case = _case(**settings)
-    held = StageParameters(dense=9000, expert=0, trained_dense=5000, trained_expert=3000, updated=1000)
+    held = StageParameters(
+        dense=9000, expert=0, trained_dense=5000, trained_expert=3000, updated=1000, orthogonal_flops=10**6
+    )
     seconds = optimizer_seconds(case, Rates.of(case.machine, case.settings.precision.params_dtype), held)
     assert seconds * 0.8 * case.machine.device.bandwidth == pytest.approx(8000 * of_trained + 1000 * of_updated)
 

@@ -22,6 +22,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "full, bf16, averages in bf16": ("qwen3", NARROW),
     "full, bf16, experts": ("qwen3_moe", {"bf16": True}),
     "freeze, sgd": ("qwen3", {"finetuning_type": "freeze", "freeze_trainable_layers": 1, "optimizer": "sgd"}),
+    "full, bf16, muon": ("qwen3_moe", {"bf16": True, "optimizer": "muon"}),
     "lora": ("qwen3", {**ADAPTERS, "bf16": True}),
     "lora, modules of the base": ("qwen3", {**ADAPTERS, "bf16": True, "additional_target": ["embed_tokens", "norm"]}),
     "model alone": ("qwen3", {"bf16": True, "save_only_model": True}),

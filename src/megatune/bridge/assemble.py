@@ -18,6 +18,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.adapters import weight_sources
 from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
+from megatune.bridge.file_set import united
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
@@ -117,7 +118,7 @@ def load_model(
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     """Build the optimizer of a trained model. After its weights are loaded: master weights are made from them."""
     of_settings = settings.optimizer, settings.parallel, settings.precision, settings.finetuning.loraplus_lr_ratio
-    optimizer = build_optimizer(loaded.model, *of_settings)
+    optimizer = build_optimizer(loaded.model, loaded.architecture, *of_settings)
     return Assembly(**{each.name: getattr(loaded, each.name) for each in fields(LoadedModel)}, optimizer=optimizer)
 
 
@@ -241,6 +242,7 @@ def load_optimizer(
     """Fill this rank's share of the optimizer from the training state of a checkpoint, whatever layout wrote it.
 
     Master weights come from the training state, or from the weights themselves where those were trained in fp32.
+    Collective.
 
     Raises:
         MegatuneError: INPUT, when the state belongs to another optimizer or model.
@@ -252,16 +254,18 @@ def load_optimizer(
         weights, _ = open_checkpoint(checkpoint, architecture)
     names = folder.names()
     kinds = {name.partition("/")[0] for name in names}
+    # Muon has other state of matrices than of the rest, and a rank may hold no part of either.
+    needed = united({kind: None for shard in shards.values() for kind in shard.state})
+    if needed.keys() != kinds - {"main"}:
+        held, wanted = ", ".join(sorted(kinds - {"main"})), ", ".join(sorted(needed))
+        what = f"holds {held or 'no state'}, this run's optimizer needs {wanted or 'none'}"
+        fix = "resume with the same optimizer, or start from the checkpoint as a model (model_name_or_path)"
+        why = "the optimizer was changed between the runs"
+        raise MegatuneError(Finding(what, str(folder.folder), why, fix), ExitCode.INPUT)
     for local in parameters:
         shard = shards.get(local.parameter)
         if shard is None:
             continue
-        if set(shard.state) != kinds - {"main"}:
-            held, needed = ", ".join(sorted(kinds - {"main"})), ", ".join(sorted(shard.state))
-            what = f"holds {held or 'no state'}, this run's optimizer needs {needed or 'none'}"
-            fix = "resume with the same optimizer, or start from the checkpoint as a model (model_name_or_path)"
-            why = "the optimizer was changed between the runs"
-            raise MegatuneError(Finding(what, str(folder.folder), why, fix), ExitCode.INPUT)
         segments = local.segments(architecture)
         for kind, target in {"main": shard.main, **shard.state}.items():
             source, prefix = (folder, f"{kind}/") if kind in kinds else (weights, "")

@@ -56,7 +56,7 @@ class ShardFiles:
     Args:
         stem: of the files' names, with their folder.
         kinds: of the tensors, by which their names begin.
-        tensors: of each parameter, each kind's elements of its shard.
+        tensors: of each parameter, the elements of its shard, of each kind that it has.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ShardFiles:
             _Entry(kind, row, parts, tensors[local.parameter][kind])
             for kind in kinds
             for local, shard, (start, stop) in mine
+            if kind in tensors[local.parameter]
             for row, parts in _joined(local, architecture, start, stop, shard.start)
         ]
 

@@ -24,9 +24,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
+from megatune.architecture import Architecture
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
+from megatune.engine.muon import Held, Muon
 from megatune.engine.patches.optimizer import install
 from megatune.families.weights import Role, Stack, Weight
 
@@ -84,6 +86,7 @@ class SharedLossScale(DynamicGradScaler):
 
 def build_optimizer(
     model: list[DistributedDataParallel],
+    architecture: Architecture,
     settings: OptimizerSettings,
     parallel: ParallelSettings,
     precision: PrecisionSettings,
@@ -96,7 +99,8 @@ def build_optimizer(
     """
     install(settings)
     config = OptimizerConfig(
-        optimizer=settings.optimizer,
+        # Muon is an Adam with matrices of its own; Megatron-Core's wants a package that Python 3.11 cannot have.
+        optimizer="sgd" if settings.optimizer == "sgd" else "adam",
         lr=settings.learning_rate,
         min_lr=0.0,
         weight_decay=settings.weight_decay,
@@ -128,7 +132,7 @@ def build_optimizer(
     # that holds the model through autograd nodes, a circle that Python's collector cannot see and never frees.
     scale_loss = weakref.WeakMethod(optimizer.scale_loss)
     model[0].config.grad_scale_func = lambda loss: scale_loss()(loss)  # type: ignore[misc]
-    _init_state(optimizer, settings)
+    _init_state(optimizer, architecture, settings)
     return optimizer
 
 
@@ -167,9 +171,13 @@ def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -
     return shards or optimizer.optimizer_cpu_offload
 
 
-def _init_state(optimizer: ChainedOptimizer, settings: OptimizerSettings) -> None:
+def _init_state(optimizer: ChainedOptimizer, architecture: Architecture, settings: OptimizerSettings) -> None:
     for part in _parts(optimizer):
         inner = part.optimizer
+        if isinstance(inner, Muon):
+            is_distributed = isinstance(part, DistributedOptimizer)
+            buckets = [bucket for buffer in part.buffers for bucket in buffer.buckets] if is_distributed else []
+            inner.attach(dict(_held(part)), architecture, buckets, part.data_parallel_group if is_distributed else None)
         if isinstance(inner, FusedAdam):
             inner.init_state()
         elif settings.sgd_momentum:
@@ -186,12 +194,17 @@ def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
 
 def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
     state = part.optimizer.state
+    for param, (main, start, stop) in _held(part):
+        yield param, _shard(param, main, state.get(main, {}), start, stop)
+
+
+def _held(part: Any) -> Iterator[tuple[Tensor, Held]]:
     if isinstance(part, DistributedOptimizer):
         buckets = [bucket for by_dtype in part.gbuf_ranges for held in by_dtype.values() for bucket in held]
         for param, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
             group, order = part.model_param_group_index_map[param]
             main = part.optimizer.param_groups[group]["params"][order]
-            yield param, _shard(param, main, state[main], ranges["param"].start, ranges["param"].end)
+            yield param, Held(main, ranges["param"].start, ranges["param"].end)
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         models = [*part.float16_groups, *part.fp32_from_fp32_groups]
@@ -199,7 +212,7 @@ def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
     else:
         models = mains = [group["params"] for group in part.optimizer.param_groups]
     for param, main in zip(chain(*models), chain(*mains), strict=True):
-        yield param, _shard(param, main, state.get(main, {}), 0, param.numel())
+        yield param, Held(main, 0, param.numel())
 
 
 def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop: int) -> MainShard:

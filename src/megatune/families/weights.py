@@ -110,6 +110,13 @@ class Weight:
         return any("{expert}" in tensor.name for tensor in self.hf)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is made of whole matrices of linear layers, which the optimizer Muon orthogonalizes: no embedding,
+        output layer, router, adapter or vector."""
+        is_linear = self.linear and self.role is Role.BASE and self.layout is not TensorLayout.VOCABULARY
+        return is_linear and all(tensor.name and len(tensor.shape) == 2 for tensor in self.hf)
+
+    @property
     def is_buffer(self) -> bool:
         return self.role is Role.BUFFER
 

@@ -12,7 +12,12 @@ _MICRO_BATCH = Limit(10**6, "a micro-batch is in memory as a whole")
 _ACCUMULATED = Limit(10**6, "a step is computed micro-batch by micro-batch before it learns")
 _EPOCHS = Limit(10**6, "nobody sees a million epochs")
 _EVALUATED = Needs("evaluation.eval_strategy", ("steps", "epoch"))
-_ADAM = Needs("optimizer.optimizer", ("adam",))
+_ADAM = Needs("optimizer.optimizer", ("adam", "muon"))
+_MUON = Needs("optimizer.optimizer", ("muon",))
+_WHOLE = Needs(
+    "finetuning.finetuning_type", ("full", "freeze"), "Muon updates whole matrices of the model, no factors",
+    "write `optimizer: adam`", of=("muon",),
+)  # fmt: skip
 _STATE = Needs("optimizer.optimizer", ("adam",), "it is of Adam's state")
 _SHARDED = Needs(
     "parallel.use_distributed_optimizer", (True,), "every replica would keep all of the state, on the device"
@@ -47,12 +52,14 @@ class BatchSettings(Group):
 
 
 class OptimizerSettings(Group):
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Annotated[Literal["adam", "muon", "sgd"], _WHOLE] = "adam"
     """How gradients become updates of the weights.
-    How: adam keeps two averages of each parameter, 8 bytes in fp32; sgd keeps its momentum, 4 bytes, or nothing with
-    sgd_momentum: 0.
-    When: adam for language models. sgd keeps less state, and seldom trains one as well.
+    How: adam keeps two averages of each parameter, 8 bytes in fp32; muon keeps one of each matrix of a linear layer, 4
+    bytes, and orthogonalizes it at each step; sgd keeps its momentum, 4 bytes, or nothing with sgd_momentum: 0.
+    When: adam for language models. muon for models that were pretrained with it, and where Adam's state does not fit;
+    sgd keeps less state, and seldom trains one as well.
     - adam: AdamW: weight decay apart from the gradient
+    - muon: Muon for the matrices of linear layers, AdamW for embeddings, output layer, routers, norms and biases
     - sgd: gradient descent with momentum"""
     learning_rate: NonNegative = 5e-5
     """The highest learning rate, reached after warm-up.
@@ -126,9 +133,24 @@ class OptimizerSettings(Group):
     How: It is added to the square root of the mean of squared gradients.
     When: Leave it; some raise it to 1e-6 against spikes in 16 bits."""
     sgd_momentum: Annotated[float, Field(ge=0, lt=1), Needs("optimizer.optimizer", ("sgd",))] = 0.9
-    """Momentum of optimizer: sgd; adam does not use it.
+    """Momentum of optimizer: sgd; others do not use it.
     How: Each update is this share of the last one plus the new gradient. 0 keeps no state.
     When: 0.9 is usual."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1), _MUON] = 0.95
+    """Decay of the running average of gradients that optimizer: muon orthogonalizes.
+    How: The average is over about 1 / (1 − momentum) steps.
+    When: Leave it at 0.95."""
+    muon_nesterov: Annotated[bool, _MUON] = True
+    """With optimizer: muon: add the new gradient once more to the average that is orthogonalized (Nesterov's momentum).
+    How: What is orthogonalized is momentum times the average plus (1 − momentum) times the gradient. false takes the
+    average itself.
+    When: Leave it at true, as torch.optim.Muon has it."""
+    muon_scale: Annotated[Positive, _MUON] = 0.2
+    """Size of the updates of optimizer: muon, relative to the learning rate.
+    How: An orthogonal matrix is multiplied by this and by the square root of its longer side, so that the root mean
+    square of an update's elements is this times the learning rate.
+    When: 0.2 makes updates as large as AdamW's, whose learning rate and weight decay then suit both. Megatron-Core's
+    own default is 1."""
     num_train_epochs: Annotated[Positive, "epochs", _EPOCHS, Needs("optimizer.max_steps", (-1, 0))] = 3.0
     """Passes over the training data; a part of one is allowed. max_steps, where set, decides instead.
     How: Every epoch has an order of its own, and its last batch may be short. The learning rate's schedule ends with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings
 from megatune.engine.adam import FusedAdam
+from megatune.engine.muon import Muon
 from megatune.engine.patches import Patch
 
 _OPTIMIZER = "megatron.core.optimizer"
@@ -70,13 +72,16 @@ def install(settings: OptimizerSettings) -> None:
     """Patch what the next optimizer is built of."""
     CLIPPING.set(l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    adam = partial(
+    adam: Any = partial(
         FusedAdam,
         exp_avg_dtype=dtypes[settings.exp_avg_dtype],
         exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
         holds_masters=settings.optimizer_cpu_offload,
         host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
     )
+    if settings.optimizer == "muon":
+        of_muon = {"momentum": settings.muon_momentum, "nesterov": settings.muon_nesterov, "scale": settings.muon_scale}
+        adam = partial(Muon, **of_muon)
     distributed = _WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
     ADAM.set(Adam=adam, DistributedOptimizer=distributed, USING_PYTORCH_OPTIMIZER=False)
     DISTRIBUTED.set(Adam=(FusedAdam, torch.optim.SGD), HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)

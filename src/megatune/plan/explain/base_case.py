@@ -69,6 +69,7 @@ COMPANIONS: tuple[Mapping[str, Any], ...] = (
     {"recompute.recompute_granularity": "full", "recompute.recompute_num_layers": 4},
     {"recompute.recompute_granularity": "selective"},
     {"optimizer.optimizer": "sgd"},
+    {"optimizer.optimizer": "muon"},
     {"optimizer.optimizer_cpu_offload": True},
     {"experts.moe_expert_capacity_factor": 1.5},
     {"finetuning.finetuning_type": "lora"},

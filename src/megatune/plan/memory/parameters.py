@@ -52,11 +52,13 @@ class OptimizerRules:
 
     Attributes:
         element_bytes: state of one element, without its master weight.
+        matrix_bytes: state of one element of a matrix, see `HeldParameter.is_matrix`.
         host_fraction: share of the elements whose state, master weights among it, is on the host.
         dtype: that the model computes in.
     """
 
     element_bytes: int
+    matrix_bytes: int
     host_fraction: float
     dtype: str
 
@@ -73,12 +75,13 @@ def optimizer_rules(settings: Settings) -> OptimizerRules:
     """Read them from the settings of a run."""
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd":
-        size = 4 if optimizer.sgd_momentum else 0
+        size = _FP32 if optimizer.sgd_momentum else 0
     else:
         size = _BYTES[optimizer.exp_avg_dtype] + _BYTES[optimizer.exp_avg_sq_dtype]
+    of_matrix = _FP32 if optimizer.optimizer == "muon" else size
     offloads = optimizer.optimizer == "adam" and optimizer.optimizer_cpu_offload
     fraction = optimizer.optimizer_offload_fraction if offloads else 0.0
-    return OptimizerRules(size, fraction, settings.precision.params_dtype)
+    return OptimizerRules(size, of_matrix, fraction, settings.precision.params_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class StageParameters:
         expert: of its experts, adapters included.
         trained_dense, trained_expert: what of `dense` and `expert` is trained: has gradients that are reduced.
         updated: elements that the rank with most of them updates: its share, or all that are trained.
+        orthogonal_flops: see `HeldParameter`; of all matrices that are trained.
     """
 
     dense: int
@@ -97,6 +101,7 @@ class StageParameters:
     trained_dense: int
     trained_expert: int
     updated: int
+    orthogonal_flops: int
 
 
 class Kind(NamedTuple):
@@ -192,6 +197,7 @@ class Part:
         trained: of those that are trained.
         buffers: of the buffers that those lie in.
         updated: of those, what this rank updates.
+        matrices: of `updated`, what is of matrices.
         on_host: of `updated`, what has its state on the host.
     """
 
@@ -200,6 +206,7 @@ class Part:
     trained: int
     buffers: int
     updated: int
+    matrices: int
     on_host: int
 
     @property
@@ -239,6 +246,19 @@ def _elements(rules: Rules, stage: int) -> StageParameters:
         trained_dense=sum(part.trained for part in dense),
         trained_expert=sum(part.trained for part in expert),
         updated=sum(part.updated for part in parts),
+        orthogonal_flops=_orthogonal_flops(rules, stage),
+    )
+
+
+def _orthogonal_flops(rules: Rules, stage: int) -> int:
+    """Count one iteration over the matrices of a stage, those of experts and the others each shared by replicas."""
+    held = rules.held()
+    content = (pair for chunk in rules.chunks(stage) for pair in _repeated(held, chunk))
+    return sum(
+        count * one.orthogonal_flops // (rules.shards[one.is_expert] if rules.is_sharded else 1)
+        for parameters, count in content
+        for one in parameters
+        if one.trained
     )
 
 
@@ -257,6 +277,7 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
         gradients += part.buffers * gradient_size
         master_weights += (part.updated - part.on_host) * master
         state += (part.updated - part.on_host) * optimizer.element_bytes
+        state -= part.matrices * (optimizer.element_bytes - optimizer.matrix_bytes)
         host += part.on_host * (optimizer.element_bytes + master)
     num_layers = sum(len(chunk.layers) for chunk in chunks)
     return StageState(num_layers, weights, gradients, master_weights, state, host)
@@ -268,17 +289,21 @@ def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
     little of `on_host`."""
     held, parts = rules.held(), []
     for kind in rules.kinds:
-        size = trained = buffers = 0
+        size = trained = others = buffers = 0
         for virtual_stage, chunk in enumerate(rules.chunks(stage)):
             for parameters, count in _repeated(held, chunk):
-                of_all, of_trained = _sizes(parameters, kind)
-                size, trained = size + count * of_all, trained + count * of_trained
+                of_all, of_trained, of_others = _sizes(parameters, kind)
+                size, trained, others = size + count * of_all, trained + count * of_trained, others + count * of_others
             if rules.is_sharded:
                 full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[kind.is_expert]
                 buffers += _buffer_size(held, chunk, kind, shards, full)
         buffers = buffers if rules.is_sharded else trained
         updated = min(trained, buffers // rules.shards[kind.is_expert]) if rules.is_sharded else trained
-        parts.append(Part(kind, size, trained, buffers, updated, int(rules.optimizer.host_fraction * updated)))
+        # As much of its share as can be is of what has more state than matrices.
+        matrices = max(updated - others, 0)
+        parts.append(
+            Part(kind, size, trained, buffers, updated, matrices, int(rules.optimizer.host_fraction * updated))
+        )
     return tuple(parts)
 
 
@@ -290,10 +315,10 @@ def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple
 
 
 @lru_cache(maxsize=4096)
-def _sizes(parameters: tuple[HeldParameter, ...], kind: Kind) -> tuple[int, int]:
-    """Return elements of all, and of those that are trained."""
-    size = sum(one.numel for one in parameters if kind.has(one))
-    return size, sum(one.numel for one in trained_of(parameters, kind))
+def _sizes(parameters: tuple[HeldParameter, ...], kind: Kind) -> tuple[int, int, int]:
+    """Return elements of all, of those that are trained, and of these without matrices."""
+    size, trained = sum(one.numel for one in parameters if kind.has(one)), trained_of(parameters, kind)
+    return size, sum(one.numel for one in trained), sum(one.numel for one in trained if not one.is_matrix)
 
 
 @lru_cache(maxsize=16384)

@@ -74,6 +74,8 @@ class HeldParameter:
         is_adapter: it is an adapter's, and so fp32 in a model of whatever dtype.
         trained: it has a gradient and optimizer state.
         is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.
+        is_matrix: it is made of matrices that Muon orthogonalizes.
+        orthogonal_flops: of one iteration of that, of the whole matrices that this is a slice of.
     """
 
     numel: int
@@ -82,6 +84,8 @@ class HeldParameter:
     is_adapter: bool = False
     trained: bool = True
     is_shared_embedding: bool = False
+    is_matrix: bool = False
+    orthogonal_flops: int = 0
 
 
 class LayerContent(NamedTuple):
@@ -188,10 +192,13 @@ def held_parameters(
     trained, frozen = (trains.index(each) if each in trains else -1 for each in (True, False))
 
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
-        shape = engine_shape(weight, architecture, expert if weight.per_expert else whole)
+        part = expert if weight.per_expert else whole
+        shape = engine_shape(weight, architecture, part)
         has_gradient, is_adapter = is_trained(weight, layer, architecture, trainable), weight.role is Role.ADAPTER
         is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
-        return HeldParameter(prod(shape), weight.per_expert, is_vector, is_adapter, has_gradient)
+        flops = _orthogonal_flops(weight, architecture, part) if weight.is_matrix else 0
+        kinds = weight.per_expert, is_vector, is_adapter, has_gradient
+        return HeldParameter(prod(shape), *kinds, is_matrix=weight.is_matrix, orthogonal_flops=flops)
 
     def layer(delta: bool, sparse: bool, index: int) -> Iterator[HeldParameter]:
         ours = [weight for weight in weights if is_in_layer(weight, delta, sparse)]
@@ -214,6 +221,12 @@ def held_parameters(
         # Beside the sums a router has the bias and the tokens of each expert, both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
     )
+
+
+def _orthogonal_flops(weight: Weight, architecture: Architecture, part: Slice) -> int:
+    """Count products of one iteration: x xᵀ, its square, and a polynomial of it times x, whose shorter side counts."""
+    shapes = (sorted(shape) for shape in hf_shapes(weight, architecture, 0, part).values())
+    return sum(2 * short * short * (2 * long + short) for short, long in shapes)
 
 
 def _is_ours(weight: Weight) -> bool:

@@ -287,11 +287,13 @@ class Reduction(NamedTuple):
     Attributes:
         reduce: of gradients. gather: of updated weights.
         last: of the last bucket, which nothing is left to hide behind.
+        updates: of Muon's, before and after they are orthogonalized.
     """
 
     reduce: float
     gather: float
     last: float
+    updates: float
 
 
 def data_groups(case: Case) -> tuple[Group, Group]:
@@ -305,10 +307,10 @@ def reduction(case: Case, elements: StageParameters) -> Reduction:
     """Time the exchanges of a stage's trained parameters, over both kinds of groups.
 
     Under the distributed optimizer gradients are reduce-scattered, and weights gathered, in the dtypes of their
-    buffers; otherwise gradients are all-reduced.
+    buffers; otherwise gradients are all-reduced. Muon gathers and scatters gradients once more, and nothing hides that.
     """
     sharded = case.settings.parallel.use_distributed_optimizer
-    reduce = gather = last = 0.0
+    reduce = gather = last = updates = 0.0
     for group, count in zip(data_groups(case), (elements.trained_dense, elements.trained_expert), strict=True):
         if not count or group.size == 1:
             continue
@@ -317,7 +319,9 @@ def reduction(case: Case, elements: StageParameters) -> Reduction:
         last += exchange(group, min(count, full_bucket(case.dp_size)) * case.gradient_itemsize)
         if sharded:
             gather += all_gather(group, count * case.itemsize)
-    return Reduction(reduce, gather, last)
+        if sharded and case.settings.optimizer.optimizer == "muon":
+            updates += 2 * all_gather(group, count * case.gradient_itemsize)
+    return Reduction(reduce, gather, last, updates)
 
 
 def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: float) -> float:
@@ -333,4 +337,4 @@ def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: f
         reduce = max(min(exchange.last, reduce), reduce - HIDING * backward)
     if parallel.overlap_param_gather:
         gather = max(0.0, gather - HIDING * forward)
-    return reduce + gather
+    return reduce + gather + exchange.updates

@@ -29,6 +29,7 @@ _PCIE = {"volta": 12e9, "turing": 12e9, "ampere": 25e9, "ada": 25e9, "hopper": 5
 # 10 billion parameters in 2.7 s on two sockets of DDR4, 32 bytes each.
 _MACHINE = 120e9
 _FP32 = 4
+_ITERATIONS = 5  # of Muon's orthogonalization
 
 
 def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:
@@ -153,13 +154,15 @@ def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> fl
 
     Of each trained element gradients are zeroed, scaled by the number of tokens (read and written); of those that this
     rank updates the norm reads them, clipping reads and writes them, Adam reads them, reads and writes the master
-    weight and both averages, and writes the weight.
+    weight and both averages, and writes the weight. Muon multiplies matrices in addition, which was not measured.
     """
     gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_rules(case.settings)
     trained = elements.trained_dense + elements.trained_expert
     touched = 3 * gradient * trained
     update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
     here = memory_seconds(rates, touched + (1 - rules.host_fraction) * update)
+    if case.settings.optimizer.optimizer == "muon":
+        here += _ITERATIONS * elements.orthogonal_flops / rates.dense
     return here + _host_seconds(case, elements)
 
 
