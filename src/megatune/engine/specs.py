@@ -25,9 +25,9 @@ from megatune.architecture import Architecture, MultiLatentAttention
 from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.delta.layer import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
+from megatune.engine.layers.linear import linear_layer
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
-from megatune.engine.layers.quantized import linear_layer
 from megatune.engine.layers.self_attention import (
     AllKeysNorm,
     AllQueriesNorm,

@@ -251,6 +251,9 @@ def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
     if architecture.moe is not None:
         experts = settings.experts
         yield f"experts: {'grouped' if experts.moe_grouped_gemm else 'one by one'}, {experts.moe_token_dispatcher_type}"
+    if scaling := settings.precision.fp8:
+        slow = "" if device.HAS_GPU else ", slowly on a CPU"
+        yield f"linear layers: 8-bit floats, scaled {scaling}{slow}"
     if not architecture.num_labels:
         yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"
     fused = [name for name in _FUSIONS if getattr(performance, name)]
