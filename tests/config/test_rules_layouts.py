@@ -117,6 +117,13 @@ WRONG = [
         "    fix: remove fp8, or write a smaller tensor_model_parallel_size",
     ),
     (
+        DELTA,
+        ["transformer_impl=transformer_engine"],
+        "transformer_impl: transformer_engine with a qwen3_next\n"
+        "    why: gated delta nets have weights of their own beside their projections\n"
+        "    fix: write transformer_impl: native, or auto",
+    ),
+    (
         QWEN,
         ["fp8=rowwise"],
         "fp8: rowwise without bf16\n"

@@ -12,6 +12,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.declared import needs_of
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
+from megatune.config.transformer_engine import unsupported
 from megatune.families import FAMILIES
 from megatune.families.adapters import takes_adapter
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
@@ -84,6 +85,16 @@ def whole_rows(context: Context) -> Iterator[Problem]:
         yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
+def transformer_engine(context: Context) -> Iterator[Problem]:
+    """Transformer Engine's layers compute what the model and its training ask for."""
+    settings, architecture = context.settings, context.architecture
+    if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
+        return
+    if why := unsupported(settings, architecture):
+        what = f"`transformer_impl: transformer_engine` with a {architecture.model_type}"
+        yield Problem(("transformer_impl",), what, why, "write `transformer_impl: native`, or auto")
+
+
 def fp8_sides(context: Context) -> Iterator[Problem]:
     """Matrices that are multiplied in 8-bit floats have sides that the kernels take."""
     architecture, parallel = context.architecture, context.settings.parallel
@@ -108,5 +119,6 @@ RULES = (
     groups_of_layers,
     modules,
     whole_rows,
+    transformer_engine,
     fp8_sides,
 )
