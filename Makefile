@@ -59,7 +59,8 @@ demo-rl: install
 
 # Kernels of one rank next to their plain references; see docs/gpu.md.
 GPU_TESTS := tests/engine/test_attention.py tests/engine/test_moe_experts.py tests/engine/test_cross_entropy.py \
-	tests/engine/test_rotary.py tests/engine/test_engine_adam.py
+	tests/engine/test_rotary.py tests/engine/test_engine_adam.py tests/engine/test_fp8_products.py \
+	tests/engine/test_transformer_engine.py
 
 gpu: install
 	@{ timeout 60 $(BIN)/megatune doctor; timeout 150 $(BIN)/python -m pytest -q -n 0 $(GPU_TESTS); \

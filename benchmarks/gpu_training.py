@@ -39,6 +39,9 @@ PLAIN = {
 
 MEGATUNE = Engine("megatune", "megatune", FAST)
 REFERENCES = Engine("megatune (plain)", "megatune", PLAIN)
+FP8 = [
+    Engine(f"megatune (fp8 {scaling})", "megatune", {**FAST, "fp8": scaling}) for scaling in ("tensorwise", "rowwise")
+]
 LIGER = Engine("Transformers (Liger)", "transformers", {"liger": True})
 EXPERT_LOOP = Engine("Transformers (expert loop)", "transformers", {"experts": "eager"})
 # Attention that leaves out what a packed row's documents do not see, where flash-attn is not installed.
@@ -74,9 +77,17 @@ def plan(memory: int, tokens_a_step: int, recompute: bool) -> tuple[Plan, Plan]:
         (dense, [FLEX]),
         (case("8b-4k-one-document", QWEN3_8B, 4096, None), pair),
         (case("3b-4k-8-layers", QWEN25_3B.with_layers(8), 4096), [MEGATUNE, REFERENCES]),
+        *([(dense, FP8)] if has_fp8() else []),
         (dense, [AUTOCAST, PURE]),
     ]
     return main, once
+
+
+def has_fp8() -> bool:
+    """Whether the GPU multiplies in 8-bit floats: those since Ada and Hopper do."""
+    from megatune.engine import device
+
+    return device.compute_capability() >= (8, 9)
 
 
 def order(main: Plan, once: Plan, rounds: int, only: str) -> Iterator[Visit]:

@@ -110,6 +110,34 @@ def test_what_is_valid_passes(architecture, overrides):
 # model, overrides -> the one message they cause
 WRONG = [
     (
+        dataclasses.replace(QWEN, ffn_hidden_size=9720),
+        ["bf16=true", "fp8=rowwise", "tensor_model_parallel_size=2"],
+        "fp8 with linear_fc1 of 9720 × 96 on each process\n"
+        "    why: products of 8-bit floats take sides that are multiples of 16\n"
+        "    fix: remove fp8, or write a smaller tensor_model_parallel_size",
+    ),
+    (
+        DELTA,
+        ["transformer_impl=transformer_engine"],
+        "transformer_impl: transformer_engine with a qwen3_next\n"
+        "    why: gated delta nets have weights of their own beside their projections\n"
+        "    fix: write transformer_impl: native, or auto",
+    ),
+    (
+        QWEN,
+        ["fp8=rowwise"],
+        "fp8: rowwise without bf16\n"
+        "    why: what 8-bit products give and take is bf16\n"
+        "    fix: write bf16: true, or remove fp8",
+    ),
+    (
+        QWEN,
+        ["bf16=true", "fp8=rowwise", "finetuning_type=lora", "quantization_bit=8"],
+        "fp8: rowwise with quantization_bit: 8\n"
+        "    why: quantized matrices are multiplied in bf16\n"
+        "    fix: remove fp8 or quantization_bit",
+    ),
+    (
         DELTA,
         ["context_parallel_size=4"],
         "context_parallel_size 4 does not divide the 6 key heads of a process\n"

@@ -80,7 +80,7 @@ def test_operators_are_compiled_only_where_triton_can(monkeypatch, tmp_path):
     """Without a C compiler the first step would end with an error of Triton's."""
     monkeypatch.setattr(device, "HAS_GPU", True)
     monkeypatch.setattr(device, "why_not_compiled", why := device.why_not_compiled.__wrapped__)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: ("compiled", function))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda *args: ("compiled", function(*args)))
     monkeypatch.setattr(device, "find_spec", lambda name: None)
     assert why() == "Triton is not installed"
     monkeypatch.setattr(device, "find_spec", lambda name: object())
@@ -89,7 +89,11 @@ def test_operators_are_compiled_only_where_triton_can(monkeypatch, tmp_path):
     assert "Triton needs a C compiler" in why()
     assert device.compiled(sum) is sum
     (tmp_path / "clang").touch(mode=0o755)
-    assert device.compiled(sum) == ("compiled", sum)
+    total = device.compiled(sum)
+    assert total([1, 2]) == ("compiled", 3)
+    monkeypatch.setattr(device, "_compiles", True)  # and put back at the end
+    device.compile_operators(False)
+    assert total([1, 2]) == 3
 
 
 def test_factories_obey_a_meta_device():

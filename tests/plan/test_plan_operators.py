@@ -45,6 +45,34 @@ def test_products_are_those_of_the_weights(model, grouped, parallel):
     assert flops(operators, "weight_gradient") == pytest.approx((matmuls - gates) / shapes.tp)
 
 
+@pytest.mark.parametrize("model", [DENSE, SHARED, LATENT], ids=lambda model: model.model_type)
+def test_fp8_is_of_linear_layers_and_not_of_their_gradients(model):
+    """Not of the output layer either, of routers and of experts."""
+    half, eighth = (replace(shapes_of(make_case(model, Layout(1))), size=2, fp8=fp8) for fp8 in (False, True))
+    plain, ours = operators_of(half), operators_of(eighth)
+    for attribute in ("forward", "backward", "weight_gradient"):
+        assert flops(ours, attribute) == flops(plain, attribute)
+    in_8_bits = [one for one in ours if any(kernel.itemsize == 1 for kernel in products(one.forward))]
+    modules = {"mlp", "qkv", "proj", "shared_experts", "mla_up_proj"}
+    assert in_8_bits
+    assert {one.module for one in in_8_bits} <= modules
+    assert {one.module for one in ours if one.module in modules and products(one.forward)} <= {
+        one.module for one in in_8_bits
+    }
+    for one in in_8_bits:
+        assert [kernel.itemsize for kernel in products(one.backward)] == [1]
+        assert all(kernel.itemsize == 2 for kernel in products(one.weight_gradient))
+    # Both factors are there in 8 bits while they are multiplied, and nothing of them is kept.
+    assert [one.memory.kept for one in ours] == [one.memory.kept for one in plain]
+    assert all(
+        one.memory.forward > other.memory.forward for one, other in zip(ours, plain, strict=True) if one in in_8_bits
+    )
+
+
+def products(kernels: tuple[object, ...]) -> list[Product]:
+    return [kernel for kernel in kernels if isinstance(kernel, Product)]
+
+
 def test_weight_gradients_move_what_they_are_added_to():
     plain, fused = (
         shapes_of(make_case(SPARSE, Layout(1, performance={"gradient_accumulation_fusion": fusion})))

@@ -21,7 +21,7 @@ from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
 from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
 from megatune.plan.time.efficiency import Seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
-from megatune.plan.time.rates import Rates
+from megatune.plan.time.rates import FP8_SPEEDUP, Rates
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {
@@ -482,3 +482,15 @@ def test_a_cpu_is_slow_and_has_no_peak_in_a_dtype_of_its_own():
     assert "does not compute in bfloat16" in str(refused.value)
     with pytest.raises(MegatuneError, match="of generation 'tpu'"):
         step_time(replace(case, machine=replace(machine, device=replace(machine.device, generation="tpu"))))
+
+
+@pytest.mark.parametrize("gpu", ["h100-80g", "l40s", "b200-180g"])
+def test_fp8_is_faster_where_a_gpu_has_it(gpu: str) -> None:
+    bf16, fp8 = (step_time(_case(gpu=gpu, fp8=scaling)).total for scaling in (None, "rowwise"))
+    # Two of three products, and passes over memory to round their factors.
+    assert bf16 / FP8_SPEEDUP < fp8 < bf16
+
+
+def test_fp8_is_refused_where_a_gpu_has_none() -> None:
+    with pytest.raises(MegatuneError, match="a100-80g does not multiply in 8-bit floats"):
+        step_time(_case(fp8="tensorwise"))

@@ -148,10 +148,27 @@ def why_not_compiled() -> str:
     return ""
 
 
+_compiles = True
+
+
+def compile_operators(wanted: bool) -> None:
+    """Say whether `compiled` functions run as kernels from here on, or operator by operator."""
+    global _compiles
+    _compiles = wanted
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for any shape, on a GPU, where it can be compiled: SwiGLU, rotary embeddings, and parts of
-    cross-entropy and of quantized matrices. Nothing else of the engine asks torch.compile for anything."""
-    return function if why_not_compiled() else torch.compile(function, dynamic=True)
+    """Compile a function for any shape, on a GPU, where it can be compiled: norms, SwiGLU, rotary embeddings, and parts
+    of cross-entropy and of matrices of few bits. Nothing else of the engine asks torch.compile for anything."""
+    if why_not_compiled():
+        return function
+    kernel = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return (kernel if _compiles else function)(*args)
+
+    return call
 
 
 # The flash kernels of a GPU take channels in multiples of this.

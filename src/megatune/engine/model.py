@@ -18,6 +18,7 @@ from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
 from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
+from megatune.engine.layers import fp8, transformer_engine
 from megatune.engine.layers.attention.choice import activate_newest, require
 from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer
 from megatune.engine.layers.rotary import (
@@ -224,11 +225,14 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
         trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
     require(settings, architecture)
+    fp8.require(settings)
+    transformer_engine.require(settings, architecture)
     activate_newest(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     patches.install(
         swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion
     )
+    device.compile_operators(performance.compile_operators)
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,

@@ -22,12 +22,13 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatune.architecture import Architecture, MultiLatentAttention
+from megatune.engine.layers import transformer_engine
 from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.delta.layer import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
+from megatune.engine.layers.linear import linear_layer
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
-from megatune.engine.layers.quantized import linear_layer
 from megatune.engine.layers.self_attention import (
     AllKeysNorm,
     AllQueriesNorm,
@@ -82,13 +83,14 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     before = RMSNorm if architecture.pre_norms else IdentityOp
+    in_projections = config.uses_transformer_engine
     add = _residual_add(architecture.residual_multiplier)
     layers = [
         TransformerLayerSubmodules(
-            input_layernorm=before,
+            input_layernorm=IdentityOp if in_projections else before,
             self_attention=_mixer(architecture, config, first + index),
             self_attn_bda=add,
-            pre_mlp_layernorm=before,
+            pre_mlp_layernorm=IdentityOp if in_projections and not architecture.is_moe_layer(first + index) else before,
             mlp=_mlp(architecture, config, first, index),
             mlp_bda=add,
         )
@@ -125,9 +127,11 @@ def _normed_add(norm: RMSNorm) -> Callable[..., Callable[..., Tensor]]:
     return get_add
 
 
-def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> type:
+def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> ModuleSpec | type:
     """Return the feed-forward of a chunk's layer, counted from the chunk's first."""
     if not architecture.is_moe_layer(first + index):
+        if config.uses_transformer_engine:
+            return ModuleSpec(module=FeedForward, submodules=transformer_engine.feed_forward_layers())
         return FeedForward
     # Full recomputation in blocks keeps the layers beyond the first of each chunk.
     keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
@@ -148,13 +152,16 @@ def _self_attention(architecture: Architecture, config: TransformerConfig) -> Mo
     if architecture.mla is not None:
         return _mla(architecture.mla, config)
     q_norm, k_norm = _qk_norms(architecture)
+    linear_qkv, linear_proj = (linear_layer(kind, config) for kind in (ColumnParallelLinear, RowParallelLinear))
+    if config.uses_transformer_engine:
+        linear_qkv, linear_proj = transformer_engine.normed_linear(), transformer_engine.row_linear()
     return ModuleSpec(
         module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linear_layer(ColumnParallelLinear, config),
+            linear_qkv=linear_qkv,
             core_attention=CoreAttention,
-            linear_proj=linear_layer(RowParallelLinear, config),
+            linear_proj=linear_proj,
             q_layernorm=q_norm,
             k_layernorm=k_norm,
         ),

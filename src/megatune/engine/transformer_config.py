@@ -18,6 +18,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
+from megatune.engine.layers.transformer_engine import is_used
 from megatune.engine.layers.vision.dealing import sum_dealt_gradients
 from megatune.families.quantized import form_of
 
@@ -38,8 +39,10 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
     # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, and for experts of layers
-    # that full recomputation in blocks keeps.
+    # that full recomputation in blocks keeps; its own field for fp8 asks for Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
+    config.fp8_scaling = settings.precision.fp8
+    config.uses_transformer_engine = is_used(settings, architecture)
     config.windows = architecture.windows or (None,) * architecture.num_layers
     config.query_scaling = architecture.query_scaling
     config.rms_norm_fusion = settings.performance.rms_norm_fusion

@@ -17,6 +17,11 @@ from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.weights import Slice, Stack, TensorLayout, Weight
 
+# Norms that are parts of Transformer Engine's modules, by what the weight map calls them.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 # A tensor of a numbered module: of a layer, whatever stack it is in.
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
@@ -66,7 +71,7 @@ def entry_name(module: torch.nn.Module, path: str, known: Container[str]) -> tup
     index = int(match[2])
     # Megatron-Core's layers know their number, from 1; a module of another list is counted by its index.
     layer = getattr(module.get_submodule(f"{match[1]}.{index}"), "layer_number", index + 1) - 1
-    return f"{match[1]}.{{layer}}.{match[3]}", layer
+    return f"{match[1]}.{{layer}}.{_FUSED_NORMS.get(match[3], match[3])}", layer
 
 
 def rank_slice(weight: Weight, place: RankCoordinates) -> Slice:

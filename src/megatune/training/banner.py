@@ -16,6 +16,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
+from megatune.engine.layers import transformer_engine
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
 from megatune.families.adapter_words import (
@@ -251,12 +252,18 @@ def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
     if architecture.moe is not None:
         experts = settings.experts
         yield f"experts: {'grouped' if experts.moe_grouped_gemm else 'one by one'}, {experts.moe_token_dispatcher_type}"
+    if scaling := settings.precision.fp8:
+        slow = "" if device.HAS_GPU else ", slowly on a CPU"
+        yield f"linear layers: 8-bit floats, scaled {scaling}{slow}"
+    if layers := transformer_engine.describe(settings, architecture):
+        yield layers
     if not architecture.num_labels:
         yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"
     fused = [name for name in _FUSIONS if getattr(performance, name)]
     if fused:
         yield f"with {', '.join(fused)}"
-    if device.HAS_GPU and (why := device.why_not_compiled()):
+    why = device.why_not_compiled() or ("" if performance.compile_operators else "compile_operators is false")
+    if device.HAS_GPU and why:
         yield f"fused operators are not compiled, which is slower: {why}"
 
 

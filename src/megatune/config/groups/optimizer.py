@@ -28,6 +28,13 @@ _NO_BF16 = Needs(
 )
 _16_BITS = "gradients have the dtype of the model, which is fp32"
 _SHORT = Needs("precision.bf16", (True,), _16_BITS, otherwise=Needs("precision.fp16", (True,)))
+_BF16 = Needs("precision.bf16", (True,), "what 8-bit products give and take is bf16")
+_NOT_QUANTIZED = Needs(
+    "finetuning.quantization_bit",
+    (None,),
+    "quantized matrices are multiplied in bf16",
+    "remove `fp8` or `quantization_bit`",
+)
 
 
 class BatchSettings(Group):
@@ -207,6 +214,15 @@ class PrecisionSettings(Group):
     data-parallel processes then sum.
     When: false where memory is short and a step has few micro-batches: it rounds at every addition, and halves the
     exchange."""
+    fp8: Annotated[Literal["tensorwise", "rowwise"] | None, _BF16, _NOT_QUANTIZED] = None
+    """With bf16: multiply in 8-bit floats in the linear layers of attention and dense feed-forwards. null does not.
+    How: Inputs and weights are scaled by their largest values and rounded to E4M3 for each product, and so are
+    gradients of outputs (E5M2 with tensorwise). Weight gradients, experts, router, norms, embedding, output layer and
+    vision encoder stay in bf16; weights and what is saved, too. It needs a GPU since Ada or Hopper.
+    When: Leave it unset: no GPU has shown yet how fast it is, and that the loss falls as in bf16. To try it, compare
+    the losses of some hundred steps with those of bf16.
+    - tensorwise: one scale for a whole matrix: fewer passes over memory, coarser where a few values are large
+    - rowwise: one scale for each token and each row of a weight"""
 
     @property
     def params_dtype(self) -> Literal["float32", "bfloat16", "float16"]:

@@ -75,6 +75,15 @@ class PerformanceSettings(Group):
     - fused: cuDNN's kernel, for rows of one document
     - unfused: plain matrix products, with all scores in memory
     - local: the same as unfused"""
+    transformer_impl: Literal["native", "auto", "transformer_engine", "local"] = "native"
+    """Whose linear layers a layer is made of, with the norms before them: the engine's, or Transformer Engine's.
+    How: The same weights, checkpoints and results but for rounding. Attention, router and experts stay the engine's.
+    The banner says what is used.
+    When: Leave it unset: native needs nothing, and no GPU has shown yet that the other one is faster.
+    - native: the engine's own
+    - auto: Transformer Engine's where it is installed, on a GPU, if the model and its training allow it
+    - transformer_engine: Transformer Engine's; the run is refused where that cannot be
+    - local: the same as native"""
     bias_activation_fusion: bool = False
     """Compute the feed-forward's activation (SwiGLU) in one pass over memory.
     How: It keeps only its input for the backward pass, instead of input and silu(gate).
@@ -93,6 +102,12 @@ class PerformanceSettings(Group):
     """Normalize in one pass over memory each way, keeping one number a token for the backward pass.
     How: false computes it operator by operator and keeps an fp32 copy of the input.
     When: Leave it on."""
+    compile_operators: bool = True
+    """On a GPU, let torch.compile make one kernel of each of the engine's fused operators: norms that torch has none
+    for, SwiGLU, rotary embeddings, roundings to 8 bits, and parts of the loss.
+    How: It takes some seconds in the first steps. Without Triton and a C compiler, and on a CPU, they run operator by
+    operator in any case; the banner says so.
+    When: Leave it on; turn it off to find out whether a failure is the compiler's."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients straight into the gradient buffer, without a copy in between.
     How: The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass over memory

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.declared import needs_of
+from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import Context, Problem, divisors, nearest
+from megatune.config.transformer_engine import unsupported
+from megatune.families import FAMILIES
+from megatune.families.adapters import takes_adapter
+from megatune.families.weights import Slice, Stack, engine_shape, layers_of
+
+_FP8_MULTIPLE = 16  # of cuBLAS's and torch's kernels
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
@@ -78,4 +85,40 @@ def whole_rows(context: Context) -> Iterator[Problem]:
         yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
-RULES = (needs_of("optimizer", "precision", "recompute", "performance"), groups_of_layers, modules, whole_rows)
+def transformer_engine(context: Context) -> Iterator[Problem]:
+    """Transformer Engine's layers compute what the model and its training ask for."""
+    settings, architecture = context.settings, context.architecture
+    if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
+        return
+    if why := unsupported(settings, architecture):
+        what = f"`transformer_impl: transformer_engine` with a {architecture.model_type}"
+        yield Problem(("transformer_impl",), what, why, "write `transformer_impl: native`, or auto")
+
+
+def fp8_sides(context: Context) -> Iterator[Problem]:
+    """Matrices that are multiplied in 8-bit floats have sides that the kernels take."""
+    architecture, parallel = context.architecture, context.settings.parallel
+    tp, name = parallel.tensor_model_parallel_size, "tensor_model_parallel_size"
+    if context.settings.precision.fp8 is None or architecture is None or not tensor_parallel_fits(architecture, tp):
+        return
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if weight.stack is not Stack.DECODER or weight.per_expert or not takes_adapter(weight):
+            continue
+        rows, columns = engine_shape(weight, architecture, Slice(tp))
+        if layers_of(weight, architecture) and (rows % _FP8_MULTIPLE or columns % _FP8_MULTIPLE):
+            layer = weight.engine.removesuffix(".weight").rpartition(".")[2]
+            what = f"`fp8` with {layer} of {rows} × {columns} on each process"
+            why = f"products of 8-bit floats take sides that are multiples of {_FP8_MULTIPLE}"
+            fix = f"remove `fp8`, or write a smaller `{name}`" if tp > 1 else "remove `fp8`"
+            yield Problem(("fp8", *([name] if tp > 1 else [])), what, why, fix)
+            return
+
+
+RULES = (
+    needs_of("optimizer", "precision", "recompute", "performance"),
+    groups_of_layers,
+    modules,
+    whole_rows,
+    transformer_engine,
+    fp8_sides,
+)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatune.engine import device
-from megatune.engine.layers.quantized import linear_layer
+from megatune.engine.layers.linear import linear_layer
 
 
 def linear_layers(config: TransformerConfig) -> MLPSubmodules:

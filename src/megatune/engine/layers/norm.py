@@ -49,22 +49,35 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = wide_of(hidden_states)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        output, scale = _normalize(hidden_states, weight, eps)
         ctx.save_for_backward(hidden_states, weight, scale)
-        return (wide * scale).mul_(weight).to(hidden_states.dtype)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        hidden_states, weight, scale = ctx.saved_tensors
-        normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
-        grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            inner = wide_grad * weight
-            grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale).to(grad.dtype)
-        return grad_hidden, grad_weight, None
+        return *_gradients(*ctx.saved_tensors, grad, *ctx.needs_input_grad[:2]), None
+
+
+@device.compiled
+def _normalize(hidden_states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of the last dimension and what it was multiplied by, fp32 [..., 1]."""
+    wide = wide_of(hidden_states)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).mul_(weight).to(hidden_states.dtype), scale
+
+
+@device.compiled
+def _gradients(
+    hidden_states: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, of_hidden: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
+    grad_hidden = grad_weight = None
+    if of_weight:
+        grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+    if of_hidden:
+        inner = wide_grad * weight
+        grad_hidden = (inner - normalized * (inner * normalized).mean(-1, keepdim=True)).mul_(scale).to(grad.dtype)
+    return grad_hidden, grad_weight
 
 
 def wide_of(values: Tensor) -> Tensor:

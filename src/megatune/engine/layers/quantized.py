@@ -232,18 +232,6 @@ class QuantizedReplicatedLinear(ReplicatedLinear):
         return self.weight.multiply(hidden_states)
 
 
-_QUANTIZED = {
-    ColumnParallelLinear: QuantizedColumnParallelLinear,
-    RowParallelLinear: QuantizedRowParallelLinear,
-    ReplicatedLinear: QuantizedReplicatedLinear,
-}
-
-
-def linear_layer(kind: type, config: Any) -> type:
-    """Return a class of linear layers, or the one that takes its place where matrices are quantized."""
-    return kind if config.quantized_form is None else _QUANTIZED[kind]
-
-
 def _quantize(linear: Any, config: Any) -> None:
     """Put a quantized matrix in the place of a layer's parameter, whose memory the next layer can have."""
     shape = linear.weight.shape

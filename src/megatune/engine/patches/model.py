@@ -38,7 +38,7 @@ FP8 = Patch(
 ROUTER = Patch(
     f"{_MOE}.moe_utils",
     ("te_general_gemm",),
-    "The router's product asks whether it is None; without Transformer Engine the name is missing.",
+    "The router's product is Transformer Engine's unless it is None; without the package the name is missing.",
     {f"{_MOE}.moe_utils:RouterGatingLinearFunction": {"0.16": "32a20173b5a1"}},
 )
 LINEAR = Patch(
@@ -85,13 +85,13 @@ PATCHES = (RECOMPUTATION, FP8, ROUTER, LINEAR, SWIGLU)
 
 
 def define_missing_names() -> None:
-    """Define names that come with Transformer Engine."""
+    """Define names that come with Transformer Engine, and let the router do without it."""
     FP8.define(
         FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
         activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
         fp8_autocast=lambda **unused: contextlib.nullcontext(),
     )
-    ROUTER.define(te_general_gemm=None)
+    ROUTER.set(te_general_gemm=None)
 
 
 def install(*, swiglu: bool, weight_gradients: bool) -> None:

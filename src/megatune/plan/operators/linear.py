@@ -15,6 +15,7 @@ from megatune.plan.operators.shapes import OUTPUT, Shapes
 # As engine.quantization has it: elements of a matrix that are made at a time.
 _MADE_AT_A_TIME = 1 << 24
 _MADE_LAUNCHES = 10  # most of them for scales
+_FP8_LAUNCHES = 4  # of both factors, the largest value and the rounding
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
@@ -101,7 +102,38 @@ def linear(
         memory = Memory(kept + more.kept, forward + (0 if scatters else more.forward), backward + more.backward)
     work = linear_work(shapes, tokens, outputs, inputs, name if vectors is None else "")
     operator = Operator(module, memory, *work)
-    return operator if name == OUTPUT else made(shapes, operator, inputs * outputs)
+    if name == OUTPUT:
+        return operator
+    if shapes.fp8:
+        return in_fp8(shapes, operator, tokens, outputs, inputs)
+    return made(shapes, operator, inputs * outputs)
+
+
+def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: int) -> Operator:
+    """Let a linear layer multiply rows · weightᵀ, and backward gradients · weight, in 8-bit floats.
+
+    Each factor is read for its largest value, read again and written; backward the weight is transposed, too. On a CPU
+    fp32 copies of a factor are there meanwhile.
+    """
+    weight, wide = columns * depth, 8 if shapes.on_cpu else 0
+
+    def quantized(numbers: int, copies: int) -> tuple[int, Moved]:
+        held = numbers + copies * weight + wide * max(numbers, weight)
+        return held, Moved((2 * shapes.size + 1) * (numbers + weight) + 2 * (copies - 1) * weight)
+
+    held, moved = quantized(rows * depth, 1)
+    held_back, moved_back = quantized(rows * columns, 2)
+    kept, forward, backward = operator.memory
+    ahead, *others = operator.forward
+    back, *more = operator.backward
+    assert isinstance(ahead, Product)
+    assert isinstance(back, Product)
+    return operator._replace(
+        memory=Memory(kept, forward + held, backward + held_back),
+        forward=(ahead._replace(itemsize=1), *others, moved),
+        backward=(back._replace(itemsize=1), *more, moved_back),
+        launches=operator.launches + _FP8_LAUNCHES,
+    )
 
 
 def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:

@@ -30,7 +30,7 @@ class Product(NamedTuple):
     """`matrices` products of [rows, depth] and [depth, columns].
 
     Attributes:
-        itemsize: bytes of a number.
+        itemsize: bytes of a number of both factors; 1 for 8-bit floats.
         grouped: all of them are one grouped kernel of the experts, each of which has its own `rows` or `depth`; ""
             for kernels one after the other.
     """

@@ -77,6 +77,7 @@ class Shapes:
         drops: they drop some of their inputs.
         quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
             the model's dtype.
+        fp8: linear layers multiply in 8-bit floats.
         delta: of a layer, it has a gated delta net in the place of attention.
         imbalance: rows of the fullest rank's experts over an even share.
     """
@@ -107,6 +108,7 @@ class Shapes:
     decomposed: bool
     drops: bool
     quantized_bits: int
+    fp8: bool
     router_size: int
     imbalance: float
     delta: bool = False
@@ -191,6 +193,7 @@ def shapes_of(case: Case) -> Shapes:
         decomposed=trainable.use_dora,
         drops=trainable.lora_dropout > 0,
         quantized_bits=form.bits if (form := form_of(trainable)) is not None else 0,
+        fp8=settings.precision.fp8 is not None,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
     )

@@ -20,7 +20,7 @@ from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
-from megatune.plan.time.rates import Rates
+from megatune.plan.time.rates import FP8_SPEEDUP, Rates
 
 # Bytes/s that a copy between a device and page-locked memory reaches in one direction, each device at its own port:
 # some 80 % of sixteen lanes of PCIe 3, 4 and 5.
@@ -61,11 +61,12 @@ def _product_seconds(rates: Rates, product: Product) -> float:
     rows, columns, depth, _, matrices, grouped = product
     efficiency = rates.efficiency
     a, b = efficiency.tile
+    of_dtype = rates.dense * (FP8_SPEEDUP if product.itemsize == 1 else 1)
     if grouped == "rows":
         tiles = (rows / a + 0.5) * math.ceil(columns / b)
     else:
         tiles = float(min(math.ceil(rows / a) * math.ceil(columns / b), math.ceil(rows / b) * math.ceil(columns / a)))
-    kernels, rate = (1, rates.dense * efficiency.grouped) if grouped else (matrices, rates.dense)
+    kernels, rate = (1, of_dtype * efficiency.grouped) if grouped else (matrices, of_dtype)
     tiles *= matrices / kernels
     padded = 2 * (tiles + rates.multiprocessors / 2) * a * b * (depth + efficiency.depth)
     return max(kernels * padded / rate, memory_seconds(rates, product.moved))

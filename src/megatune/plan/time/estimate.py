@@ -226,7 +226,8 @@ class _Rank(NamedTuple):
 
     @classmethod
     def of(cls, case: Case) -> _Rank:
-        rates = Rates.of(case.machine, case.settings.precision.params_dtype)
+        precision = case.settings.precision
+        rates = Rates.of(case.machine, precision.params_dtype, fp8=precision.fp8 is not None)
         recompute = recompute_of(case.settings)
         return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
 

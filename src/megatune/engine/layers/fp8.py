@@ -1,0 +1,184 @@
+"""Linear layers that multiply in 8-bit floats (arXiv:2209.05433), forward and towards their inputs.
+
+Both factors of a product are scaled by their largest absolute value, found anew each time: "tensorwise" has one scale
+for a factor, "rowwise" one for each of its rows, and of the weight's columns in the backward pass. Values and weights
+are E4M3. Gradients of outputs are E5M2 under one scale, for their range; with a scale for each row they are E4M3, which
+has more bits, and which torch's kernels for such scales take.
+
+Gradients of weights are computed in 16 bits, from the inputs as they were, and added to `main_grad` as without fp8.
+
+Legend: n tokens, i input and o output features of this rank; under sequence parallelism a rank has n / tp tokens before
+a layer whose outputs it cuts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatune.config.settings import Settings
+from megatune.engine import device
+from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+from megatune.engine.layers.self_attention import ReplicatedLinear
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_LEAST = 1e-12  # of the largest absolute value: all of a factor may be zeros
+_SINCE = (8, 9)  # compute capability of the first tensor cores for 8-bit floats, Ada's
+
+
+def require(settings: Settings) -> None:
+    """Check that this GPU multiplies in 8-bit floats where the settings ask for it.
+
+    Raises:
+        MegatuneError: SETTINGS, where it does not.
+    """
+    if settings.precision.fp8 and device.HAS_GPU and device.compute_capability() < _SINCE:
+        why = "its tensor cores have no products of 8-bit floats: those of Ada, Hopper and Blackwell have"
+        what = f"fp8 {settings.precision.fp8} is not available on {device.name()}"
+        raise MegatuneError(Finding(what, why=why, fix="remove fp8"), ExitCode.SETTINGS)
+
+
+@device.compiled
+def quantize(values: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Return 8-bit floats of [a, b] and their fp32 scales, which make the largest absolute value the dtype's.
+
+    Args:
+        dim: that a scale is for all values along: 1 for one a row, fp32 [a, 1]; 0 for one a column, [1, b]; None for
+            one of all, [].
+    """
+    wide = values.float()
+    largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
+    scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
+    return (wide / scale).to(dtype), scale
+
+
+def multiply(inputs: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
+    """Return inputs · weightᵀ of [n, i] and [o, i], in their dtype."""
+    dim = 1 if rowwise else None
+    one, scale = quantize(inputs, torch.float8_e4m3fn, dim)
+    other, of_weight = quantize(weight, torch.float8_e4m3fn, dim)
+    # Sums in the tensor cores' own precision: what it loses is below what 8 bits lose.
+    return torch._scaled_mm(
+        one, other.t(), scale_a=scale, scale_b=of_weight.t(), out_dtype=inputs.dtype, use_fast_accum=True
+    )
+
+
+def multiply_back(grad: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
+    """Return grad · weight of [n, o] and [o, i], in their dtype."""
+    of_grad = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+    one, scale = quantize(grad, of_grad, 1 if rowwise else None)
+    other, of_weight = quantize(weight, torch.float8_e4m3fn, 0 if rowwise else None)
+    columns = other.t().contiguous().t()  # the kernels want the second factor column by column
+    return torch._scaled_mm(one, columns, scale_a=scale, scale_b=of_weight, out_dtype=grad.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """Megatron-Core's linear function with these products; exchanges run while gradients of weights are computed."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        rowwise: bool,
+        accumulates: bool,
+        sums: bool,
+        gathers: bool,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
+        ctx.rowwise, ctx.accumulates, ctx.sums, ctx.gathers, ctx.group = rowwise, accumulates, sums, gathers, group
+        whole = _gathered(inputs, group)[0] if gathers else inputs
+        return multiply(whole.flatten(0, -2), weight, rowwise=rowwise).unflatten(0, whole.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        flat, arrival, sent, of_inputs = grad.flatten(0, -2), None, None, None
+        if ctx.gathers and inputs is not None:
+            inputs, arrival = _gathered(inputs, ctx.group, wait=False)
+        if ctx.needs_input_grad[0]:
+            of_inputs = multiply_back(flat, weight, rowwise=ctx.rowwise).unflatten(0, grad.shape[:-1])
+            of_inputs, sent = _returned(of_inputs, ctx)
+        of_weight = None
+        if inputs is not None:
+            if arrival is not None:
+                arrival.wait()
+            of_weight = _weight_gradient(weight, flat, inputs.flatten(0, -2), ctx.accumulates)
+        if sent is not None:
+            sent.wait()
+        return of_inputs, of_weight, None, None, None, None, None
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor, accumulates: bool) -> Tensor | None:
+    if not accumulates:
+        return grad.t() @ inputs
+    add_weight_gradient(weight.main_grad, grad, inputs)  # type: ignore[attr-defined]
+    return announced_gradient(weight)
+
+
+def _gathered(part: Tensor, group: ProcessGroup | None, *, wait: bool = True) -> tuple[Tensor, Any]:
+    """Gather the tokens of all ranks; with what to wait for, unless it has been waited for."""
+    assert group is not None
+    whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+    return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=not wait)
+
+
+def _returned(of_inputs: Tensor, ctx: Any) -> tuple[Tensor, Any]:
+    """Sum gradients of inputs over ranks, each getting its own tokens' where they were gathered; do not wait."""
+    if ctx.gathers:
+        mine = of_inputs.new_empty(of_inputs.shape[0] // ctx.group.size(), *of_inputs.shape[1:])
+        return mine, torch.distributed.reduce_scatter_tensor(mine, of_inputs, group=ctx.group, async_op=True)
+    if ctx.sums:
+        return of_inputs, torch.distributed.all_reduce(of_inputs, group=ctx.group, async_op=True)
+    return of_inputs, None
+
+
+class _Parallel(torch.nn.Module):
+    """What both of Megatron-Core's layers call for the product."""
+
+    config: Any
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        **unused: Any,
+    ) -> Tensor:
+        rowwise = self.config.fp8_scaling == "rowwise"
+        exchanges = allreduce_dgrad, sequence_parallel, tp_group
+        output: Tensor = _Linear.apply(input, weight, rowwise, gradient_accumulation_fusion, *exchanges)
+        return output if bias is None else output + bias
+
+
+class Fp8ColumnParallelLinear(_Parallel, ColumnParallelLinear):
+    """Megatron-Core's layer, whose outputs ranks cut."""
+
+
+class Fp8RowParallelLinear(_Parallel, RowParallelLinear):
+    """Megatron-Core's layer, whose inputs ranks cut."""
+
+
+class Fp8ReplicatedLinear(ReplicatedLinear):
+    """The linear map that every rank holds whole."""
+
+    def __init__(self, *args: Any, config: Any) -> None:
+        super().__init__(*args, config=config)
+        self.rowwise = config.fp8_scaling == "rowwise"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Project [..., input_size] to [..., output_size]."""
+        output: Tensor = _Linear.apply(hidden_states, self.weight, self.rowwise, False, False, False, None)
+        return output
