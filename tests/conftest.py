@@ -86,6 +86,8 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
                 parameter.uniform_(-3, 0)
             elif name.endswith("proj_bias"):  # of experts: some of what they make is clamped
                 parameter.normal_(std=3 if name.endswith("gate_up_proj_bias") else 0.3)
+            elif name.endswith(("mm_input_projection_weight", "cls_token", "position_embeddings")):  # 0 at first
+                parameter.normal_(std=0.2)
             elif parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in model.named_buffers():

@@ -200,6 +200,15 @@ VISION_SIZES["mistral3"] = {
     "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4, "initializer_range": 0.2, "hidden_size": 40,
     "intermediate_size": 44,
 }  # fmt: skip
+# Images of 6 x 6 patches, of which 2 x 2 are a token.
+VISION_SIZES["gemma3"] = {
+    "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 44,
+    "image_size": 24, "vision_use_head": False,
+}  # fmt: skip
+VISION_SIZES["internvl"] = {
+    "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 44,
+    "image_size": 24, "attention_bias": True, "initializer_range": 0.2, "layer_scale_init_value": 0.7,
+}  # fmt: skip
 VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
 VISION_SIZES["qwen3_5"] = {
     name: size for name, size in VISION_SIZES["qwen3_vl"].items() if name != "deepstack_visual_indexes"
@@ -228,6 +237,14 @@ FAMILY_SIZES |= {
 }
 # Its decoder is of either family.
 FAMILY_SIZES["mistral3"] = {"model_type": "ministral3", **FAMILY_SIZES["ministral3"]}
+FAMILY_SIZES["internvl"] = {"model_type": "qwen3", "rope_parameters": _ROPE}
+FAMILY_SIZES["gemma3"] = {
+    "model_type": "gemma3_text", **FAMILY_SIZES["gemma3_text"], "layer_types": None, "sliding_window_pattern": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
 FAMILY_SIZES |= {f"{family}_text": FAMILY_SIZES[family] for family in ("qwen3_5", "qwen3_5_moe")}
 
 
@@ -245,13 +262,15 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
         return AutoConfig.for_model(model_type, **text)
     vision, tied = {**VISION_SIZES[model_type], **text.pop("vision_config", {})}, text.get("tie_word_embeddings", False)
     text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"tie_word_embeddings": tied}
+    parts = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
     if model_type == "mistral3":
-        return AutoConfig.for_model(
-            model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_index=297
-        )
-    return AutoConfig.for_model(
-        model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied, **PICTURE_TOKENS
-    )
+        return AutoConfig.for_model(model_type, **parts, image_token_index=297)
+    if model_type == "gemma3":
+        tokens = {"image_token_index": 297, "boi_token_index": 299, "eoi_token_index": 300}
+        return AutoConfig.for_model(model_type, **parts, **tokens, mm_tokens_per_image=9)
+    if model_type == "internvl":
+        return AutoConfig.for_model(model_type, **parts, image_token_id=297, image_seq_length=9)
+    return AutoConfig.for_model(model_type, **parts, **PICTURE_TOKENS)
 
 
 def model_class(model_type: str) -> Any:

@@ -24,6 +24,8 @@ TEMPLATES = {
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen3_vl_nothink",
     "mistral3": "mistral_small",
+    "gemma3": "gemma3",
+    "internvl": "intern_vl",
 }
 
 
@@ -55,8 +57,9 @@ def make_model(folder: Path, family: str) -> Model:
     """A checkpoint whose images have at least one token and few more."""
     path = make_checkpoint(family, folder / family)
     processor = json.loads((path / "preprocessor_config.json").read_text())
-    processor.pop("size", None)
-    processor |= {"min_pixels": 32 * 32, "max_pixels": 512 * 512}
+    if "height" not in processor.get("size", {}):
+        processor.pop("size", None)
+        processor |= {"min_pixels": 32 * 32, "max_pixels": 512 * 512}
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return Model(family, path, load_tokenizer(path))
 

@@ -34,6 +34,13 @@ class YarnRopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRopeScaling:
+    """Positions are divided by `factor` (Transformers' rope_type "linear")."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / length⌋) after rotary embedding (Ministral 3)."""
 
@@ -178,19 +185,35 @@ class MultimodalRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayers:
-    """Options of the engine's own vision encoder: gated layers without biases, RMSNorm, rotary embedding by row and
-    column (Pixtral, arXiv:2410.07073, section 2.2).
+    """Options of the engine's own vision encoder: those of Pixtral (arXiv:2410.07073, section 2.2) unless another is
+    said, and of SigLIP (arXiv:2303.15343) and InternViT (arXiv:2312.14238).
 
     Attributes:
         norm_epsilon: of its norms.
-        rotary_base: of rotary embedding.
-        projector_norm_epsilon: of the norm behind the last layer.
+        rotary_base: of rotary embedding by row and column; None where positions are in a table.
+        num_positions: rows of that table, one for each patch of an image, and one of the class token; 0 without.
+        layer_norm: norms are LayerNorm; otherwise RMSNorm.
+        bias: biases on every linear layer and on the projection of patches.
+        pre_norm, final_norm: a norm before the first layer, and behind the last.
+        class_token: every image, or tile of one, has a learned token before its patches, which is no token of the
+            decoder.
+        layer_scale: each branch of a layer is multiplied by a learned vector.
+        projector: how the patches of a token become one: a linear layer, their average, or side by side.
+        projector_norm_epsilon: of its norm.
         projector_bias: biases on the projector's two linear layers.
     """
 
     norm_epsilon: float
-    rotary_base: float
-    projector_norm_epsilon: float
+    rotary_base: float | None = None
+    num_positions: int = 0
+    layer_norm: bool = False
+    bias: bool = False
+    pre_norm: bool = False
+    final_norm: bool = False
+    class_token: bool = False
+    layer_scale: bool = False
+    projector: Literal["merging_layer", "average", "side_by_side"] = "merging_layer"
+    projector_norm_epsilon: float = 1e-5
     projector_bias: bool = False
 
 
@@ -202,6 +225,7 @@ class PictureText:
         image, video: the tokens that features take the place of; no video where it is "".
         start, end: before and behind them; no start where it is "".
         row_end: behind each row of an image but the last; "" where nothing is.
+        around: text before the start and behind the end.
     """
 
     image: str = "<|image_pad|>"
@@ -209,6 +233,7 @@ class PictureText:
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
     row_end: str = ""
+    around: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +254,8 @@ class Vision:
         tokens_per_second: of positions in time, where they follow a video's seconds; None where they count frames.
         timestamps: each pair of a video's frames is a block of its own, behind its time in seconds as text.
         one_position: tokens of pictures have positions as those of text have; otherwise in time, height and width.
+        square: pixels of the sides that every image has, or every tile of one; None where images keep their shape.
+        whole: in the decoder, too, the tokens of a picture see each other.
         layers: the engine's own encoder; None where Transformers' module computes it.
         text: what stands for pictures.
         image_token_id, video_token_id: of the tokens of an image, and of a video; below 0 where there is no video.
@@ -257,6 +284,8 @@ class Vision:
     tokens_per_second: float | None = None
     timestamps: bool = False
     one_position: bool = False
+    square: int | None = None
+    whole: bool = False
     layers: VisionLayers | None = None
     text: PictureText = PictureText()
     image_token_id: int = 151655
@@ -347,7 +376,7 @@ class Architecture:
     max_position_embeddings: int
     norm_epsilon: float
     rotary_base: float
-    rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None
+    rope_scaling: Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | None = None
     add_qkv_bias: bool = False
     add_bias_linear: bool = False
     attention_sinks: bool = False
@@ -390,6 +419,16 @@ class Architecture:
     def is_delta_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has a gated delta net in the place of attention."""
         return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def pictures_whole(self) -> bool:
+        """Tokens of a picture see those behind them in it, too."""
+        return self.vision is not None and self.vision.whole
+
+    @property
+    def merges_attention(self) -> bool:
+        """Attention needs a kernel that returns its log-sum-exp, whatever the layout."""
+        return self.attention_sinks or self.pictures_whole
 
     @property
     def num_turned(self) -> int:

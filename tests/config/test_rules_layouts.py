@@ -43,6 +43,15 @@ SIGMOID = dataclasses.replace(
     ),
 )
 
+WHOLE_PICTURES = dataclasses.replace(
+    QWEN,
+    model_type="gemma3",
+    vision=Vision(
+        depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=64, patch_size=14,
+        spatial_merge_size=4, whole=True,
+    ),
+)  # fmt: skip
+
 # Three of the encoder's layers feed the decoder's first three.
 DEEPSTACK = dataclasses.replace(
     QWEN,
@@ -258,6 +267,13 @@ WRONG = [
         "context_parallel_size 8 with cp_comm_type a2a does not divide the 12 attention heads of a process\n"
         "    why: a2a gives each context-parallel process an equal share of the heads\n"
         "    fix: write cp_comm_type: p2p, or context_parallel_size: 6, the nearest that divides them",
+    ),
+    (
+        WHOLE_PICTURES,
+        ["context_parallel_size=2"],
+        "context_parallel_size 2 with cp_comm_type p2p cuts pictures whose tokens see each other\n"
+        "    why: in this model a token of a picture also attends to those behind it, which takes whole rows\n"
+        "    fix: write cp_comm_type: a2a",
     ),
     (
         QWEN,

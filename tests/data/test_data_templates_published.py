@@ -142,7 +142,7 @@ def published(
 
 
 QWEN, LLAMA3, MISTRAL, DEEPSEEK = qwen_tokenizer(), llama3_tokenizer(), mistral_tokenizer(), deepseek_tokenizer()
-MISTRAL_SMALL = mistral_small_tokenizer()
+MISTRAL_SMALL, GEMMA3 = mistral_small_tokenizer(), gemma_tokenizer("gemma3")
 # Name, published template, tokenizer, conversations.
 NAMED = [
     ("chatml", "chatml", QWEN, (*CHATS, "space")),
@@ -154,6 +154,8 @@ NAMED = [
     # Of several turns with a system message, the chat template writes none: see the test below.
     ("mistral", "mistral", MISTRAL, ("one turn", "history", "tools", "parallel calls", "space")),
     *((name, "mistral_small", MISTRAL_SMALL, (*CHATS, "space")) for name in ("mistral_small", "ministral3")),
+    *((name, "gemma3", GEMMA3, (*CHATS, "space")) for name in ("gemma", "gemma3")),
+    ("intern_vl", "chatml", QWEN, (*CHATS, "space")),
     ("deepseek", "deepseek", DEEPSEEK, CHATS),
     ("deepseek3", "deepseek3", DEEPSEEK, CHATS),
 ]

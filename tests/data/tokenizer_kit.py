@@ -108,9 +108,9 @@ def mistral_small_tokenizer() -> PreTrainedTokenizerFast:
     return _tokenizer(_MISTRAL_SMALL, chat_template=chat_template("mistral_small"), **tokens)
 
 
-def gemma_tokenizer() -> PreTrainedTokenizerFast:
+def gemma_tokenizer(template: str = "gemma") -> PreTrainedTokenizerFast:
     """Gemma's tokens and chat template; turns end with another token than eos_token."""
-    return _tokenizer(_GEMMA, chat_template=chat_template("gemma"), bos_token="<bos>", eos_token="<eos>")
+    return _tokenizer(_GEMMA, chat_template=chat_template(template), bos_token="<bos>", eos_token="<eos>")
 
 
 def plain_tokenizer() -> PreTrainedTokenizerFast:

@@ -23,7 +23,7 @@ from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 
 VISION = [name for name, family in FAMILIES.items() if family.vision is not None]
-QWEN = [name for name in VISION if name != "mistral3"]
+QWEN = [name for name in VISION if name.startswith("qwen")]
 SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 300}
 TOWER = {"vision_num_layers": 4, "vision_hidden_size": 24, "vision_num_heads": 3}
 

@@ -36,7 +36,11 @@ def attention(
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
     config = SimpleNamespace(
-        context_parallel_size=1, attention_backend=AttnBackend[backend], windows=[window], softmax_type="vanilla"
+        context_parallel_size=1,
+        attention_backend=AttnBackend[backend],
+        windows=[window],
+        softmax_type="vanilla",
+        pictures_whole=False,
     )
     module = CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
     module.softmax_offset = None if sinks is None else torch.nn.Parameter(sinks)
@@ -171,7 +175,7 @@ def test_gpu_kernel_is_called_as_torch_declares_it(spans):
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors[:3]]
 
 
-ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None, attention_sinks=False)
+ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None, merges_attention=False)
 
 
 def choice(backend: str, cp: str | None = None, packing: bool = False, bf16: bool = device.HAS_GPU) -> Settings:
@@ -199,7 +203,7 @@ def test_cudnn_is_refused_without_a_gpu():
 
 def test_cudnn_is_refused_with_sinks():
     with pytest.raises(MegatuneError, match="attention sinks need a kernel's log-sum-exp"):
-        require(choice("fused"), SimpleNamespace(kv_channels=64, mla=None, attention_sinks=True))
+        require(choice("fused"), SimpleNamespace(kv_channels=64, mla=None, merges_attention=True, attention_sinks=True))
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="what a GPU refuses")

@@ -35,7 +35,11 @@ def attention(
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
     config = SimpleNamespace(
-        context_parallel_size=cp_size, attention_backend=AttnBackend[backend], windows=[None], softmax_type="vanilla"
+        context_parallel_size=cp_size,
+        attention_backend=AttnBackend[backend],
+        windows=[None],
+        softmax_type="vanilla",
+        pictures_whole=False,
     )
     return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, cp_comm_type=cp_comm_type)
 

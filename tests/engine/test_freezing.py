@@ -374,7 +374,7 @@ PICTURE_CASES = [
       for layout in ("1", "cp2 p2p", "recompute full")),
     *(("qwen2_vl", selection, "tp2 sp") for selection in OF_PICTURES[::2]),
     *(("qwen2_5_vl", selection, "tp2 sp") for selection in OF_PICTURES[1::2]),
-    *(("mistral3", selection, "tp2 sp") for selection in OF_PICTURES[::3]),
+    *((family, selection, "tp2 sp") for family in ("mistral3", "gemma3", "internvl") for selection in OF_PICTURES[::3]),
     *(("qwen3_vl", selection, layout) for selection in list(SELECTIONS)[-3:]
       for layout in ("tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
 ]  # fmt: skip

@@ -169,7 +169,15 @@ def test_what_is_read_is_what_transformers_builds(family, tmp_path):
     if family == "mistral3":
         assert (vision.image_token_id, vision.has_videos, vision.num_heads) == (297, False, 2)
         assert (architecture.mrope, vision.spatial_merge_size, vision.in_channels) == (None, 2, 3)
-        assert vision.layers == VisionLayers(norm_epsilon=1e-5, rotary_base=1e4, projector_norm_epsilon=1e-5)
+        assert vision.layers == VisionLayers(
+            norm_epsilon=1e-5, rotary_base=1e4, projector_norm_epsilon=1e-5, pre_norm=True
+        )
+        return
+    if vision.square:
+        assert (vision.image_token_id, vision.has_videos, vision.num_heads, vision.square) == (297, False, 2, 24)
+        assert (architecture.mrope, vision.spatial_merge_size, vision.whole) == (None, 2, family == "gemma3")
+        assert vision.layers is not None
+        assert vision.layers.num_positions == 36 + (family == "internvl")
         return
     assert (vision.image_token_id, vision.video_token_id) == (297, 298)
     assert (vision.vision_start_token_id, vision.vision_end_token_id) == (299, 300)

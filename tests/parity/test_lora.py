@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "freeze_multi_modal_projector": False,
         "lora_target": ["all", "linear_1"],
     },
+    "of SigLIP": {"freeze_vision_tower": False, "lora_target": ["all"]},
 }
 
 TP2, PP2, SP = (
@@ -100,6 +101,8 @@ CASES = [
     *(("qwen3_vl", False, "of pictures", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp", "cp2 tp2 sp")),
     ("qwen2_5_vl", False, "LoRA", "tp2 sp"),
     *(("mistral3", False, "of Pixtral", layout) for layout in ("1", "tp2 sp", "tp2 pp2 dp2 sp")),
+    ("gemma3", False, "of SigLIP", "tp2 sp"),
+    ("internvl", False, "of Pixtral", "tp2 sp"),
     *(("qwen3_next", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "cp2 ep2, packed")),
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
     *(
@@ -129,7 +132,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def make(family: str, tied: bool, kind: str) -> tuple[Path, Path, Numbers]:
         if (key := (family, tied, kind)) not in made:
-            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("_vl", "mistral3")) else {}
+            sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("vl", "mistral3", "gemma3")) else {}
             model, folder = model_dir(family, tied=tied, **sizes), tmp_path_factory.mktemp("adapter")
             write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=7)
             write_reference(model, samples_of(model), folder / "numbers", adapters=[str(folder)])

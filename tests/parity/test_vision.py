@@ -4,6 +4,7 @@ decoder; rows with images, with videos, with text alone, mixed and packed; nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -85,7 +86,18 @@ EXPERT_LAYOUTS: dict[str, tuple[Layout, str | None, int]] = {
     "ep2 pp2 vpp2 dp2, overlaps, recompute full": (Layout(4, EP2 | PP2 | VPP2 | OVERLAPS, recompute=FULL), "mixed", 1),
     "cp2 ep2, packed": (Layout(2, CP2 | EP2, packed=True), "mixed", 1),
 }
-OF_FAMILY = {
+
+
+def with_whole_rows(layout: Layout) -> Layout:
+    """Context-parallel ranks that exchange heads for tokens."""
+    return (
+        replace(layout, parallel=layout.parallel | {"cp_comm_type": "a2a"})
+        if CP2.items() <= layout.parallel.items()
+        else layout
+    )
+
+
+OF_FAMILY: dict[str, dict[str, tuple[Layout, str | None, int]]] = {
     "qwen2_vl": LAYOUTS,
     "qwen2_5_vl": LAYOUTS | {name: each for name, each in MORE_LAYOUTS.items() if "recompute" not in name},
     "qwen3_vl": LAYOUTS | MORE_LAYOUTS,
@@ -93,11 +105,17 @@ OF_FAMILY = {
     "qwen3_5": LAYOUTS,
     "qwen3_5_moe": LAYOUTS | EXPERT_LAYOUTS,
     "mistral3": LAYOUTS | {name: each for name, each in MORE_LAYOUTS.items() if "recompute" not in name},
+    # Their tokens see those behind them, too, which takes whole rows.
+    "gemma3": {
+        name.replace("cp2 a2a", "cp2"): (with_whole_rows(layout), *rest)
+        for name, (layout, *rest) in (LAYOUTS | MORE_LAYOUTS).items()
+    },
+    "internvl": LAYOUTS | {name: each for name, each in MORE_LAYOUTS.items() if "recompute" not in name},
 }
 
 
 # These take no video.
-OF_IMAGES = ("mistral3",)
+OF_IMAGES = ("mistral3", "gemma3", "internvl")
 
 
 def contents_of(family: str) -> list[str]:
@@ -118,6 +136,9 @@ def samples_of(model: Path, content: str, lengths: Sequence[int] = LENGTHS) -> l
     assert vision is not None
     if not vision.has_videos:
         pictures = [[each for each in row if each.kind == "image"] for row in pictures]
+    if vision.square is not None:
+        side = vision.square // vision.patch_size
+        pictures = [[replace(each, grid=(1, side, side)) for each in row] for row in pictures]
     return random_samples(301, lengths, pictures=pictures, vision=vision)
 
 

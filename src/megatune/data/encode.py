@@ -132,7 +132,10 @@ class Encoder:
         try:
             for each in (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,):
                 placed, pictures = (each, ()) if self.vision is None else self.vision.place(each, known)
-                written.append(_Written(self.template.render(placed, thinking), pictures))
+                turns = self.template.render(placed, thinking)
+                if self.vision is not None and pictures:
+                    turns = [self.vision.spaced(turn) for turn in turns]
+                written.append(_Written(turns, pictures))
         except RowError as error:
             return error
         return written

@@ -19,10 +19,11 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, RowPicture
 from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import Measured, PictureProcessor
+from megatune.data.media.processor import Measured, PictureProcessor, spaced
 from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
+from megatune.data.templates.turns import Turn
 from megatune.data.truncation import numbered
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -93,6 +94,13 @@ class VisionInput:
         system = _with_text(conversation.system or "", left) if self.spare_tags else conversation.system
         messages = tuple(replace(each, content=_with_text(each.content, left)) for each in conversation.messages)
         return replace(conversation, system=system or conversation.system, messages=messages), placed
+
+    def spaced(self, turn: Turn) -> Turn:
+        """Put what is around pictures into a turn."""
+        prompt, completion = (
+            tuple(spaced(text, self.vision.text) for text in pieces) for pieces in (turn.prompt, turn.completion)
+        )
+        return replace(turn, prompt=prompt, completion=completion)
 
     def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
         """Return the entry of a picture, and the text in place of its tag."""

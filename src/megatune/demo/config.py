@@ -19,23 +19,15 @@ def config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTraine
     text = _text_arguments(family, sizes, tokenizer)
     if family.vision is None:
         return text
-    tied, token = sizes.tie_word_embeddings, tokenizer.convert_tokens_to_ids
-    if family.vision.is_pixtral:
-        text["model_type"] = "ministral3"
-        return {
-            "text_config": text,
-            "vision_config": vision_config(family.vision, sizes),
-            "image_token_index": token("[IMG]"),
-            "tie_word_embeddings": tied,
-            "dtype": text["dtype"],
-        }
-    tokens = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    tokens |= {f"vision_{end}": f"<|vision_{end}|>" for end in ("start", "end")}
+    vision = family.vision
+    if vision.decoder:
+        text["model_type"] = vision.decoder
     return {
         "text_config": text,
-        "vision_config": vision_config(family.vision, sizes),
-        **{f"{name}_token_id": token(text_of) for name, text_of in tokens.items()},
-        "tie_word_embeddings": tied,
+        "vision_config": vision_config(vision, sizes),
+        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in vision.tokens.items()},
+        **vision.root,
+        "tie_word_embeddings": sizes.tie_word_embeddings,
         "dtype": text["dtype"],
     }
 
@@ -59,7 +51,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": sizes.dtype,
     }
-    if family.vision is None or family.vision.is_pixtral or family.wide_heads:
+    if family.vision is None or not family.vision.mrope_section or family.wide_heads:
         arguments["head_dim"] = sizes.head_dim
     if family.model_type in ATTENTION_BIAS:
         arguments["attention_bias"] = sizes.attention_bias
@@ -99,7 +91,7 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
             "llama_4_scaling_beta": 0.1,
             **stretch,
         }
-    if family.model_type in ("gemma3_text", "olmo3"):
+    if family.model_type in ("gemma3_text", "gemma3", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
     head_dim = sizes.head_dim or 0

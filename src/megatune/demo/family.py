@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatune.demo.vision import PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, DemoVision
+from megatune.demo.vision import INTERN_VIT, PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, SIGLIP, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
@@ -229,6 +229,18 @@ _SEED_OSS = replace(
     wide_heads=True,
     own={"attention_dropout": 0.0, "residual_dropout": 0.0},
 )
+_GEMMA3 = replace(
+    _SEED_OSS,
+    model_type="gemma3_text",
+    chat_template="gemma3.jinja",
+    added_tokens=_special("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+    bos_token="<bos>",
+    eos_token="<eos>",
+    pad_token="<pad>",
+    stop_tokens=("<eos>", "<end_of_turn>"),
+    tie_word_embeddings=True,
+    own={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+)
 
 FAMILIES: dict[str, DemoFamily] = {
     "llama": _LLAMA,
@@ -341,18 +353,12 @@ FAMILIES: dict[str, DemoFamily] = {
         rope_theta=500_000.0,
         has_experts=True,
     ),
-    "gemma3_text": replace(
-        _SEED_OSS,
-        model_type="gemma3_text",
-        tokenizer_class="PreTrainedTokenizerFast",
-        chat_template="gemma3.jinja",
-        added_tokens=_special("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        stop_tokens=("<eos>", "<end_of_turn>"),
-        tie_word_embeddings=True,
-        own={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gemma3_text": _GEMMA3,
+    "gemma3": replace(
+        _GEMMA3,
+        model_type="gemma3",
+        added_tokens=_GEMMA3.added_tokens + _special("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        vision=SIGLIP,
     ),
     "olmo3": replace(
         _SEED_OSS,
@@ -423,6 +429,14 @@ FAMILIES: dict[str, DemoFamily] = {
         has_delta_nets=True,
     ),
     "mistral3": replace(_MINISTRAL3, model_type="mistral3", vision=PIXTRAL),
+    "internvl": replace(
+        _QWEN3,
+        model_type="internvl",
+        chat_template="internvl.jinja",
+        added_tokens=(*_QWEN3.added_tokens, *_special("<img>", "</img>", "<IMG_CONTEXT>")),
+        tie_word_embeddings=False,
+        vision=INTERN_VIT,
+    ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
     "qwen3_vl": _QWEN3_VL,

@@ -126,8 +126,10 @@ def _vision_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
         what = f"vision hidden size {hidden} is not a multiple of 4 × {heads} heads"
         why = "rotary embeddings turn pairs of channels, for height and for width"
         yield Finding(what, "--vision_hidden", why, f"--vision_hidden {nearest}")
-    if not (family.wide_heads or family.vision.is_pixtral) and sizes.head_dim != sizes.hidden_size // max(
-        1, sizes.num_attention_heads
+    if (
+        family.vision.mrope_section
+        and not family.wide_heads
+        and sizes.head_dim != sizes.hidden_size // max(1, sizes.num_attention_heads)
     ):
         why = f"in {family.model_type} it is the hidden size divided by the heads"
         yield Finding(f"head dimension {sizes.head_dim} is not an option", "--head_dim", why, "leave it out")

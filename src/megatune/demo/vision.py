@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from megatune.demo.sizes import ModelSizes
 
 
+_QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoVision:
     """What a published vision-language family adds to its decoder, in miniature.
@@ -27,7 +35,10 @@ class DemoVision:
         windows: patches attend within windows, except in some layers.
         deepstack: layers of the encoder feed the decoder's first ones.
         table: positions are in a table.
-        is_pixtral: the encoder is Pixtral's, and images are rows of tokens.
+        decoder: the model_type of its decoder, where the encoder is one that has other keys than Qwen's.
+        encoder: keys of that encoder's vision_config that sizes do not say.
+        root: keys of config.json beside its parts.
+        tokens: keys of config.json by the tokens whose ids they are.
     """
 
     processor: Mapping[str, Any]
@@ -38,7 +49,10 @@ class DemoVision:
     windows: bool = False
     deepstack: bool = False
     table: bool = False
-    is_pixtral: bool = False
+    decoder: str = ""
+    encoder: Mapping[str, Any] = field(default_factory=dict)
+    root: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=lambda: _QWEN_TOKENS)
 
 
 _CLIP = {
@@ -91,23 +105,53 @@ PIXTRAL = DemoVision(
         "image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "patch_size": 14,
         "spatial_merge_size": 2, "processor_class": "PixtralProcessor",
     },
-    is_pixtral=True,
+    decoder="ministral3",
+    encoder={"patch_size": 14, "image_size": 1540, "hidden_act": "silu"},
+    tokens={"image_token_index": "[IMG]"},
+)  # fmt: skip
+# Smaller images than published, of 896 pixels and 256 tokens.
+SIGLIP = DemoVision(
+    processor={
+        "size": {"height": 224, "width": 224}, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+        "resample": 2, "do_pan_and_scan": None, "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+    },
+    joint={"image_seq_length": 16, "processor_class": "Gemma3Processor"},
+    decoder="gemma3_text",
+    encoder={"patch_size": 14, "image_size": 224, "vision_use_head": False},
+    root={"mm_tokens_per_image": 16},
+    tokens={
+        "image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+    },
+)  # fmt: skip
+
+# Smaller tiles than published, of 448 pixels and 256 tokens.
+INTERN_VIT = DemoVision(
+    processor={
+        "size": {"height": 112, "width": 112}, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+        "resample": 3, "crop_to_patches": False, "image_processor_type": "GotOcr2ImageProcessor",
+        "processor_class": "InternVLProcessor",
+    },
+    joint={"image_seq_length": 16, "processor_class": "InternVLProcessor"},
+    decoder="qwen3",
+    encoder={"patch_size": 14, "image_size": 112, "attention_bias": True},
+    root={"image_seq_length": 16},
+    tokens={"image_token_id": "<IMG_CONTEXT>"},
 )  # fmt: skip
 
 
 def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
     """Return the vision_config of resolved sizes."""
     depth, hidden = sizes.vision_num_layers or 0, sizes.vision_hidden_size or 0
-    if vision.is_pixtral:
+    if vision.decoder:
         return {
             "num_hidden_layers": depth,
             "num_attention_heads": sizes.vision_num_heads,
             "hidden_size": hidden,
             "intermediate_size": hidden * 5 // 2,
-            "patch_size": vision.processor["patch_size"],
-            "image_size": vision.processor["size"]["longest_edge"],
-            "hidden_act": "silu",
             "initializer_range": hidden**-0.5,
+            **vision.encoder,
         }
     arguments = {
         "depth": depth,

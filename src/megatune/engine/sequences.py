@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +25,10 @@ from megatune.engine.device import current, send
 # An extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
 # each number + 1; 0 where a router is to choose by itself. Layers without experts have a place, too.
 ROUTING = "routing"
+
+
+# Runs of tokens, where each begins and ends in the flattened rows, [b · s].
+Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Extra(Protocol):
@@ -89,6 +93,7 @@ class Sequences(PackedSeqParams):
         rotary_position_ids: int64 [3, b, s / cp], of time, height and width, where rows hold pictures; None where a
             token's position in its document is all three.
         routing: [b, s / cp, layers, k], see ROUTING; None where all routers choose by themselves.
+        pictures: of tokens of pictures that lie side by side, in whole rows.
     """
 
     boundaries: tuple[int, ...]
@@ -98,6 +103,7 @@ class Sequences(PackedSeqParams):
     trained: Tensor
     rotary_position_ids: Tensor | None = None
     routing: Tensor | None = None
+    pictures: Runs = ()
 
     def __post_init__(self) -> None:
         # Rows stay [s, b, ...] inside Megatron-Core's layers; its own packed format would drop a dimension.
@@ -182,8 +188,18 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         trained=send((of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0]),
         rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
         routing=extras.pop(ROUTING, None),
+        pictures=() if pictures is None else picture_runs(pictures.places, boundaries),
     )
     return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures)
+
+
+def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
+    """Return the runs of `places`, int64 [tokens] in order, that lie side by side within a document or a row."""
+    row, token = places // boundaries[-1], places % boundaries[-1]
+    document = torch.bucketize(token, torch.tensor(boundaries), right=True) + row * len(boundaries)
+    ends = ((places.diff() != 1) | (document.diff() != 0)).nonzero()[:, 0] + 1
+    edges = [0, *ends.tolist(), len(places)]
+    return tuple((int(places[start]), int(places[stop - 1]) + 1) for start, stop in pairwise(edges) if stop > start)
 
 
 def document_sums(values: Tensor, sequences: Sequences) -> Tensor:

@@ -38,12 +38,14 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     )
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, and for experts of layers
-    # that full recomputation in blocks keeps; its own field for fp8 asks for Transformer Engine.
+    # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, for pictures whose tokens
+    # see each other, and for experts of layers that full recomputation in blocks keeps; its own field for fp8 asks for
+    # Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = is_used(settings, architecture)
     config.windows = architecture.windows or (None,) * architecture.num_layers
+    config.pictures_whole = architecture.pictures_whole
     config.query_scaling = architecture.query_scaling
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute

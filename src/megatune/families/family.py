@@ -251,6 +251,9 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
     if vision.out_hidden_size != architecture.hidden_size:
         why = f"the decoder's hidden states are {architecture.hidden_size} wide"
         yield f"vision_config: tokens of images and videos are {vision.out_hidden_size} wide", why
+    if vision.square is not None and vision.square % (side := vision.patch_size * vision.spatial_merge_size):
+        why = f"tokens of images are squares of {side} pixels"
+        yield f"vision_config: image_size = {vision.square} is impossible", why
     for layer in vision.deepstack_visual_indexes:
         if layer not in range(vision.depth):
             why = f"depth = {vision.depth}, counted from 0"
@@ -258,7 +261,7 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
     if vision.layers is not None and vision.hidden_act not in ("silu", "gelu", "gelu_pytorch_tanh"):
         why = "the encoder is computed with silu, gelu or gelu_pytorch_tanh"
         yield f"vision_config: hidden_act = {vision.hidden_act!r} is not supported", why
-    if vision.layers is not None and vision.hidden_size % (4 * vision.num_heads):
+    if vision.layers is not None and vision.layers.rotary_base and vision.hidden_size % (4 * vision.num_heads):
         why = "rotary embeddings turn pairs of a head's channels, for height and for width"
         yield f"vision_config: num_heads = {vision.num_heads} is impossible", why
     elif vision.hidden_size % vision.num_heads:

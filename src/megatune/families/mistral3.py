@@ -6,37 +6,9 @@ from typing import Any
 
 from megatune.architecture import Architecture, PictureText, VisionLayers
 from megatune.families import ministral3, mistral
+from megatune.families.encoder import FORMS, PATCHES, H, V, layers, projector, tower
 from megatune.families.family import Config, Family
-from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.vision import VisionDeclaration, as_decoder
-from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
-
-_TOWER, _PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
-_V, _F, _H = "vision.hidden_size", "vision.intermediate_size", "vision.out_hidden_size"
-# Published checkpoints, and those that Transformers saves of them.
-_PUBLISHED = CheckpointForm(
-    prefixes=(
-        ("model.language_model.", "language_model.model."),
-        ("lm_head.", "language_model.lm_head."),
-        (_TOWER, "vision_tower."),
-        (_PROJECTOR, "multi_modal_projector."),
-    )
-)
-
-
-def _part(engine: str, name: str, *shape: str | int, stack: Stack = Stack.VISION, **declared: Any) -> Weight:
-    tensor = HFTensor((_TOWER if stack is Stack.VISION else _PROJECTOR) + name, shape)
-    return Weight(
-        f"vision_model.{engine}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers="vision.depth", **declared
-    )
-
-
-def _in_layer(engine: str, name: str, *shape: str) -> Weight:
-    return _part(f"layers.{{layer}}.{engine}.weight", f"transformer.layers.{{layer}}.{name}.weight", *shape)
-
-
-def _projector(engine: str, name: str, *shape: str, **declared: Any) -> Weight:
-    return _part(f"projector.{engine}", name, *shape, stack=Stack.PROJECTOR, **declared)
 
 
 def _has_bias(architecture: Architecture) -> bool:
@@ -45,19 +17,19 @@ def _has_bias(architecture: Architecture) -> bool:
 
 
 ENCODER = (
-    _part("patch_embed.weight", "patch_conv.weight", _V, "vision.in_channels", *["vision.patch_size"] * 2),
-    _part("pre_norm.weight", "ln_pre.weight", _V),
-    _in_layer("norm1", "attention_norm", _V),
-    *(_in_layer(f"attention.{each}_proj", f"attention.{each}_proj", _V, _V) for each in "qkvo"),
-    _in_layer("norm2", "ffn_norm", _V),
-    *(_in_layer(f"mlp.{each}_proj", f"feed_forward.{each}_proj", _F, _V) for each in ("gate", "up")),
-    _in_layer("mlp.down_proj", "feed_forward.down_proj", _V, _F),
-    _projector("norm.weight", "norm.weight", _V),
-    _projector("merging_layer.weight", "patch_merger.merging_layer.weight", _V, "vision.merged_size"),
-    _projector("linear_1.weight", "linear_1.weight", _H, _V),
-    _projector("linear_1.bias", "linear_1.bias", _H, exists=_has_bias),
-    _projector("linear_2.weight", "linear_2.weight", _H, _H),
-    _projector("linear_2.bias", "linear_2.bias", _H, exists=_has_bias),
+    tower("patch_embed.weight", "patch_conv.weight", *PATCHES),
+    tower("pre_norm.weight", "ln_pre.weight", V),
+    *layers("transformer.layers.{layer}", {
+        "norm1": "attention_norm", "norm2": "ffn_norm",
+        **{f"attention.{each}_proj": f"attention.{each}_proj" for each in "qkvo"},
+        **{f"mlp.{each}_proj": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+    }),
+    projector("norm.weight", "norm.weight", V),
+    projector("merging_layer.weight", "patch_merger.merging_layer.weight", V, "vision.merged_size"),
+    projector("linear_1.weight", "linear_1.weight", H, V),
+    projector("linear_1.bias", "linear_1.bias", H, exists=_has_bias),
+    projector("linear_2.weight", "linear_2.weight", H, H),
+    projector("linear_2.bias", "linear_2.bias", H, exists=_has_bias),
 )  # fmt: skip
 
 
@@ -77,6 +49,7 @@ def _vision(config: Config) -> dict[str, Any]:
         "layers": VisionLayers(
             norm_epsilon=1e-5,
             rotary_base=float(rope.get("rope_theta") or 10000.0),
+            pre_norm=True,
             projector_norm_epsilon=text.get("rms_norm_eps") or 1e-6,
             projector_bias=bool(config.get("multimodal_projector_bias")),
         ),
@@ -123,5 +96,5 @@ FAMILY = replace(
     derive=_numbers,
     problems=_problems,
     vision=VISION,
-    forms=(_PUBLISHED, AS_MAPPED),
+    forms=FORMS,
 )

@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatune.architecture import Llama3RopeScaling, YarnRopeScaling
+from megatune.architecture import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-_NUMBERS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+_NUMBERS = {
+    "default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
+    "linear": ("factor",),
+}  # fmt: skip
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,9 +66,11 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
         yield f"partial_rotary_factor = {part!r} is not supported", why
 
 
-def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | None:
+def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | None:
     """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
+        case "linear":
+            return LinearRopeScaling(float(rope["factor"]))
         case "llama3":
             numbers = {key: float(rope[key]) for key in _NUMBERS["llama3"]}
             return Llama3RopeScaling(

@@ -15,6 +15,8 @@ _BOOLEANS = (
 _INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
 _NAMES = ("architectures", "layer_types", "mlp_layer_types")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Sides of a square, which are written as one number or as two.
+_SIDES = ("image_size", "patch_size")
 # Whole numbers, from the least to the most that any model can have: loops go over layers and experts.
 _WHOLE = {
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
@@ -30,20 +32,24 @@ _WHOLE = {
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
             "tokens_per_second", "moe_k", "moe_num_shared_experts", "num_shared_experts", "moe_layer_interval",
             "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
-            "rotary_dim", "num_channels",
+            "rotary_dim", "num_channels", "image_size", "mm_tokens_per_image",
         ),
         (1, 2**31 - 1),
     ),
     "sliding_window": (0, 2**31 - 1),
     **dict.fromkeys(
-        ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        (
+            "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+            "boi_token_index", "eoi_token_index",
+        ),
         (0, 2**31 - 1),
     ),
 }  # fmt: skip
 # Numbers with what they must be above, and what they must stay below; of those that are only finite the last.
 _FINITE = 1e30
 _NUMBERS = {
-    "rms_norm_eps": (0.0, 1.0),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
+    "downsample_ratio": (0.0, 1.0),
     **dict.fromkeys(("initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim"), (-1e-9, _FINITE)),
     **dict.fromkeys(
         (
@@ -62,8 +68,14 @@ def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _problems(config, "", _DEPTH)
 
 
+def side(size: Any) -> int:
+    """Return the side of a square, which is written as one number or as two."""
+    return int(size[0] if isinstance(size, list | tuple) else size)
+
+
 def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[str, str]]:
     said = {key: value for key, value in config.items() if value is not None}
+    said |= {key: side(said[key]) for key in _SIDES if _is_square(said.get(key))}
     for key in (key for key in _OBJECTS if key in said):
         if not isinstance(said[key], Mapping):
             yield f"{of}{key} = {_short(said[key])} is not an object", "it holds settings by name"
@@ -107,6 +119,10 @@ def _list_problems(said: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]
             fits, kind = _is_text, "names"
         if not isinstance(value, list | tuple) or not all(map(fits, value)):
             yield f"{of}{key} = {_short(value)} is not a list of {kind}", ""
+
+
+def _is_square(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1] and _is_whole(value[0])
 
 
 def _is_whole(value: object) -> bool:

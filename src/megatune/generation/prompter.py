@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatune.data.media.processor import spaced
 from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.options import GenerationOptions
@@ -74,6 +75,7 @@ class Prompter:
         except template_errors() as error:
             finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
+        text = self._spaced(text)
         # The template writes the special tokens.
         return self._checked(Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures))
 
@@ -83,7 +85,10 @@ class Prompter:
         Raises:
             MegatuneError: (DATA) it is empty, or fills the model's context.
         """
-        return self._checked(Prompt(self.tokenizer(text)["input_ids"], pictures))
+        return self._checked(Prompt(self.tokenizer(self._spaced(text))["input_ids"], pictures))
+
+    def _spaced(self, text: str) -> str:
+        return text if self.pictures is None else spaced(text, self.pictures.vision.text)
 
     def check_template(self) -> None:
         """Refuse a tokenizer without a chat template (INPUT)."""

@@ -65,6 +65,8 @@ class Case:
             return 0
         if self.largest_picture is not None:
             return self.largest_picture
+        if vision.square is not None:
+            return int(vision.square // (vision.patch_size * vision.spatial_merge_size)) ** 2
         return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
 
     @property

@@ -24,6 +24,11 @@ SIXTEEN_BIT_PARAMETER_ROOM = 2.0
 
 WHOLE_GRADIENT = "gradient"
 
+# Gradients that are taken as one. The bias of keys that are not turned, as in an encoder with a table of positions,
+# adds the same to all scores of a query: its gradient is nothing but rounding, to be judged beside its matrix's.
+_KEYS = r"(\.vision_tower\..*\.k_proj)\.(weight|bias)$", r"\1.*"
+_EXPERTS = r"\.experts\.\d+\.", ".experts.*."
+
 
 @dataclass(frozen=True, slots=True)
 class Errors:
@@ -81,8 +86,9 @@ def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False
         gap = _worst(gap, (computed.logits(sample).double() - expected).abs().max().item())
         largest = _worst(largest, expected.abs().max().item())
     gaps = {name: _gradient_gap(computed, truth, name) for name in sorted(computed.names | truth.names)}
+    gaps = _together(gaps, *_KEYS)
     if experts_together:
-        gaps = _together(gaps)
+        gaps = _together(gaps, *_EXPERTS)
     return Errors(
         logits=relative(gap, largest),
         loss=relative(abs(computed.loss - truth.loss), abs(truth.loss)),
@@ -101,10 +107,10 @@ def _gradient_gap(computed: Numbers, truth: Numbers, name: str) -> tuple[float, 
     return torch.linalg.vector_norm(difference).item(), torch.linalg.vector_norm(expected).item()
 
 
-def _together(gaps: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def _together(gaps: dict[str, tuple[float, float]], pattern: str, name_of_all: str) -> dict[str, tuple[float, float]]:
     merged: dict[str, tuple[float, float]] = {}
     for name, (gap, size) in gaps.items():
-        together = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        together = re.sub(pattern, name_of_all, name)
         other_gap, other_size = merged.get(together, (0.0, 0.0))
         merged[together] = math.hypot(gap, other_gap), math.hypot(size, other_size)
     return merged

@@ -114,7 +114,7 @@ def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[
 def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePicture, ...]]:
     """Return pictures of rows, in turn: an image, none, two images of different size, a video where the model
     takes any."""
-    m = vision.spatial_merge_size
+    m, side = vision.spatial_merge_size, vision.square and vision.square // vision.patch_size
     # Seconds between patches that make no whole number of positions.
     kinds: tuple[tuple[SamplePicture, ...], ...] = (
         (SamplePicture("image", (1, 4 * m, 6 * m), 0),),
@@ -124,6 +124,8 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
     )
     if not vision.has_videos:
         kinds = kinds[:3]
+    if side is not None:
+        kinds = tuple(tuple(replace(each, grid=(1, side, side)) for each in pictures) for pictures in kinds)
     return [
         tuple(replace(picture, seed=2 * row + picture.seed) for picture in kinds[row % len(kinds)])
         for row in range(num_samples)

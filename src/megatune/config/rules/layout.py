@@ -71,6 +71,10 @@ def context_parallel(context: Context) -> Iterator[Problem]:
             fix = f"write `context_parallel_size: {nearest(cp, divisors(key_heads))}`, the nearest that divides them"
             yield Problem((_CP, _TP), what, why, fix)
     if parallel.cp_comm_type != "a2a":
+        if architecture.pictures_whole:
+            what = f"`{_CP} {cp}` with `cp_comm_type {parallel.cp_comm_type}` cuts pictures whose tokens see each other"
+            why = "in this model a token of a picture also attends to those behind it, which takes whole rows"
+            yield Problem((_CP, "cp_comm_type"), what, why, "write `cp_comm_type: a2a`")
         return
     heads, left = divmod(architecture.num_attention_heads, tp)
     if left or heads % cp == 0:
@@ -78,7 +82,8 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     what = f"`{_CP} {cp}` with `cp_comm_type a2a` does not divide the {heads} attention heads of a process"
     why = "a2a gives each context-parallel process an equal share of the heads"
     valid = nearest(cp, divisors(heads))
-    fix = f"write `cp_comm_type: p2p`, or `{_CP}: {valid}`, the nearest that divides them"
+    other = "" if architecture.pictures_whole else "`cp_comm_type: p2p`, or "
+    fix = f"write {other}`{_CP}: {valid}`, the nearest that divides them"
     yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
 
 

@@ -26,6 +26,9 @@ def picture_arguments(
         ValueError: the tokens of images and videos are not those of `pictures`.
     """
     rows = rotary_position_ids(input_ids, [(grid, seconds) for _, grid, seconds, _ in pictures], vision)
+    if vision.square is not None:
+        arguments = {"pixel_values": _squares(pictures, vision)}
+        return arguments | ({"token_type_ids": _types(input_ids, vision)} if vision.whole else {})
     if vision.one_position:
         return _whole_images(pictures, vision)
     # The first row is for masks; three are of time, height and width.
@@ -45,6 +48,17 @@ def _whole_images(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str,
     for number, image in enumerate(images):
         values[number, :, : image.shape[1], : image.shape[2]] = torch.from_numpy(image)
     return {"pixel_values": values, "image_sizes": sizes}
+
+
+def _squares(pictures: Sequence[GivenPicture], vision: Vision) -> torch.Tensor:
+    """Return images, or the tiles of each, [tiles, channels, side, side]."""
+    tiles = [_image(tile, (1, h, w), vision) for _, (t, h, w), _, pixels in pictures for tile in np.split(pixels, t)]
+    return torch.from_numpy(np.stack(tiles))
+
+
+def _types(input_ids: np.ndarray, vision: Vision) -> torch.Tensor:
+    """Return which tokens are of pictures, int64 [1, tokens]."""
+    return torch.from_numpy((np.asarray(input_ids) == vision.image_token_id).astype(np.int64))[None]
 
 
 def _image(patches: np.ndarray, grid: Grid, vision: Vision) -> np.ndarray:

@@ -34,6 +34,7 @@ _COMMON = {
 _IMAGE = {**_COMMON, **_CLIP, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 _VIDEO = {**_COMMON, **_CLIP, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
 _EDGE = {**_COMMON, **_CLIP, "patch_size": 16, "size": {"longest_edge": 1024}}
+_SQUARE = {**_COMMON, **_HALF, "resample": 2, "size": {}}
 _QWEN3_VIDEO = {
     **_COMMON, **_HALF, "patch_size": 16, "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
 }  # fmt: skip
@@ -58,7 +59,9 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     if image is None:
         why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
-    if vision.text.row_end:
+    if vision.square is not None:
+        of_images = of_videos = _square_bounds({**_SQUARE, **_said(image)}, vision, data, str(folder))
+    elif vision.text.row_end:
         of_images = of_videos = _edge_bounds({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
     else:
         image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
@@ -78,6 +81,21 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         timestamps=vision.timestamps,
         text=vision.text,
     )
+
+
+def _square_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> Bounds:
+    """Return the bounds of a model that sees every image in the same size (SigLIP, InternViT)."""
+    findings, size = _steps_problems(config, "images", where), config["size"]
+    if {size.get("height"), size.get("width")} != {vision.square}:
+        what = f"the processor of images has size = {size!r}, and the model images of {vision.square} pixels a side"
+        findings.append(Finding(what, where))
+    for key in ("do_pan_and_scan", "crop_to_patches"):
+        if config.get(key):
+            findings.append(Finding(f"the processor of images has {key} = True; crops are not supported", where))
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
+    return Bounds(first=first, scale_to=data.image_scale_pixels, square=vision.square, **_normalization(config))
 
 
 def _edge_bounds(

@@ -1,8 +1,8 @@
 """From an image or a video to patches: how many there are, by its header alone, and their pixels.
 
-The same patches as Transformers' Qwen2VLImageProcessor and PixtralImageProcessor with their PIL back end make, bit for
-bit, of images that LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where
-Transformers needs torchvision.
+The same patches as Transformers' processors of images with their PIL back end make, bit for bit, of images that
+LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where Transformers needs
+torchvision.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Bounds:
         scale_to: with ms-swift's resizing, the most pixels of an image before it is brought to whole tokens.
         min_pixels, max_pixels: of the model's processor, or of ms-swift's resizing.
         longest_edge: in their place, the longest side of an image (Pixtral); None where they count.
+        square: in their place, the pixels of both sides of every image; None where they count.
         resample: the filter of its resizing, as PIL numbers them.
     """
 
@@ -77,6 +78,7 @@ class Bounds:
     min_pixels: int = 0
     max_pixels: int = 0
     longest_edge: int | None = None
+    square: int | None = None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int
@@ -197,6 +199,9 @@ class PictureProcessor:
 
     def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
         factor = self.patch_size * self.merge_size
+        if bounds.square is not None:
+            self._steps(size, bounds, source)  # refuses those that cannot be resized
+            return 1, bounds.square // self.patch_size, bounds.square // self.patch_size
         if bounds.longest_edge is not None:
             for step in self._steps(size, bounds, source):
                 size = step
@@ -228,7 +233,7 @@ class PictureProcessor:
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         _, h, w = measured.grid
-        if bounds.longest_edge is not None:
+        if bounds.longest_edge is not None or bounds.square is not None:
             for step in self._steps(image.size, bounds, source):
                 image = image.resize(step)
             image = image if image.mode == "RGB" else image.convert("RGB")
@@ -245,6 +250,14 @@ class PictureProcessor:
         for step in side_steps(image.size):
             image = image.resize(step)
         return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
+
+
+def spaced(text: str, pictures: PictureText) -> str:
+    """Put what is around pictures into a conversation that a template has written: some would trim it."""
+    if not pictures.around or pictures.start not in text:
+        return text
+    before, behind = pictures.around + pictures.start, pictures.end + pictures.around
+    return text.replace(pictures.start, before).replace(pictures.end, behind)
 
 
 def cut_patches(frames: Sequence[Image.Image], patch_size: int, merge_size: int, depth: int) -> np.ndarray:

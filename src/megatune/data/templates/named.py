@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
@@ -53,7 +53,8 @@ class NamedTemplate:
         fills_thoughts: every answer behind the last question has an empty thought where it has none; False, the last
             answer alone.
         special_tokens: what must be one token each, or the tokenizer is not for this template.
-        system_in_question: the system message is written into the last message of the user, before its text.
+        system_in_question: the system message is written into the first or the last message of the user, before its
+            text; "" keeps it apart.
         trims: roles whose text loses the white space around it.
         is_apart: texts between the tokenizer's own tokens are tokenised each by itself, as LLaMA-Factory does.
         eos: the tokenizer's own token, once it is known.
@@ -75,7 +76,7 @@ class NamedTemplate:
     thinks_until_question: bool = True
     fills_thoughts: bool = False
     special_tokens: tuple[str, ...] = ()
-    system_in_question: bool = False
+    system_in_question: Literal["", "first", "last"] = ""
     trims: tuple[str, ...] = ()
     is_apart: bool = False
     eos: str = ""
@@ -103,7 +104,8 @@ class NamedTemplate:
         for stop, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = question if start <= last_question < stop else ("", "")
+            is_here = not turns if self.system_in_question == "first" else start <= last_question < stop
+            before = question if is_here else ("", "")
             asked = (*(head if not turns else ()), *self._asked(messages[start:stop], before, observations))
             is_last = stop == len(messages) - 1
             is_history = stop < last_question if self.thinks_until_question else not is_last
@@ -126,7 +128,7 @@ class NamedTemplate:
         return replace(turn, prompt=prompt, completion=completion)
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Return what starts the conversation, and what the last message of the user has before it and inside it."""
+        """Return what starts the conversation, and what a message of the user has before it and inside it."""
         given = conversation.system or self.default_system
         system = given.strip() if "system" in self.trims else given
         offer = ""

@@ -73,7 +73,7 @@ _MISTRAL = NamedTemplate(
     observation_separator="[/TOOL_RESULTS][TOOL_RESULTS] ",
     tool_format=tool_format("mistral_published"),
     special_tokens=("{bos}", "{eos}", "[INST]", "[/INST]"),
-    system_in_question=True,
+    system_in_question="last",
     trims=("assistant",),
 )
 
@@ -114,6 +114,18 @@ _DEEPSEEK3 = replace(
     special_tokens=("{bos}", "{eos}", "<｜User｜>", "<｜Assistant｜>"),
 )
 
+# Gemma 3's. LLaMA-Factory's text trims nothing. Its chat template offers no tools.
+_GEMMA = NamedTemplate(
+    name="gemma",
+    prefix="{bos}",
+    user="<start_of_turn>user\n{content}<end_of_turn>\n<start_of_turn>model\n",
+    assistant="{content}<end_of_turn>\n",
+    system="{content}\n\n",
+    special_tokens=("{bos}", "<start_of_turn>", "<end_of_turn>"),
+    system_in_question="first",
+    trims=("user", "assistant"),
+)
+
 # LLaMA-Factory's template of this name, which is no model's.
 _DEFAULT = NamedTemplate(
     name="default",
@@ -139,6 +151,8 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         _QWEN3_NOTHINK,
         replace(_QWEN3_NOTHINK, name="qwen3_vl", thinks=True),
         replace(_QWEN3_NOTHINK, name="qwen3_vl_nothink"),
+        # LLaMA-Factory's text has a default system message, which the chat template has not.
+        replace(_QWEN3_NOTHINK, name="intern_vl"),
         _QWEN3_5,
         replace(_QWEN3_5, name="qwen3_5_nothink", thinks=False),
         _LLAMA3,
@@ -149,6 +163,8 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         _DEEPSEEK3,
         # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.
         replace(_DEEPSEEK3, name="deepseekr1", thinks=True, thinks_until_question=False),
+        _GEMMA,
+        replace(_GEMMA, name="gemma3"),
         _CHATML,
         _DEFAULT,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture, Llama3RopeScaling, MultimodalRope, YarnRopeScaling
+from megatune.architecture import Architecture, LinearRopeScaling, Llama3RopeScaling, MultimodalRope, YarnRopeScaling
 from megatune.engine import device
 
 
@@ -28,6 +28,8 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     dim = architecture.num_turned
     wavelengths = architecture.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     match architecture.rope_scaling:
+        case LinearRopeScaling(factor):
+            return 1.0 / wavelengths / factor
         case Llama3RopeScaling() as scaling:
             return _llama3(1.0 / wavelengths, scaling)
         case YarnRopeScaling() as scaling:

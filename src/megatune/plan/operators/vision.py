@@ -219,7 +219,9 @@ def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     """Yield deepstack's mergers and the last layer's: norm, linear, GELU, linear on patches side by side, of which a
     merger makes one token."""
     tower, size = images.tower, shapes.size
-    merged, columns = tower.merged_size, tower.num_projector_parameters / tower.num_mergers
+    columns = tower.num_projector_parameters / tower.num_mergers
+    averages = tower.layers is not None and tower.layers.projector == "average"
+    merged = tower.hidden_size if averages else tower.merged_size
     wide, made = images.share * merged * size, images.share * shapes.architecture.hidden_size * size
     for place in range(tower.num_mergers):
         is_deepstack = place < tower.num_deepstack_mergers

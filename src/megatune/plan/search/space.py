@@ -160,6 +160,8 @@ class Space:
         whole_rows = self.settings.performance.attention_backend == "fused"
         if whole_rows and self._cp_comm_type(layout) != "a2a":
             return False
+        if self.architecture.pictures_whole and self.architecture.num_attention_heads % (layout.tp * layout.cp):
+            return False
         return self.cutoff >= layout.cp * TOKENS_OF_A_CONTEXT_PART
 
     def batches(self, layout: CandidateLayout) -> list[CandidateBatch]:
@@ -237,9 +239,11 @@ class Space:
         return self.settings.run.model_copy(update={"num_processes": processes})
 
     def _cp_comm_type(self, layout: CandidateLayout) -> str:
-        """Return the settings' own where it can be, or a ring."""
+        """Return the settings' own where it can be, or a ring; exchanged heads where pictures stay whole."""
         asked = self.settings.parallel.cp_comm_type
         heads = self.architecture.num_attention_heads
+        if self.architecture.pictures_whole:
+            return "a2a"
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
@@ -247,6 +251,8 @@ class Space:
         parallel = settings.parallel
         if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
             return  # what there is for whole rows is a2a
+        if self.architecture.pictures_whole:
+            return
         heads = self.architecture.num_attention_heads
         for kind in ("p2p", "all_gather", "a2a"):
             share = parallel.tensor_model_parallel_size * parallel.context_parallel_size if kind == "a2a" else 1

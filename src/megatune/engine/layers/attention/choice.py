@@ -44,7 +44,9 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
             return f"plain matrix products: {obstacle}"
         case "varlen":
             what = "packed rows" if settings.packing else "context parallelism"
-            what = what if attends_in_runs(settings) else "attention sinks"
+            what = (
+                what if attends_in_runs(settings) else "attention sinks" if architecture.attention_sinks else "pictures"
+            )
             return f"flash with variable lengths ({version}), for {what}"
     names = {"cudnn": "cuDNN", "flash": f"flash ({version})" if version else "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
@@ -61,8 +63,9 @@ def require(settings: Settings, architecture: Architecture) -> None:
     if backend not in ("flash", "fused"):
         return
     why = _obstacle(backend, getattr(torch, settings.precision.params_dtype), *_channels(architecture))
-    if backend == "fused" and architecture.attention_sinks:
-        why = "attention sinks need a kernel's log-sum-exp, which torch does not return of cuDNN's"
+    if backend == "fused" and architecture.merges_attention:
+        who = "attention sinks need" if architecture.attention_sinks else "tokens of pictures that see each other need"
+        why = f"{who} a kernel's log-sum-exp, which torch does not return of cuDNN's"
     if why:
         fix = f"write {_KEY}: auto, which takes the fastest available kernel"
         raise MegatuneError(Finding(f"{_KEY} {backend} is not available here", why=why, fix=fix), ExitCode.SETTINGS)
@@ -84,7 +87,7 @@ def activate_newest(settings: Settings, architecture: Architecture) -> str:
 
 def _in_runs(settings: Settings, architecture: Architecture) -> bool:
     """Return whether a kernel that returns its log-sum-exp attends, see `kernels`."""
-    return architecture.attention_sinks or attends_in_runs(settings)
+    return architecture.merges_attention or attends_in_runs(settings)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

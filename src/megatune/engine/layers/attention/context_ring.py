@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
-from megatune.engine.layers.attention.kernels import Kernel, add_sinks, pick, sinks_gradient
+from megatune.engine.layers.attention.kernels import Kernel, add_sinks, merge, pick, sinks_gradient
 from megatune.engine.layers.attention.spans import RingStep, ring
 
 Boundaries: TypeAlias = tuple[int, ...]
@@ -69,7 +69,7 @@ class _RingAttention(torch.autograd.Function):
             if not len(output):  # the first step
                 output, lse = found.to(of_found.dtype), of_found
             else:
-                merged = _merge(output[of_query], lse[:, of_query], found, of_found)
+                merged = merge(output[of_query], lse[:, of_query], found, of_found)
                 output[of_query], lse[:, of_query] = merged
         output, lse = add_sinks(output, lse, sinks)
         output = output.to(query.dtype)
@@ -106,12 +106,6 @@ def _around(here: Tensor, steps: Steps, group: Group) -> Iterator[tuple[Tensor, 
         yield here, steps[0 if step == 0 else 1 if step <= group.rank() else 2]
         if arriving is not None:
             here = arriving.wait()
-
-
-def _merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys of both results, [t, n, e] and [n, t]."""
-    share = torch.sigmoid(of_found - lse).T[..., None]
-    return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
 
 
 class _Passing:

@@ -28,8 +28,9 @@ from megatune.config.attention_kernel import PLAIN_BACKENDS, attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.context_ring import Boundaries, Group, attend_ring
 from megatune.engine.layers.attention.kernels import attend, equal_channels
-from megatune.engine.layers.attention.spans import documents, gathered, prefixes
-from megatune.engine.sequences import Sequences
+from megatune.engine.layers.attention.pictures import attend_with_pictures
+from megatune.engine.layers.attention.spans import documents, gathered, later_tokens, prefixes
+from megatune.engine.sequences import Runs, Sequences
 
 _SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -48,9 +49,14 @@ def attend_rows(
     backend: AttnBackend,
     window: int | None = None,
     sinks: Tensor | None = None,
+    pictures: Runs = (),
 ) -> Tensor:
-    """Attend causally inside each document, by the fastest kernel that the backend allows."""
+    """Attend causally inside each document, by the fastest kernel that the backend allows; the tokens of each of
+    `pictures` see all of it, too."""
     spans = documents(boundaries, window)
+    if (later := later_tokens(pictures, query.shape[1], len(query))) is not None:
+        assert sinks is None, "no family has both"
+        return attend_with_pictures(query, key, value, spans, later, scale, backend)
     if spans.is_one_square and backend.name not in PLAIN_BACKENDS and sinks is None:
         return _one_document(query, key, value, scale, backend)
     output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend, sinks)
@@ -101,6 +107,7 @@ def attend_all_to_all(
     group: Group,
     window: int | None = None,
     sinks: Tensor | None = None,
+    pictures: Runs = (),
 ) -> Tensor:
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
     exchanges; n is a multiple of cp."""
@@ -117,7 +124,7 @@ def attend_all_to_all(
     parts = rows.split([share[0, 0, 0].numel() for share in shares], -1)
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
     sinks = None if sinks is None else sinks.chunk(cp_size)[group.rank()]
-    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window, sinks)
+    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window, sinks, pictures)
     back = output.index_select(0, from_row).unflatten(0, (cp_size, -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
@@ -162,6 +169,7 @@ class CoreAttention(torch.nn.Module):
         self.window: int | None = config.windows[layer_number - 1]
         if self.window is not None and cp_comm_type == "p2p":
             cp_comm_type = "all_gather"
+        self.pictures_whole: bool = config.pictures_whole
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -178,6 +186,8 @@ class CoreAttention(torch.nn.Module):
         boundaries = packed_seq_params.boundaries
         options: dict[str, Any] = {} if self.window is None else {"window": self.window}
         options |= {} if self.softmax_offset is None else {"sinks": self.softmax_offset}
+        if self.pictures_whole and packed_seq_params.pictures:
+            options["pictures"] = packed_seq_params.pictures
         if self.cp_comm_type is None:
             return attend_rows(query, key, value, boundaries, scale, self.backend, **options).flatten(2)
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()

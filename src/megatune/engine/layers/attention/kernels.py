@@ -195,6 +195,12 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
     return _PLAIN if kernel == "plain" else _FLASH
 
 
+def merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention over the keys of both results, [t, n, e] and [n, t]."""
+    share = torch.sigmoid(of_found - lse).T[..., None]
+    return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
+
+
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Let queries see their head's sink, too, which has a score and no value: [t, n, e] and [n, t] with the scores of
     sinks [n] to the same. A kernel's backward pass with these two finds the gradients of query, key and value."""

@@ -155,3 +155,33 @@ def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
     if len(halves) == 1:
         return slice(*halves[0])
     return device.send(torch.cat([torch.arange(start, stop) for start, stop in halves]))
+
+
+class LaterTokens(NamedTuple):
+    """What tokens of pictures see behind them: places int64 [n] on the device, of queries and of keys, and how."""
+
+    queries: Tensor
+    keys: Tensor
+    spans: Spans
+
+
+@lru_cache(_REMEMBERED)
+def later_tokens(runs: tuple[tuple[int, int], ...], rows: int, length: int) -> LaterTokens | None:
+    """Return what the tokens of a picture see of those behind them in it, which causal attention leaves out.
+
+    In reverse order the tokens behind one are those before it: the last but one sees one key, the one before it two.
+
+    Args:
+        runs: of tokens that all see each other, begin and end in the flattened rows, [rows · length].
+
+    Returns:
+        Places of queries and keys in tokens [length · rows], where the rows' tokens at one place lie side by side;
+        None where no run has two tokens.
+    """
+    long = [(start, stop) for start, stop in runs if stop - start > 1]
+    if not long:
+        return None
+    edges = tuple(accumulate((stop - start - 1 for start, stop in long), initial=0))
+    queries = torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in long])
+    queries, keys = (each % length * rows + each // length for each in (queries, queries + 1))
+    return LaterTokens(device.send(queries), device.send(keys), Spans(edges, edges, causal=True))

@@ -6,13 +6,16 @@ width of the decoder. Patches come token by token, those of a token side by side
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
@@ -20,6 +23,7 @@ from megatune.architecture import Vision, VisionLayers
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
+from megatune.engine.layers.norm import wide_of
 from megatune.engine.layers.rotary import rotate
 
 
@@ -40,30 +44,65 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.vision, self.options = vision, options
         self.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else _call
-        size = vision.patch_size
-        self.patch_embed = PatchProjection(vision.in_channels, vision.hidden_size, size, size, bias=False)
-        self.pre_norm = _norm(vision.hidden_size, options)
+        size, width = vision.patch_size, vision.hidden_size
+        self.patch_embed = PatchProjection(vision.in_channels, width, size, size, bias=options.bias)
+        if options.num_positions:
+            # As files have it, and the class token's row first.
+            shape = (options.num_positions, width)
+            self.positions = nn.Parameter(torch.empty((1, *shape) if options.class_token else shape))
+        if options.class_token:
+            self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.pre_norm = _norm(width, options) if options.pre_norm else nn.Identity()
         self.layers = nn.ModuleList(EncoderLayer(vision, options) for _ in range(vision.depth))
-        self.projector = Projector(vision, options)
+        self.final_norm = _norm(width, options) if options.final_norm else nn.Identity()
+        self.projector = PROJECTORS[options.projector](vision, options)
 
     def forward(self, pixel_values: Tensor, *, grid_thw: Tensor, backend: AttnBackend) -> EncoderOutput:
-        """Encode pictures: [n, c], of grids int64 [pictures, 3] on the host."""
-        edges = (0, *grid_thw.prod(1).cumsum(0).tolist())
+        """Encode pictures: [n, c], of grids int64 [pictures, 3] on the host; tiles of an image are grids of their
+        own."""
+        grids = grid_thw[:, 1:].repeat_interleave(grid_thw[:, 0], 0).tolist()
+        sizes = [height * width for height, width in grids]
+        hidden_states = self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype))
+        places = torch.cat([patch_places(grid[0], grid[1], self.vision.spatial_merge_size) for grid in grids])
+        table = None if self.options.rotary_base is None else self._rotary_table(places, hidden_states.dtype)
+        if self.options.num_positions:
+            hidden_states = hidden_states + self._positions(places)
+        if self.options.class_token:
+            # All grids are alike where positions are in a table.
+            hidden_states = torch.cat(
+                (self._first().expand(len(sizes), 1, -1), hidden_states.unflatten(0, (len(sizes), -1))), 1
+            )
+            hidden_states, sizes = hidden_states.flatten(0, 1), [size + 1 for size in sizes]
+        edges = tuple(accumulate(sizes, initial=0))
         spans = Spans(edges, edges, causal=False)
-        hidden_states = self.pre_norm(self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype)))
-        table = self._rotary_table(grid_thw, hidden_states.dtype)
+        hidden_states = self.pre_norm(hidden_states)
         for layer in self.layers:
             hidden_states = self.run(layer, hidden_states, table, spans, backend)
+        hidden_states = self.final_norm(hidden_states)
+        if self.options.class_token:
+            hidden_states = hidden_states.unflatten(0, (len(sizes), -1))[:, 1:].flatten(0, 1)
         return EncoderOutput(self.projector(hidden_states))
 
-    def _rotary_table(self, grids: Tensor, dtype: torch.dtype) -> Tensor:
+    def _positions(self, places: Tensor) -> Tensor:
+        """Return the positions of patches by row and column, int64 [n, 2] on the host: [n, V]."""
+        first = int(self.options.class_token)
+        side = math.isqrt(self.options.num_positions - first)
+        numbers = device.send(places[:, 0] * side + places[:, 1] + first)
+        return self.positions.flatten(0, -2).index_select(0, numbers)
+
+    def _first(self) -> Tensor:
+        """Return the class token, at its position: [1, 1, V]."""
+        return self.class_token + self.positions[:, :1]
+
+    def _rotary_table(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """Return cosine and sine as `rotate` takes them, [2, n, 1, 1, channels of a head]: of a head's pairs of
         channels the even ones turn by the patch's row, the odd ones by its column, rows' first."""
+        assert self.options.rotary_base is not None
         channels = self.vision.hidden_size // self.vision.num_heads
         powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
         frequencies = 1.0 / self.options.rotary_base**powers
-        places = torch.cat([patch_places(h, w, self.vision.spatial_merge_size) for _, h, w in grids.tolist()]).float()
-        angles = torch.cat((places[:, :1] * frequencies[0::2], places[:, 1:] * frequencies[1::2]), 1)
+        rows, columns = places.float().split(1, 1)
+        angles = torch.cat((rows * frequencies[0::2], columns * frequencies[1::2]), 1)
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)))
         return device.send(table[:, :, None, None].to(dtype))
@@ -82,51 +121,61 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (_norm(vision.hidden_size, options) for _ in range(2))
-        self.attention, self.mlp = VisionAttention(vision), FeedForward(vision)
+        width = vision.hidden_size
+        self.norm1, self.norm2 = (_norm(width, options) for _ in range(2))
+        self.attention, self.mlp = VisionAttention(vision, options.bias), FeedForward(vision, options.bias)
+        self.scale1: nn.Parameter | None = None
+        self.scale2: nn.Parameter | None = None
+        if options.layer_scale:
+            self.scale1, self.scale2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
 
-    def forward(self, hidden_states: Tensor, table: Tensor, spans: Spans, backend: AttnBackend) -> Tensor:
+    def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
         """Compute [n, V] to the same."""
-        hidden_states = hidden_states + self.attention(self.norm1(hidden_states), table, spans, backend)
-        return hidden_states + self.mlp(self.norm2(hidden_states))
+        attended = self.attention(self.norm1(hidden_states), table, spans, backend)
+        hidden_states = hidden_states + (attended if self.scale1 is None else self.scale1 * attended)
+        fed = self.mlp(self.norm2(hidden_states))
+        return hidden_states + (fed if self.scale2 is None else self.scale2 * fed)  # type: ignore[no-any-return]
 
 
 class VisionAttention(nn.Module):
-    """Attention of the patches of a picture to each other, turned by their rows and columns."""
+    """Attention of the patches of a picture to each other, turned by their rows and columns where there is a table."""
 
-    def __init__(self, vision: Vision) -> None:
+    def __init__(self, vision: Vision, bias: bool) -> None:
         super().__init__()
         self.num_heads, width = vision.num_heads, vision.hidden_size
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=bias) for _ in range(4))
 
-    def forward(self, hidden_states: Tensor, table: Tensor, spans: Spans, backend: AttnBackend) -> Tensor:
+    def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
         """Attend within `spans`: [n, V] to the same."""
         query, key, value = (
             project(hidden_states).unflatten(1, (self.num_heads, -1))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (rotate(each[:, None], table)[:, 0] for each in (query, key))
+        if table is not None:
+            query, key = (rotate(each[:, None], table)[:, 0] for each in (query, key))
         context = attend(query, key, value, spans, query.shape[-1] ** -0.5, backend)
         return self.o_proj(context.flatten(1))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
-    """A gated feed-forward: SwiGLU, or with another activation."""
+    """Two matrices with an activation between, or a gated one: SwiGLU, or with another activation."""
 
-    def __init__(self, vision: Vision) -> None:
+    def __init__(self, vision: Vision, bias: bool) -> None:
         super().__init__()
         width, inner = vision.hidden_size, vision.intermediate_size
-        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=bias) if vision.gated else None
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
         self.activation = ACT2FN[vision.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Compute [n, V] to the same."""
-        gate = self.activation(self.gate_proj(hidden_states))
-        return self.down_proj(gate * self.up_proj(hidden_states))  # type: ignore[no-any-return]
+        up = self.up_proj(hidden_states)
+        inner = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(hidden_states)) * up
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
-class Projector(nn.Module):
+class MergingProjector(nn.Module):
     """Norm of patches, m² of them to one of the same width, and two linear layers to the decoder's width."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
@@ -144,6 +193,45 @@ class Projector(nn.Module):
         return self.linear_2(self.activation(self.linear_1(self.merging_layer(merged))))  # type: ignore[no-any-return]
 
 
+class AveragingProjector(nn.Module):
+    """The average of m² patches, a norm that multiplies by 1 + its weight, and a matrix to the decoder's width."""
+
+    def __init__(self, vision: Vision, options: VisionLayers) -> None:
+        super().__init__()
+        self.patches_of_token, self.epsilon = vision.spatial_merge_size**2, options.projector_norm_epsilon
+        self.norm = nn.Parameter(torch.empty(vision.hidden_size))
+        self.projection = nn.Parameter(torch.empty(vision.hidden_size, vision.out_hidden_size))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Project [n, V] to [n / m², h]."""
+        average = patches.unflatten(0, (-1, self.patches_of_token)).mean(1)
+        normalized = rms_norm(wide_of(average), self.norm.shape, 1 + wide_of(self.norm), self.epsilon)
+        return normalized.to(patches.dtype) @ self.projection
+
+
+class JoiningProjector(nn.Module):
+    """m² patches side by side, LayerNorm, and two linear layers to the decoder's width."""
+
+    def __init__(self, vision: Vision, options: VisionLayers) -> None:
+        super().__init__()
+        self.patches_of_token, merged, width = vision.spatial_merge_size**2, vision.merged_size, vision.out_hidden_size
+        self.norm = nn.LayerNorm(merged, options.projector_norm_epsilon)
+        self.linear_1, self.linear_2 = nn.Linear(merged, width), nn.Linear(width, width)
+        self.activation = ACT2FN["gelu"]
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Project [n, V] to [n / m², h]; patches of a token come row by row."""
+        joined = self.norm(patches.unflatten(0, (-1, self.patches_of_token)).flatten(1))
+        return self.linear_2(self.activation(self.linear_1(joined)))  # type: ignore[no-any-return]
+
+
+PROJECTORS: dict[str, Callable[[Vision, VisionLayers], nn.Module]] = {
+    "merging_layer": MergingProjector,
+    "average": AveragingProjector,
+    "side_by_side": JoiningProjector,
+}
+
+
 def patch_places(height: int, width: int, merge_size: int) -> Tensor:
     """Return row and column of each patch of an image, int64 [height · width, 2], in the order of patches."""
     m = merge_size
@@ -153,7 +241,7 @@ def patch_places(height: int, width: int, merge_size: int) -> Tensor:
 
 
 def _norm(width: int, options: VisionLayers) -> nn.Module:
-    return nn.RMSNorm(width, options.norm_epsilon)
+    return (nn.LayerNorm if options.layer_norm else nn.RMSNorm)(width, options.norm_epsilon)
 
 
 def _call(layer: nn.Module, *arguments: object) -> Tensor:

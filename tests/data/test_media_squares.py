@@ -1,0 +1,109 @@
+"""Images of one size: the pixels of Transformers' processors of Gemma 3 and InternVL, and the tokens of Gemma 3's."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_media import encoded, picture
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.groups.run import RunSettings
+from megatune.config.settings import Settings
+from megatune.data.conversation import Conversation, Message, RowPicture
+from megatune.data.encode import Encoded, load_tokenizer, make_encoder
+from megatune.data.media.arguments import picture_arguments
+from megatune.data.media.load import load_processor
+from megatune.data.media.sources import PictureSource
+from megatune.data.vision import load_vision_input
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
+
+PROCESSORS = {"gemma3": Gemma3ImageProcessorPil, "internvl": GotOcr2ImageProcessorPil}
+# LLaMA-Factory resizes nothing of this size first.
+SETTINGS = {"image_min_pixels": 1, "image_max_pixels": 10**6}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(family, folder / family, num_layers=1) for family in PROCESSORS}
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+@pytest.mark.parametrize("size", [(97, 61), (224, 224), (300, 500)])
+def test_an_image_is_that_of_transformers(folders: dict[str, Path], family: str, size: tuple[int, int]) -> None:
+    vision = load_architecture(folders[family]).vision
+    assert vision is not None
+    made = load_processor(folders[family], vision, DataSettings(**SETTINGS))
+    content = encoded(picture(*size), "PNG")
+    source = PictureSource("image", data=content)
+    measured = made.measure(source)
+    (run,) = made.runs(measured)
+    given = [("image", measured.grid, None, made.pixels(source, measured))]
+    found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    asked: Any = PROCESSORS[family].from_pretrained(folders[family])
+    expected = asked([Image.open(io.BytesIO(content)).convert("RGB")], return_tensors="np")["pixel_values"]
+    assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected))
+    assert run == 16
+
+
+@pytest.mark.parametrize("template", ["gemma3", None])
+def test_tokens_are_those_of_gemma3s_processor(folders: dict[str, Path], tmp_path: Path, template: str | None) -> None:
+    """Line breaks around an image become one token with those of the template, which trims a message."""
+    picture(60, 40).save(tmp_path / "a.png")
+    folder = folders["gemma3"]
+    asked = ["<image>What is\nthis? <image>", "<image>"]
+    messages = [
+        Message("user", asked[0]),
+        Message("assistant", "It."),
+        Message("user", asked[1]),
+        Message("assistant", "So."),
+    ]
+    conversation = Conversation(
+        tuple(messages), system="Be brief.", pictures=(RowPicture("image", str(tmp_path / "a.png")),) * 3
+    )
+    tokenizer = load_tokenizer(folder)
+    data = DataSettings(template=template, **SETTINGS)
+    encoder = make_encoder(
+        Settings(run=RunSettings(), data=data), tokenizer, load_vision_input(folder, tokenizer, data)
+    )
+    (found,) = encoder.encode([conversation])
+    assert isinstance(found, Encoded)
+    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    named: Any = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
+    processor = Gemma3Processor(Gemma3ImageProcessorPil.from_pretrained(folder), named, image_seq_length=16)
+    chat = [{"role": "system", "content": "Be brief."}]
+    chat += [{"role": each.role, "content": each.content.replace("<image>", "<start_of_image>")} for each in messages]
+    text = named.apply_chat_template(chat, tokenize=False)
+    images = [Image.open(tmp_path / "a.png")] * 3
+    expected = processor(images=images, text=text, add_special_tokens=False)["input_ids"]
+    assert found.documents[0].input_ids.tolist() == list(expected[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"size": {"height": 112, "width": 224}}, "the model images of 224 pixels a side"),
+        ({"do_pan_and_scan": True}, "crops are not supported"),
+        ({"do_resize": False}, "do_resize = False; only True is supported"),
+    ],
+)
+def test_what_is_not_built_is_refused(folders: dict[str, Path], tmp_path: Path, changes: Any, what: str) -> None:
+    vision = load_architecture(folders["gemma3"]).vision
+    assert vision is not None
+    said = json.loads((folders["gemma3"] / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(MegatuneError, match=what) as caught:
+        load_processor(tmp_path, vision, DataSettings())
+    assert caught.value.exit_code == ExitCode.INPUT
