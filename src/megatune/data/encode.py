@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Example, PreferencePair
+from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
-from megatune.data.templates import Template, Thinking, Turn, load_template
+from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
 from megatune.data.templates.swift import SwiftRules
 from megatune.data.templates.swift_table import swift_template
 from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
@@ -104,7 +104,7 @@ class Encoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
-        written = [self._written(example) for example in examples]
+        written = self._written(examples)
         turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [
             self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
@@ -119,23 +119,37 @@ class Encoder:
             for plan in plans
         ]
 
-    def _written(self, example: Example) -> list[_Written] | RowError:
-        """Render a text, a conversation, or both conversations of a pair."""
-        if isinstance(example, str):
-            return [_Written([Turn((), (example,))])]
-        assert self.template is not None
-        is_pair = isinstance(example, PreferencePair)
+    def _written(self, examples: Sequence[Example]) -> list[list[_Written] | RowError]:
+        """Render texts, conversations, or both conversations of each pair; of what cannot be rendered return why."""
+        placed = [self._placed(example) for example in examples]
+        is_pair = any(isinstance(example, PreferencePair) for example in examples)
         drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
+        conversations = [each for one in placed if isinstance(one, list) for each, _ in one]
+        rendered = iter(() if self.template is None else render_all(self.template, conversations, thinking))
+        written: list[list[_Written] | RowError] = []
+        for one, example in zip(placed, examples, strict=True):
+            if isinstance(example, str):
+                written.append([_Written([Turn((), (example,))])])
+            elif isinstance(one, RowError):
+                written.append(one)
+            else:
+                turns = [next(rendered) for _ in one]
+                error = next((each for each in turns if isinstance(each, RowError)), None)
+                made = [_Written(each, pictures) for each, (_, pictures) in zip(turns, one, strict=True)]  # type: ignore[arg-type]
+                written.append(made if error is None else error)
+        return written
+
+    def _placed(self, example: Example) -> list[tuple[Conversation, tuple[Placed, ...]]] | RowError:
+        """Return the conversations of an example with text in place of their tags; of a text none."""
+        if isinstance(example, str):
+            return []
+        both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
         known: KnownPictures = {}
-        written = []
         try:
-            for each in (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,):
-                placed, pictures = (each, ()) if self.vision is None else self.vision.place(each, known)
-                written.append(_Written(self.template.render(placed, thinking), pictures))
+            return [(each, ()) if self.vision is None else self.vision.place(each, known) for each in both]
         except RowError as error:
             return error
-        return written
 
     def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnStretches]]:
         """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
