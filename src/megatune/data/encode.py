@@ -214,14 +214,13 @@ class Encoder:
 
     _words: ClassVar[Words | None] = None
 
-    def use_words(self) -> bool:
-        """Look the tokens of words up from here on, where that gives the tokenizer's own; tell whether it does.
+    def use_words(self) -> None:
+        """Look the tokens of words up from here on, where that gives the tokenizer's own.
 
         It takes a quarter of a second to find out, which few rows do not earn.
         """
         if self._words is None and self._backend is not None and not self.whole_text:
             self.__dict__["_words"] = words_of(self._backend)
-        return self._words is not None
 
     @cached_property
     def _backend(self) -> Any:
