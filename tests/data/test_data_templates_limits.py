@@ -16,7 +16,8 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates import Thinking, load_template, rendering
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.rendering import RenderLimitError, render, render_marked, template_errors
+from megatune.data.templates.rendering import limited, render
+from megatune.data.templates.sandbox import RenderLimitError, render_marked, template_errors
 from megatune.errors import ExitCode, MegatuneError
 
 CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
@@ -35,7 +36,6 @@ LARGE = {
     "times a list": "{{ (100000000000 * [messages])|length }}",
     "power": "{{ 10 ** 1000000000 }}",
     "square": DOUBLED.replace("'a'", "10").replace("VALUE", "ns.x * ns.x"),
-    "rest": "{{ ('F' * 30000000)|int(0, 16) % 7 }}",
     "joined": DOUBLED.replace("VALUE", "ns.x ~ ns.x"),
     "added": DOUBLED.replace("VALUE", "ns.x + '' + ns.x"),
     "handed on": "{% macro f(x) %}{{ f(x + '' + x) }}{% endmacro %}{{ f('a') }}",
@@ -78,23 +78,28 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("source", LONG.values(), ids=LONG)
-def test_rendering_ends_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ENDED = r"more than 0\.25 seconds to render|more memory to render than|at most 1,048,576 are read"
+
+
+@pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values()], ids=[*LONG, *LARGE])
+def test_rendering_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
-    with pytest.raises(RenderLimitError, match=r"more than 0\.25 seconds to render"):
+    with pytest.raises(RenderLimitError, match=ENDED):
         render(source, CHAT)
     assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"  # nothing is raised in what comes after
 
 
-@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
-def test_rendering_makes_nothing_large(source: str) -> None:
-    with pytest.raises(RenderLimitError, match=r"of more than 67,108,864 characters|at most 1,048,576 are read"):
+@pytest.mark.parametrize("source", UNSAFE.values(), ids=UNSAFE)
+def test_the_sandbox_holds(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
+    with pytest.raises(template_errors()):
         render(source, CHAT)
 
 
-@pytest.mark.parametrize("source", UNSAFE.values(), ids=UNSAFE)
-def test_the_sandbox_holds(source: str) -> None:
-    with pytest.raises(template_errors()):
+def test_a_large_text_is_refused() -> None:
+    assert render("{{ ('F' * 30000000)|int(0, 16) % 7 }}", CHAT) == "0"  # a large number is none
+    source = "{% set x = 'a' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}"
+    with pytest.raises(RenderLimitError, match="more than 67,108,864 characters"):
         render(source, CHAT)
 
 
@@ -118,12 +123,12 @@ def test_each_thread_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_do_not_share_what_is_marked() -> None:
     """Rows are rendered in two threads; answers that the template marks are each conversation's own."""
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ pause() }}{% endfor %}"
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
     found: dict[int, tuple[str, list[tuple[int, int]]]] = {}
 
     def rendered(size: int) -> None:
-        chat = [{"role": "assistant", "content": "x" * size}] * 5
-        found[size] = render_marked(source, chat, pause=lambda: time.sleep(0.01) or "|")
+        chat = [{"role": "assistant", "content": "x" * size}] * 5000
+        found[size] = limited(render_marked, source, chat)
 
     threads = [threading.Thread(target=rendered, args=(size,)) for size in (1, 2, 3)]
     for thread in threads:
@@ -132,7 +137,7 @@ def test_threads_do_not_share_what_is_marked() -> None:
         thread.join()
     for size in (1, 2, 3):
         text, spans = found[size]
-        assert [text[start:stop] for start, stop in spans] == ["x" * size] * 5
+        assert [text[start:stop] for start, stop in spans] == ["x" * size] * 5000
 
 
 def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +150,9 @@ def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(template, ChatTemplate)
     with pytest.raises(RowError) as refused:
         template.render(Conversation((Message("user", "bomb"), Message("assistant", "2"))), Thinking())
+    bomb, fine = (Conversation((Message("user", text), Message("assistant", "2"))) for text in ("bomb", "1 + 1"))
+    written = template.render_all([fine, bomb, fine], Thinking())
+    assert [isinstance(each, RowError) for each in written] == [False, True, False]
     assert refused.value.code == "template-limit"
     assert "more than 0.25 seconds" in refused.value.detail
     for source in (
@@ -183,6 +191,6 @@ def test_what_is_written_is_what_transformers_writes(name: str) -> None:
                 render(source, chat, tools, **given)
             continue
         assert render(source, chat, tools, **given) == text
-        assert render_marked(source, chat, tools, **given) == (text, spans[0] if spans else [])
+        assert limited(render_marked, source, chat, tools, **given) == (text, spans[0] if spans else [])
         written += 1
     assert written

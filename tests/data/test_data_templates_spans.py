@@ -96,15 +96,16 @@ def test_renderings_do_not_grow_with_the_turns(name: str, thought: str, monkeypa
     """A long conversation is rendered twice, and once more to see whether its thoughts are left out."""
     sizes: list[int] = []
 
-    def counted(source: str, chat: module.Chat, *args: object, **given: object) -> str:
+    def counted(source: str, chat: module.Chat, *args: object, **given: object) -> tuple[str, list[tuple[int, int]]]:
         sizes.append(len(chat))
-        return render(source, chat, *args, **given)  # type: ignore[arg-type]
+        return render_marked(source, chat, *args, **given)  # type: ignore[arg-type]
 
-    render = module.render
-    monkeypatch.setattr(module, "render", counted)
+    render_marked = module.render_marked
+    monkeypatch.setattr(module, "render_marked", counted)
     template = template_of(name)
     conversation = agent(100, thought) if name != "chatml" else Conversation(agent(0).messages * 100)
-    assert isinstance(found(template, conversation, Thinking()), list)
+    (turns,) = template._writer.turns_of_all([conversation], Thinking())  # in this process
+    assert isinstance(turns, list)
     assert sum(size > 10 for size in sizes) <= 3
     assert len(sizes) <= 16
 

@@ -1,62 +1,16 @@
-"""Characters that tokenizers read alike whatever stands beside them, their classes, and strings to try them with."""
+"""Characters that tokenizers read alike whatever stands beside them, and strings to try them with."""
 
 from __future__ import annotations
 
 import random
-import re
 import sys
 import unicodedata
 from collections.abc import Sequence
 from functools import cache
 
-# Blocks whose characters are known, with their classes, to every library: letters, signs, CJK, Hangul, emoji.
+# Blocks whose characters have the same classes in every library: letters, signs, CJK, Hangul, emoji.
 _BLOCKS = ((0x0, 0x1100), (0x1200, 0xA000), (0xA000, 0xD7A4), (0xF900, 0xFFF0), (0x1F000, 0x1FB00))
-_CLASS = re.compile(r"\\([pP])\{(\^?\w+)\}|\\([sS])")
-# Outside of classes: what both libraries of expressions read alike, and no groups, which findall would return.
-_READ_ALIKE = re.compile(r"[^.^$(}]|\(\?(?:i?:|[=!])|\}(?!\+)")
-_ESCAPED_LETTER = re.compile(r"\\[A-Za-z0-9](?<![fnrtv])")
 NUM_PROBES = 800
-
-
-def written_out(expression: str) -> str:
-    r"""Write out \p{...}, \P{...}, \s and \S by the characters that the tokenizers library means.
-
-    Raises:
-        ValueError: one stands where it cannot be written out.
-    """
-    written, position, is_in_class = "", 0, False
-    while position < len(expression):
-        match = _CLASS.match(expression, position)
-        if match is not None:
-            is_without = match[1] == "P" or match[3] == "S"
-            name = rf"\p{{{match[2]}}}" if match[2] else r"\s"
-            if (is_without and is_in_class) or "^" in name:
-                raise ValueError(f"a class within a class: {expression}")
-            members = ranges(_members(name))
-            outside = f"[{'^' * is_without}{members}]" if members else r"[\s\S]" if is_without else "(?!)"
-            written += members if is_in_class else outside
-            position = match.end()
-            continue
-        size = 2 if expression[position] == "\\" else 1
-        here = expression[position : position + size]
-        if here in "[]":
-            if (here == "[") == is_in_class:
-                raise ValueError(f"a class within a class: {expression}")
-            is_in_class = not is_in_class
-        elif (not _READ_ALIKE.match(expression, position) and not is_in_class) or _ESCAPED_LETTER.match(here):
-            raise ValueError(f"{here} in {expression}")
-        written += here
-        position += size
-    return written
-
-
-@cache
-def _members(name: str) -> str:
-    """Return the characters of a class, as the tokenizers library's expressions have it."""
-    from tokenizers import Regex, pre_tokenizers
-
-    found = pre_tokenizers.Split(Regex(name), "removed", invert=True).pre_tokenize_str(plain_characters())
-    return "".join(part for part, _ in found)
 
 
 @cache
@@ -68,6 +22,8 @@ def plain_characters() -> str:
 
 def _is_plain(character: str) -> bool:
     category = unicodedata.category(character)
+    if character == "\u0295":  # a small letter, or none, by the version of Unicode
+        return False
     # Unassigned ones another version of Unicode may know; marks compose with what they follow.
     if category[0] == "M" or category in ("Cn", "Co", "Cs") or unicodedata.combining(character):
         return False

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Example, PreferencePair
+from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
-from megatune.data.templates import Template, Thinking, Turn, load_template
+from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
 from megatune.data.templates.swift import SwiftRules
 from megatune.data.templates.swift_table import swift_template
 from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
@@ -104,7 +104,7 @@ class Encoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
-        written = [self._written(example) for example in examples]
+        written = self._written(examples)
         turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [
             self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
@@ -119,26 +119,43 @@ class Encoder:
             for plan in plans
         ]
 
-    def _written(self, example: Example) -> list[_Written] | RowError:
-        """Render a text, a conversation, or both conversations of a pair."""
-        if isinstance(example, str):
-            return [_Written([Turn((), (example,))])]
-        assert self.template is not None
-        is_pair = isinstance(example, PreferencePair)
+    def _written(self, examples: Sequence[Example]) -> list[list[_Written] | RowError]:
+        """Render texts, conversations, or both conversations of each pair; of what cannot be rendered return why."""
+        placed = [self._placed(example) for example in examples]
+        is_pair = any(isinstance(example, PreferencePair) for example in examples)
         drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
+        conversations = [each for one in placed if isinstance(one, list) for each, _ in one]
+        rendered = iter(() if self.template is None else render_all(self.template, conversations, thinking))
+        written: list[list[_Written] | RowError] = []
+        for one, example in zip(placed, examples, strict=True):
+            if isinstance(example, str):
+                written.append([_Written([Turn((), (example,))])])
+            elif isinstance(one, RowError):
+                written.append(one)
+            else:
+                made = [self._spaced(next(rendered), pictures) for _, pictures in one]
+                error = next((each for each in made if isinstance(each, RowError)), None)
+                written.append([each for each in made if isinstance(each, _Written)] if error is None else error)
+        return written
+
+    def _spaced(self, turns: list[Turn] | RowError, pictures: tuple[Placed, ...]) -> _Written | RowError:
+        if isinstance(turns, RowError):
+            return turns
+        if self.vision is not None and pictures:
+            turns = [self.vision.spaced(turn) for turn in turns]
+        return _Written(turns, pictures)
+
+    def _placed(self, example: Example) -> list[tuple[Conversation, tuple[Placed, ...]]] | RowError:
+        """Return the conversations of an example with text in place of their tags; of a text none."""
+        if isinstance(example, str):
+            return []
+        both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
         known: KnownPictures = {}
-        written = []
         try:
-            for each in (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,):
-                placed, pictures = (each, ()) if self.vision is None else self.vision.place(each, known)
-                turns = self.template.render(placed, thinking)
-                if self.vision is not None and pictures:
-                    turns = [self.vision.spaced(turn) for turn in turns]
-                written.append(_Written(turns, pictures))
+            return [(each, ()) if self.vision is None else self.vision.place(each, known) for each in both]
         except RowError as error:
             return error
-        return written
 
     def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnStretches]]:
         """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
@@ -203,14 +220,13 @@ class Encoder:
 
     _words: ClassVar[Words | None] = None
 
-    def use_words(self) -> bool:
-        """Look the tokens of words up from here on, where that gives the tokenizer's own; tell whether it does.
+    def use_words(self) -> None:
+        """Look the tokens of words up from here on, where that gives the tokenizer's own.
 
         It takes a quarter of a second to find out, which few rows do not earn.
         """
         if self._words is None and self._backend is not None and not self.whole_text:
             self.__dict__["_words"] = words_of(self._backend)
-        return self._words is not None
 
     @cached_property
     def _backend(self) -> Any:

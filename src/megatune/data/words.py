@@ -2,9 +2,8 @@
 
 Such a tokenizer cuts a text at its added tokens, then into words by a regular expression, and merges the bytes of each
 word by itself. Text repeats its words, so their tokens are looked up; a word that is new is merged by the model's own
-code. The expression is the tokenizer's, with its classes of characters written out as its own library has them, and
-only for characters that its normalizer leaves alone. A text with any other, such as a combining mark, is for the
-tokenizer itself.
+code. The expression is the tokenizer's, read by the library `regex`, and only for characters that its normalizer leaves
+alone. A text with any other, such as a combining mark, is for the tokenizer itself.
 
 What makes texts equal is read off the tokenizer and then tried: on mixed strings when it is made, and on the first
 texts of the data. One that differs anywhere is not used.
@@ -19,7 +18,9 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from megatune.data.characters import plain_characters, probes, ranges, written_out
+import regex
+
+from megatune.data.characters import plain_characters, probes, ranges
 
 LONGEST_WORD = 32  # characters; longer ones, such as lines of Chinese, hardly come again
 MOST_WORDS = 2**18  # about 60 MiB in each process
@@ -27,6 +28,13 @@ CHECKED_TEXTS = 512  # of the data, held against the tokenizer's own
 
 # The words of tokenizers that name no expression, as the library writes it for them.
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# What is read alike by `regex` and the tokenizers library: sets without sets in them, escapes, and groups that are not
+# returned. Anything else of these characters, such as a $, is not.
+_READ_ALIKE = re.compile(
+    r"\[\^?(?:\\[pP]\{\w+\}|\\[sfnrtv]|\\[^\w]|[^\\\[\]&]|&(?!&))*\]|\\[pP]\{\w+\}|\\[sSfnrtv]|\\[^\w]|\(\?(?:i?:|[=!])"
+)
+_READ_OTHERWISE = re.compile(r"[.^$(\[\\]|\}\+")
 
 
 class Words:
@@ -40,7 +48,9 @@ class Words:
     def __init__(self, backend: Any, expressions: Sequence[str]) -> None:
         added = sorted((token.content for token in backend.get_added_tokens_decoder().values()), key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
-        *self._cuts, self._words = (re.compile(f"({written_out(each)})") for each in expressions)
+        if any(_READ_OTHERWISE.search(_READ_ALIKE.sub("", each)) for each in expressions):
+            raise ValueError(f"may be read otherwise: {expressions}")
+        *self._cuts, self._words = (regex.compile(f"({each})") for each in expressions)
         self._other = re.compile(f"[^{ranges(plain_characters())}]")
         self._tokens = _Tokens(backend)
         self._backend, self._expressions = backend, tuple(expressions)
@@ -114,7 +124,7 @@ def words_of(backend: Any) -> Words | None:
         return None
     try:
         words = Words(backend, expressions)
-    except (re.error, ValueError, OverflowError):
+    except (regex.error, ValueError):
         return None
     plain = plain_characters()
     if backend.normalizer is not None and backend.normalizer.normalize_str(plain) != plain:

@@ -8,7 +8,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,7 @@ CHUNK_ROWS = 256
 CHUNK_BYTES = 2**24  # of pictures that rows hold
 MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
-CHUNKS_AT_ONCE = 2  # in one process
-CHUNKS_AHEAD = 3  # for each other process, so that none waits
-MOST_CHUNKS = 64  # for each process, so that memory stays bounded with texts; with pictures MOST_BYTES bounds it
+CHUNKS_AHEAD = 3  # for each process, so that none waits
 
 # What encoding starts from: an example, or the fields of a row that is read first.
 Item = Example | Mapping[str, Any]
@@ -78,8 +76,7 @@ def encode_all(
     reader: RowReader | None = None,
     series: Series | None = None,
 ) -> Generator[Result, None, None]:
-    """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, of which this is
-    one.
+    """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
 
     Args:
         reader: of samples whose example is not read; it gives them their facts, and the example where this process
@@ -101,17 +98,16 @@ def encode_all(
     try:
         first = list(islice(chunks, 1))
         chunks = chain(first, chunks)
-        looks_up = bool(first) and len(first[0].samples) == CHUNK_ROWS and encoder.use_words()
+        if first and len(first[0].samples) == CHUNK_ROWS:
+            encoder.use_words()
         if num_workers > 1:
             yield from _encode_in_processes(work, chunks, num_workers, series)
         elif series is not None:
             ahead = CHUNKS_AHEAD * series.exchange.machines.total
             yield from _in_order(work, chunks, ahead, _shared(series, partial(_encode_now, work)))
-        elif looks_up:
+        else:
             for chunk in chunks:
                 yield from _merged(chunk, work.encode_samples(chunk), reader)
-        else:
-            yield from _encode_in_threads(work, chunks)
     finally:
         if frozen_here:
             gc.unfreeze()
@@ -205,35 +201,23 @@ def _num_bytes(value: object) -> int:
     return len(value) if isinstance(value, bytes | str) else 0
 
 
-def _encode_in_threads(work: _Work, chunks: Iterator[_Chunk]) -> Iterator[Result]:
-    """Render one chunk while another is tokenised: tokenising takes most of the time, without Python's lock."""
-    pool = ThreadPoolExecutor(CHUNKS_AT_ONCE)
-    try:
-        yield from _in_order(work, chunks, CHUNKS_AT_ONCE + 1, lambda chunk: pool.submit(work.encode_samples, chunk))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _encode_in_processes(
     work: _Work, chunks: Iterator[_Chunk], num_workers: int, series: Series | None
 ) -> Iterator[Result]:
     # Processes are spawned: forking one that has used a GPU, threads or a tokenizer can deadlock.
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers - 1, context, initializer=_start_worker, initargs=(work, os.getpid()))
-    ahead, most = (num_workers - 1) * CHUNKS_AHEAD, num_workers * MOST_CHUNKS
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
+    ahead = num_workers * CHUNKS_AHEAD
 
     def submit(chunk: _Chunk) -> Future[_Compact]:
         return pool.submit(_encode_chunk, _items(chunk))
 
-    here = partial(_encode_now, work)
     try:
         if series is None:
-            yield from _in_order(work, chunks, ahead, submit, here=here, most=most)
+            yield from _in_order(work, chunks, ahead, submit)
         else:
-            count = series.exchange.machines.total
-            shared = _shared(series, submit), _shared(series, here)
-            yield from _in_order(work, chunks, ahead * count, shared[0], here=shared[1], most=most * count)
+            yield from _in_order(work, chunks, ahead * series.exchange.machines.total, _shared(series, submit))
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -286,8 +270,6 @@ def _outcomes(work: _Work, chunk: _Chunk, encoded: _Encoded) -> list[Outcome]:
     found = encoded.result(CHUNK_TIMEOUT)
     if found is None:
         return work.encode_samples(chunk)
-    if isinstance(found, list):
-        return found
     tokens, labels, sizes, pictures, results, facts = found
     spans = zip(pairwise(accumulate(sizes, initial=0)), pictures, strict=True)
     documents = (Document(tokens[start:stop], labels[start:stop], found) for (start, stop), found in spans)
@@ -298,32 +280,21 @@ def _outcomes(work: _Work, chunk: _Chunk, encoded: _Encoded) -> list[Outcome]:
     return list(zip(made, facts, repeat(None), strict=False))
 
 
-def _in_order(
-    work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit, *, here: Submit | None = None, most: int = 0
-) -> Iterator[Result]:
+def _in_order(work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit) -> Iterator[Result]:
     """Yield the results of all samples, in one order.
 
     Args:
-        ahead: chunks that are submitted and not done.
-        here: encodes a chunk in this process, while the next one to yield is not done.
-        most: chunks that are kept, those done here included.
+        ahead: chunks that are submitted and not taken.
     """
     pending: deque[tuple[_Chunk, _Encoded]] = deque()
     held = 0  # bytes of pictures
     while True:
-        missing = ahead - sum(not each.done() for _, each in pending)
-        while missing > 0 and held < MOST_BYTES and (chunk := next(chunks, None)) is not None:
+        while len(pending) < ahead and held < MOST_BYTES and (chunk := next(chunks, None)) is not None:
             pending.append((chunk, submit(chunk)))
-            missing, held = missing - 1, held + chunk.size
+            held += chunk.size
         if not pending:
             return
-        chunk, first = pending[0]
-        more = here is not None and not first.done() and len(pending) < most and held < MOST_BYTES
-        if here is not None and more and (own := next(chunks, None)) is not None:
-            pending.append((own, here(own)))
-            held += own.size
-            continue
+        chunk, first = pending.popleft()
         outcomes = _outcomes(work, chunk, first)
-        pending.popleft()
         held -= chunk.size
         yield from _merged(chunk, outcomes, work.reader)

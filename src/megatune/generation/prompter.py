@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatune.data.media.processor import spaced
-from megatune.data.templates.rendering import render, template_errors
+from megatune.data.templates.rendering import render
+from megatune.data.templates.sandbox import template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.options import GenerationOptions
 from megatune.generation.pictures import Picture, PromptPictures, check_placeholders

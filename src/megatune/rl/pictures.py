@@ -123,10 +123,14 @@ def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
     Raises:
         MegatuneError: SETTINGS, everything at once.
     """
+    problems = [*problems]
     domains = {each.domain for each in problems if each.shown is not None}
     if not domains:
         return
     findings = []
+    if any(each.shown is not None and each.shown.vision.vision.whole for each in problems):
+        why = "the built-in engine computes causal attention, and in this model the tokens of an image see each other"
+        findings.append(Finding("prompts have images", why=why, fix="remove the images, or take another model"))
     if settings.actor_infer.engine != "builtin":
         what = f"actor_infer has strategy_name {settings.actor_infer.engine}, and prompts have images"
         fix = "write actor_infer.strategy_args.strategy_name: builtin"

@@ -18,6 +18,7 @@ from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
 from megatune.data.formats.pictures import Inline
+from megatune.data.media.processor import spaced
 from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
 from megatune.data.vision import Placed, VisionInput
@@ -236,6 +237,8 @@ class _Reader:
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
         messages, text, placed = self._asked(row)
+        if placed and self._vision is not None:
+            text = spaced(text, self._vision.vision.text)
         named = row.get(self._data.id)
         number = raw.where if named is None else str(named)
         return Problem(number, tag, domain, messages, _NO_TOKENS, row, text), placed

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Conversation
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NamedTemplate, is_template_file, read_template
-from megatune.data.templates.rendering import template_errors
+from megatune.data.templates.sandbox import template_errors
 from megatune.data.templates.swift_table import named_swift_template
 from megatune.data.templates.table import NAMED_TEMPLATES
 from megatune.data.templates.tools import tool_format as tool_format_of
@@ -28,6 +29,7 @@ __all__ = [
     "Turn",
     "check_template",
     "load_template",
+    "render_all",
     "stop_note",
     "template_names",
     "template_source",
@@ -74,6 +76,21 @@ def load_template(
         template = replace(template, default_system=default_system)
     check_tokens(template, tokenizer, "end `assistant` with {eos} or with one special token of the tokenizer")
     return template
+
+
+def render_all(
+    template: Template, conversations: Sequence[Conversation], thinking: Thinking
+) -> list[list[Turn] | RowError]:
+    """Write conversations with a template; of one that cannot be written return why."""
+    if isinstance(template, ChatTemplate):  # at once: another process renders them
+        return template.render_all(conversations, thinking)
+    written: list[list[Turn] | RowError] = []
+    for conversation in conversations:
+        try:
+            written.append(template.render(conversation, thinking))
+        except RowError as error:
+            written.append(error)
+    return written
 
 
 def template_source(name: str | None) -> str:

@@ -12,13 +12,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, render_marked, template_errors
+from megatune.data.templates.rendering import beyond_limits, limited
+from megatune.data.templates.sandbox import RenderLimitError, render_marked, template_errors
 from megatune.data.templates.spans import spans_at_once
 from megatune.data.templates.tool_texts import call_id
 from megatune.data.templates.tools import LLAMA3_DATE, tool_schema
@@ -69,7 +70,7 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """The tokenizer's own chat template.
+    """The tokenizer's own chat template; picklable.
 
     Args:
         tokenizer: has a chat template.
@@ -81,9 +82,7 @@ class ChatTemplate:
     is_apart = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
-        self._tokenizer, self._default_system = tokenizer, default_system
-        self._special_tokens = dict(tokenizer.special_tokens_map)
-        self._call_forms: dict[str, CallForm | None] = {}
+        self._writer = _Writer(tokenizer.chat_template, dict(tokenizer.special_tokens_map), default_system)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`.
@@ -91,27 +90,20 @@ class ChatTemplate:
         What the template writes after the last message belongs to the last answer; where answers are marked, it is
         left out.
         """
-        system = conversation.system or self._default_system
-        tools = [tool_schema(tool) for tool in conversation.tools] or None
+        (turns,) = self.render_all([conversation], thinking)
+        if isinstance(turns, RowError):
+            raise turns
+        return turns
+
+    def render_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
+        """Write conversations at once; of one that cannot be written return why."""
+        conversations = [replace(each, pictures=()) if each.pictures else each for each in conversations]
         try:
-            source: str = self._tokenizer.get_chat_template(tools=tools)
-            if tools and "tools" not in source:
-                raise RowError("no-tools-in-template", "the chat template has no place for tools")
-            chat = as_dicts(conversation.messages, system, self._call_form(source, conversation, tools))
-            if thinking.enable is False:
-                chat = _without_thoughts(chat)
-            rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
-            text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
+            return limited(self._writer.turns_of_all, conversations, thinking)
         except RenderLimitError as error:
-            raise beyond_limits(error) from error
-        except template_errors() as error:
-            raise RowError("refused-by-template", "the chat template refuses the conversation", str(error)) from error
-        trained = [message.trained for message in conversation.messages if message.role == "assistant"]
-        ends = [0, *(stop for _, stop in spans)]
-        return [
-            Turn((text[end:start],), (text[start:stop],), is_trained)
-            for end, (start, stop), is_trained in zip(ends, spans, trained, strict=False)
-        ]
+            if len(conversations) == 1:
+                return [beyond_limits(error)]
+        return [turns for each in conversations for turns in self.render_all([each], thinking)]
 
     def chat_of(self, conversation: Conversation) -> Chat:
         """Return the messages of a conversation as this template takes them, calls of tools in the form that it writes.
@@ -119,32 +111,83 @@ class ChatTemplate:
         Raises:
             RowError: it leaves calls out.
         """
-        tools = [tool_schema(tool) for tool in conversation.tools] or None
-        source: str = self._tokenizer.get_chat_template(tools=tools)
-        form = self._call_form(source, conversation, tools)
-        return as_dicts(conversation.messages, conversation.system or self._default_system, form)
+        return limited(self._writer.chat_of, conversation)
 
     def unasked(self) -> str:
         """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
-        source: str = self._tokenizer.get_chat_template()
+        return limited(self._writer.unasked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """What `ChatTemplate` does within limits."""
+
+    templates: Any  # a text, or several by their names
+    special_tokens: dict[str, Any]
+    default_system: str
+    call_forms: dict[str, CallForm | None] = field(default_factory=dict)  # by template
+
+    def turns_of_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
+        return [self._turns_or_why_not(each, thinking) for each in conversations]
+
+    def _turns_or_why_not(self, conversation: Conversation, thinking: Thinking) -> list[Turn] | RowError:
+        try:
+            return self._turns(conversation, thinking)
+        except RowError as error:
+            return error
+        except RenderLimitError as error:
+            return beyond_limits(error)
+        except template_errors() as error:
+            return RowError("refused-by-template", "the chat template refuses the conversation", str(error))
+
+    def _turns(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
+        tools, source = self._tools_and_source(conversation)
+        if tools and "tools" not in source:
+            raise RowError("no-tools-in-template", "the chat template has no place for tools")
+        chat = self.chat_of(conversation)
+        if thinking.enable is False:
+            chat = _without_thoughts(chat)
+        rendering = _Rendering(source, tools, thinking.enable, self.special_tokens)
+        text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
+        trained = [message.trained for message in conversation.messages if message.role == "assistant"]
+        ends = [0, *(stop for _, stop in spans)]
+        return [
+            Turn((text[end:start],), (text[start:stop],), is_trained)
+            for end, (start, stop), is_trained in zip(ends, spans, trained, strict=False)
+        ]
+
+    def _tools_and_source(self, conversation: Conversation) -> tuple[list[dict[str, Any]] | None, str]:
+        """Return the schemas of tools, and the template for a conversation with or without them."""
+        tools = [tool_schema(tool) for tool in conversation.tools] or None
+        if isinstance(self.templates, str):
+            return tools, self.templates
+        return tools, self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+
+    def chat_of(self, conversation: Conversation) -> Chat:
+        form = self._call_form(conversation)
+        return as_dicts(conversation.messages, conversation.system or self.default_system, form)
+
+    def unasked(self) -> str:
+        _, source = self._tools_and_source(PROBE)
         if _GENERATION_MARKER.search(source):
             return ""
-        rendering = _Rendering(source, None, True, self._special_tokens)
-        chat = as_dicts(PROBE.messages, self._default_system, CALL_FORMS[0])
+        rendering = _Rendering(source, None, True, self.special_tokens)
+        chat = as_dicts(PROBE.messages, self.default_system, CALL_FORMS[0])
         prompt = rendering.text(chat[:-1], add_generation_prompt=True)
         if prompt != rendering.text(chat[:-1]):
             return ""
         before = rendering.text(chat)[len(prompt) :].partition("Hi")[0]
         return before if before.strip() else ""
 
-    def _call_form(self, source: str, conversation: Conversation, tools: list[dict[str, Any]] | None) -> CallForm:
-        """Return the first form in which this template writes calls, which is found once by writing one."""
+    def _call_form(self, conversation: Conversation) -> CallForm:
+        """Return the first form in which this template writes calls, which is found by writing one."""
         if not any(message.tool_calls for message in conversation.messages):
             return CALL_FORMS[0]
-        if source not in self._call_forms:
-            text = _Rendering(source, tools, True, self._special_tokens).text
-            self._call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
-        form = self._call_forms[source]
+        tools, source = self._tools_and_source(conversation)
+        if source not in self.call_forms:
+            text = _Rendering(source, tools, True, self.special_tokens).text
+            self.call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
+        form = self.call_forms[source]
         if form is None:
             raise RowError("calls-left-out", "the chat template leaves out calls of tools")
         return form
@@ -179,7 +222,7 @@ class _Rendering:
         """Render a chat; `thinking` overrides `enable`."""
         thinking = self.enable if thinking is None else thinking
         given = {"add_generation_prompt": add_generation_prompt, **self._given(thinking)}
-        return render(self.source, chat, self.tools, **given)
+        return render_marked(self.source, chat, self.tools, **given)[0]
 
     def marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render a chat, and return the spans of its answers that the template marks, too."""
