@@ -32,7 +32,7 @@ from megatune.training.storage.json_lines import json_line
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-SECONDS = 90  # for anything to appear on the page, on a machine that is busy
+SECONDS = 180  # for anything to appear on the page, on a machine that is busy
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver is installed")
 
