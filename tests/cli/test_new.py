@@ -18,7 +18,7 @@ from megatune.config.dialects.roll import read_roll
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.new_run import Answers, NewRun, draft
+from megatune.training.new_run import Answers, NewRun, draft, write_settings
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def lines(path: Path, rows: list[dict[str, object]]) -> str:
 
 def settings_of(found: NewRun) -> dict[str, object]:
     """The settings that the text writes, checked with their model and world."""
-    found.write()
+    write_settings(found.file, found.text)
     loaded = load(found.file)
     assert loaded.findings == []
     settings = loaded.require_valid(world_size=loaded.settings.run.num_processes)
@@ -137,7 +137,7 @@ def test_problems_with_answers_are_for_reinforcement_learning(
     problems = lines(folder / "sums.jsonl", [{"prompt": "2 + 3 =", "ground_truth": "5"}])
     found = draft(Answers(model=model, data=problems, **machine))
     assert (found.goal, found.verb) == ("rl", "rl")
-    found.write()
+    write_settings(found.file, found.text)
     read = read_roll(str(found.file), [], lambda settings: None)
     assert read.findings == ()
     assert read.settings is not None

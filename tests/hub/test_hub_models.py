@@ -19,7 +19,7 @@ import pytest
 from hub_server import COMMIT, OLDER, TOKEN, Files, Hub, running
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.hub.progress import Progress
+from megatune.hub.progress import FetchProgress
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 CODE = 'open("canary", "w").write("code ran")\n'
@@ -260,7 +260,7 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10**18
     (result,) = ask(hub, tmp_path, "team/large")
     assert result["code"] == 73
-    assert "no room for team/large: 1000000000.0 GB are needed, and " in result["error"]
+    assert "no room for team/large: 1000000.0 TB are needed, and " in result["error"]
     assert "or write cache_dir" in result["error"]
     hub.sizes.clear()
     # The kernel refuses to let a file grow, as a quota does.
@@ -290,16 +290,16 @@ def test_progress(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             shown += piece
     os.close(terminal)
     assert b"fetching 1 file (25.0 MB) of team/large from" in shown
-    assert b"25.0/25.0 MB" in shown
+    assert b"25.0 MB of 25.0 MB" in shown
 
     done = call(hub, tmp_path, CLIENT, [("fetch", "team/sharded", "main", None)])
     assert "\x1b" not in done.stderr
     assert "\r" not in done.stderr
-    progress = Progress("team/large", 25_000_000)
+    progress = FetchProgress("fetching", 25_000_000, name="team/large")
     progress._next_line = 0.0  # ten seconds have passed
     progress.add(5_000_000)
     progress.add(5_000_000)
-    assert capsys.readouterr().err == "fetched 5.0 MB of 25.0 MB of team/large\n"
+    assert capsys.readouterr().err == "fetching   5.0 MB of 25.0 MB of team/large\n"
 
 
 def test_modelscope_without_its_library(hub: Hub, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_terminal_that_only_knows_ascii() -> None:
 def test_a_terminal_has_a_progress_bar() -> None:
     output = io.StringIO()
     run([Console("demo", 0, RichConsole(file=output, force_terminal=True, width=120))], range(1, 13), logging_steps=4)
-    assert "12/12" in output.getvalue()
+    assert "12 of 12 steps" in output.getvalue()
     assert "step 8/12  epoch 2.00" in output.getvalue()
     assert output.getvalue().rstrip().endswith("finished: 12 steps in 0:00:06")
 

@@ -20,6 +20,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 from ui_kit import evaluation, record, write_run
@@ -31,7 +32,7 @@ from megatune.training.storage.json_lines import json_line
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-SECONDS = 90  # for anything to appear on the page, on a machine that is busy
+SECONDS = 180  # for anything to appear on the page, on a machine that is busy
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium with chromedriver is installed")
 
@@ -176,12 +177,12 @@ def page(driver: webdriver.Chrome, folder: Path) -> Iterator[Page]:
 def test_a_run_is_started_followed_stopped_and_resumed(page: Page, folder: Path) -> None:
     page.open("tab=start")
     page.write("#file", "live.yaml")
-    page.write("textarea", "learning_rat=1")
+    page.write("#changes", "learning_rat=1")
     page.click("#start")
     page.find("[role=alert]", "did you mean learning_rate")  # before anything has started
     assert not (folder / "runs" / "live").exists()
-    page.find("textarea").clear()
-    page.write("textarea", "seed=3")
+    page.find("#changes").clear()
+    page.write("#changes", "seed=3")
     page.click("#start")
     page.find(".good", "Nothing is wrong")
     page.find("[data-run=live]", "running")
@@ -211,6 +212,33 @@ def test_a_run_is_started_followed_stopped_and_resumed(page: Page, folder: Path)
     page.find(".compared .line", "measured")
     page.click("#tab-logs")
     page.find("pre.log")
+    assert page.errors() == []
+
+
+def test_a_new_run_is_planned_mended_and_started(page: Page, folder: Path) -> None:
+    (folder / "who.csv").write_text("instruction,output\n" + '"Who are you?","I am Ada."\nHi,Hello!\n' * 20)
+    page.open("tab=start")
+    page.write("[name=model]", "modle")
+    page.write("[name=data]", "whoo.csv")
+    page.find("[data-field=data].invalid [role=alert]", "no such file or folder: whoo.csv")
+    page.find("[data-field=model].invalid [role=alert]", "modle")
+    page.write("[name=model]", "model")
+    page.write("[name=data]", "who.csv")
+    page.find("#plan", "full fine-tuning")
+    page.find(".new .trained", "I am Ada.")  # the first rows
+    assert not page.driver.find_elements(By.CSS_SELECTOR, ".new [role=alert]")
+    page.shoot("ui-new.png")
+    yaml = page.find("#yaml")
+    yaml.send_keys("learning_rat: 1\n")
+    page.click("#begin")
+    page.find(".new [role=alert]", "did you mean learning_rate")  # of what was edited, at its line
+    assert not (folder / "model-full.yaml").exists()
+    yaml.send_keys(Keys.BACKSPACE * len("learning_rat: 1\n") + "max_steps: 3\n")
+    page.click("#begin")
+    page.find(".head h2", "model-full")  # the page of the run
+    page.find(".head .state", "finished")
+    assert page.steps() == 3
+    assert (folder / "runs/model-full/model.safetensors").is_file()
     assert page.errors() == []
 
 

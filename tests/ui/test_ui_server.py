@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from ui_kit import write_run
 
 from megatune.cli.main import main
+from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.training.storage.files import OutputLock
 from megatune.ui.app import App
@@ -155,6 +156,49 @@ def test_findings_before_a_run_starts(client: TestClient, root: Path) -> None:
     places = {each["where"]: each for each in answer["findings"]}
     assert "learning_rate" in places["wrong.yaml:2"]["fix"]
     assert "wrong.yaml:3" in places
+    assert client.get("/api/started").json() == []
+
+
+def test_a_form_is_told_what_is_wrong_by_its_fields(client: TestClient, root: Path) -> None:
+    make_checkpoint("qwen3", root.parent / "model")
+    (root.parent / "my.csv").write_text("instruction,output\nWho are you?,I am Ada.\n" * 2)
+    offers = client.get("/api/offers").json()
+    assert (offers["models"], offers["data"]) == (["model"], ["my.csv"])
+    assert "h100-80g" in offers["gpus"]
+
+    def wrong(**asked: object) -> dict[str, str]:
+        answer = client.post("/api/draft", json={"model": "model", "data": "my.csv", **asked}).json()
+        assert answer["run"] is None
+        return {name: findings[0]["what"] for name, findings in answer["wrong"].items()}
+
+    assert wrong(model="", data="") == {"model": "which model?", "data": "which data?"}
+    assert wrong(output="../new.yaml").keys() == {"output"}
+    (root.parent / "there.yaml").write_text("")
+    several = wrong(model="modle", data="yours.csv", gpus="8", gpu="h1000", output="there.yaml")
+    assert several.keys() == {"model", "data", "gpu", "output"}
+    assert "no device 'h1000'" in several["gpu"]
+    assert wrong(goal="dpo").keys() == {"goal"}
+    assert wrong(gpus="many", gpu="h100-80g").keys() == {"gpus"}
+    assert "does not fit" in wrong(model="Qwen3-30B-A3B", goal="full", gpus=1, gpu="rtx-4090")["gpu"]
+
+
+def test_a_form_writes_what_was_planned(client: TestClient, root: Path) -> None:
+    make_checkpoint("qwen3", root.parent / "model")
+    sums = {"prompt": "2 + 3 =", "ground_truth": "5"}
+    (root.parent / "sums.jsonl").write_text(json.dumps(sums))
+    asked = {"model": "model", "data": "sums.jsonl", "gpus": 8, "gpu": "h100-80g"}
+    run = client.post("/api/draft", json=asked).json()["run"]
+    assert (run["goal"], run["here"]) == ("rl", False)
+    assert "--gpus 8 --gpu h100-80g" in run["command"]
+    (row,) = client.post("/api/first_rows", json=asked).json()["rows"]
+    assert "ground_truth" in row["parts"][0]["texts"][0][0]
+    assert client.post("/api/write", json={"file": "../no.yaml", "text": run["text"]}).status_code == 422
+    broken = client.post("/api/write", json={"file": run["file"], "text": run["text"] + "max_step: 3\n"}).json()
+    assert "max_steps" in broken["findings"][0]["fix"]
+    assert not (root.parent / run["file"]).exists()
+    written = client.post("/api/write", json={"file": run["file"], "text": run["text"]}).json()
+    assert written == {"findings": [], "number": None, "run": "model-rl"}
+    assert (root.parent / run["file"]).read_text() == run["text"]
     assert client.get("/api/started").json() == []
 
 

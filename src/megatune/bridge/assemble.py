@@ -39,6 +39,7 @@ from megatune.families.scores import num_labels
 from megatune.families.table import Box
 from megatune.families.weights import TensorLayout, hf_shapes
 from megatune.hub.megatron import is_torch_dist
+from megatune.progress import Progress
 
 
 @dataclass(slots=True)
@@ -106,12 +107,15 @@ def load_model(
     parameters = local_parameters(model, architecture, place)
     folder, form = open_checkpoint(model_dir, architecture)
     base, beside = weight_sources(folder, architecture, settings, adapter)
+    progress = Progress("loading", len(parameters), "tensors", shows=place.rank == 0)  # of this rank
     for local in parameters:
         # Of a module that is trained whole an adapter may have the weights, or the base; of a new score neither.
         name = next(iter(local.hf_shapes(architecture)))
         sources = (source for source in (beside, base) if source is not None and source.has(name))
         source = next(sources, None) or InitialScore(architecture, settings.run.seed)
         load_weights(source, [local], architecture)
+        progress.add(1)
+    progress.close()
     return LoadedModel(architecture, place, model, parameters, form, _carried(folder, architecture))
 
 

@@ -156,13 +156,17 @@ class FileStream:
         folder: that they are written into.
         limit: how many buckets may be under way; None for as many as it takes.
         check: write digests of blocks, too.
+        wrote: is told the bytes of each bucket that was written.
 
     Attributes:
         written: bytes so far, for who watches that it goes on.
     """
 
-    def __init__(self, folder: Path, buffers: HostBuffers, *, limit: int | None = FEW, check: bool = True) -> None:
-        self._folder, self._buffers, self._limit, self._check = folder, buffers, limit, check
+    def __init__(
+        self, folder: Path, buffers: HostBuffers, *, limit: int | None = FEW, check: bool = True,
+        wrote: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:  # fmt: skip
+        self._folder, self._buffers, self._limit, self._check, self._wrote = folder, buffers, limit, check, wrote
         self._queue: queue.SimpleQueue[_Begin | _Filled | BaseException | None] = queue.SimpleQueue()
         self.written = 0
 
@@ -223,6 +227,7 @@ class FileStream:
                     item.copied.synchronize()
                     file.write(item.bucket[: item.size].numpy().data)
                     self.written += item.size
+                    self._wrote(item.size)
             except OSError as error:
                 failed = error
             if isinstance(item, _Filled):

@@ -12,47 +12,11 @@ from typing import NoReturn
 
 from megatune import __version__
 from megatune.cli.pages import Help, new_parser
+from megatune.cli.verbs import GROUPS, QUIET, RUNS, VERBS
 from megatune.errors import ExitCode, Finding, MegatuneError, closest, without_secrets
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell
-
-# The module of a verb, whose `run` takes the verb and the words behind it; and what it does.
-_VERBS = {
-    "train": ("train", "train a model as a YAML file says"),
-    "sft": ("train", "supervised fine-tuning, from flags"),
-    "pt": ("train", "continued pretraining on plain text, from flags"),
-    "dpo": ("train", "preference training on pairs of answers, from flags"),
-    "kto": ("train", "preference training on desirable and undesirable answers, from flags"),
-    "rm": ("train", "a reward model from pairs of answers, from flags"),
-    "plan": ("plan", "which layouts are valid, fit in memory, and how fast they are, before anything is started"),
-    "explain": ("explain", "what a setting does, when to change it, what it costs here"),
-    "families": ("families", "which models are supported, and what proves each"),
-    "data": ("data", "look at the data: preview rows, count tokens"),
-    "verify": ("verify", "compare a layout with Transformers: logits, loss, gradients"),
-    "infer": ("infer", "chat, complete, or answer data sets, from a Hugging Face or a training checkpoint"),
-    "serve": ("serve", "serve a model over HTTP with OpenAI's API"),
-    "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
-    "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
-    "new": ("new", "plan, write and start a new run from a few answers"),
-    "sweep": ("sweep", "train a file with several values of settings, and compare the runs"),
-    "rehearse": ("rehearse", "try a run with a small model on this machine before it starts elsewhere"),
-    "ui": ("ui", "a web page of runs: curves, settings, rows, checkpoints, logs; start, stop, resume"),
-    "report": ("report", "write one HTML file of one run, or of several side by side"),
-    "doctor": ("doctor", "check machines before a run: versions, GPUs, disks, network, speed of ranks"),
-    "demo-model": ("demo_model", "create a tiny random checkpoint with a real tokenizer"),
-    "megatron": ("swift", "train and export with Megatron-SWIFT's command lines"),
-    "swift": ("swift", "export, infer and deploy with ms-swift's command lines"),
-    "shims": ("shims", "write programs called megatron and swift"),
-}
-
-# The verbs of --help, in its order, by what a person does.
-_GROUPS = {
-    "look": "families data explain ui report doctor",
-    "plan": "plan rehearse verify",
-    "train": "new train sft pt dpo kto rm rl sweep",
-    "use": "infer serve",
-    "convert": "export demo-model megatron swift shims",
-}
+from megatune.progress import QUIET_VARIABLE
 
 _NOT_BUILT = {
     "ppo": "PPO is not supported; `megatune dpo` trains on pairs of answers, and `megatune rl` trains on rewards",
@@ -120,22 +84,27 @@ def _run(words: list[str]) -> int:
     if verb in ("-h", "--help", "--version"):
         print(f"megatune {__version__}" if verb == "--version" else _page().rstrip("\n"))
         return int(ExitCode.DONE)
-    if verb not in _VERBS:
+    if verb not in VERBS:
         _refuse(verb)
+    if verb in RUNS.split() and QUIET in words:
+        os.environ[QUIET_VARIABLE] = "1"  # for the processes that it starts, too
+        words = [word for word in words if word != QUIET]
     try:
-        return int(import_module(f"megatune.cli.{_VERBS[verb][0]}").run(verb, words[1:]))
+        return int(import_module(f"megatune.cli.{VERBS[verb][0]}").run(verb, words[1:]))
     except Help as page:
         print(page, end="")
+        if verb in RUNS.split():
+            print(f"\n{QUIET} prints only warnings, errors and results")
         return int(ExitCode.DONE)
 
 
 def _page() -> str:
     parser = new_parser("megatune", "megatune [-h] [--version] VERB ...", _ABOUT, _EPILOG)
-    for heading, names in _GROUPS.items():
+    for heading, names in GROUPS.items():
         group = parser.add_argument_group(heading)
         for verb in names.split():
             # Two spaces, so that the verbs are where argparse has those of subparsers.
-            group.add_argument(verb, metavar=f"  {verb}", nargs="?", help=_VERBS[verb][1])
+            group.add_argument(verb, metavar=f"  {verb}", nargs="?", help=VERBS[verb][1])
     return parser.format_help()
 
 
@@ -153,7 +122,7 @@ def _refuse(word: str) -> NoReturn:
     else:
         from megatune.cli.command import unknown_verb
 
-        raise unknown_verb(word, [*_VERBS, *_NOT_BUILT], "megatune")
+        raise unknown_verb(word, [*VERBS, *_NOT_BUILT], "megatune")
     raise MegatuneError(finding, ExitCode.SETTINGS)
 
 

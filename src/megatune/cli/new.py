@@ -80,12 +80,12 @@ def run(verb: str, words: Sequence[str]) -> int:
         finding = Finding("there is no terminal to ask on", "", "the input is not one", command)
         raise MegatuneError(finding, ExitCode.SETTINGS)
 
-    from megatune.training.new_run import draft
+    from megatune.training.new_run import draft, write_settings
 
     asked, found = _defaults(options) if options.yes else _ask(options)
     found = found or draft(asked)
     print("\n".join(found.lines), flush=True)
-    found.write()
+    write_settings(found.file, found.text)
     _show_rows(found, asked.data)
     print(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n", flush=True)
     if not found.here:
@@ -199,11 +199,9 @@ def _show_rows(found: NewRun, data: str) -> None:
         return
     from rich.console import Console
 
-    from megatune.config.load import load
-    from megatune.config.rules import DATA_RULES
     from megatune.data.preview import load_model_input, read_preview, show_preview
 
-    settings = load(found.file).require_valid(rules=DATA_RULES)
+    settings = found.settings()
     tokenizer, vision = load_model_input(settings)
     preview = read_preview(settings, tokenizer, vision, wanted=range(1, 1 + _PREVIEWED))
     show_preview(preview, tokenizer, Console(), ids=False, wraps=False)

@@ -15,6 +15,7 @@ from megatune.config.load import Loaded
 from megatune.config.options import Flag, Given
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.progress import say
 
 
 class VerifyOptions(Group):
@@ -96,7 +97,7 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
 
     described = question.describe(settings, world) + (f" against {question.describe(*against)}" if against else "")
     model_dir = model.fetch()
-    print(f"{name}: {described}, {settings.precision.params_dtype}, {question.describe_samples(samples)}", flush=True)
+    say(f"{name}: {described}, {settings.precision.params_dtype}, {question.describe_samples(samples)}")
     with (
         with_adapters(settings, model_dir, architecture) as settings,
         as_hugging_face(model_dir, reference) as reference_dir,

@@ -26,6 +26,7 @@ from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
 from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _SHORTEST = Conversation((Message("user", "a"), Message("assistant", "b")))
+_ROWS_A_LOOK = 64
 Results = Generator[Result, None, None]
 Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a position, given how many come before it
 
@@ -87,7 +89,7 @@ class Pipeline:
         seed = self.settings.run.seed
         samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
         reader = self._reader(source, seed if data.val_size else None)
-        return all_filled(encode_all(self.encoder, samples, self._num_workers, reader))
+        return _counted(all_filled(encode_all(self.encoder, samples, self._num_workers, reader)), source.name)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
@@ -111,6 +113,14 @@ class Pipeline:
     def _reader(self, source: DatasetSource, seed: int | None = None) -> RowReader:
         placeholders, takes_pictures = replacements(self.settings.data), self.encoder.vision is not None
         return RowReader(source, self.settings.run.stage, placeholders, takes_pictures, seed)
+
+
+def _counted(results: Results, name: str) -> Results:
+    with Progress("preparing", None, "rows", name=name) as progress:
+        for number, result in enumerate(results, 1):
+            yield result
+            if number % _ROWS_A_LOOK == 0:
+                progress.to(number)
 
 
 def _check_cutoff(encoder: Encoder) -> None:

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from megatune.doctor.check import Check, Verdict, check
+from megatune.progress import amount
 from megatune.training.room import Room
-from megatune.training.storage.files import amount, nearest_folder
+from megatune.training.storage.files import nearest_folder
 
 _PROBE_BYTES = 64 * 2**20
 _SLOW = 50 * 10**6  # bytes/s: a checkpoint of 100 GB takes more than half an hour

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import remembered_digest
 from megatune.hub.failures import explained, no_id, not_kept
-from megatune.hub.progress import Progress, readable
+from megatune.hub.progress import FetchProgress
+from megatune.progress import amount
 
 Hub = Literal["hf", "ms"]
 
@@ -92,7 +93,7 @@ class Repository(ABC):
         """Return where a file lies in the cache; None where it has to be fetched."""
 
     @abstractmethod
-    def fetch(self, path: str, progress: Progress | None = None) -> Path:
+    def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
         """Fetch one file into the cache."""
 
 
@@ -139,9 +140,11 @@ def fetch_all(repository: Repository, paths: Sequence[str]) -> tuple[Path, ...]:
         size = sum(repository.sizes[path] for path in missing)
         _check_room(repository, size)
         files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-        print(f"fetching {files} ({readable(size)}) of {repository.repo_id} from {repository.host}", file=sys.stderr)
+        print(f"fetching {files} ({amount(size)}) of {repository.repo_id} from {repository.host}", file=sys.stderr)
         with (
-            Progress(repository.repo_id, size, bar=not repository.shows_progress) as progress,
+            FetchProgress(
+                "fetching", size, name=repository.repo_id, shows=not (repository.shows_progress and sys.stderr.isatty())
+            ) as progress,
             ThreadPoolExecutor(FETCHES_AT_ONCE) as pool,
         ):
             fetches = {pool.submit(repository.fetch, path, progress): path for path in missing}
@@ -166,7 +169,7 @@ def _check_room(repository: Repository, size: int) -> None:
     folder = repository.folder
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if size > free:
-        what = f"no room for {repository.repo_id}: {readable(size)} are needed, and {readable(free)} are free"
+        what = f"no room for {repository.repo_id}: {amount(size)} are needed, and {amount(free)} are free"
         raise not_kept(repository, what, str(folder))
 
 
@@ -213,7 +216,7 @@ class HuggingFaceRepository(Repository):
         file = self.folder / path
         return file if file.is_file() and file.stat().st_size == self.sizes[path] else None
 
-    def fetch(self, path: str, progress: Progress | None = None) -> Path:
+    def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
         from huggingface_hub import hf_hub_download
 
         with explained(self):
@@ -270,7 +273,7 @@ class ModelScopeRepository(Repository):
         # Weights take minutes to read: a file that had this digest and has not changed is not read again.
         return file if digest is None or digest == remembered_digest(file, algorithm="sha256") else None
 
-    def fetch(self, path: str, progress: Progress | None = None) -> Path:
+    def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
         size, digest = self._files[path]
         with explained(self):
             file = self._download(path, expected_sha256=digest, file_size=size)

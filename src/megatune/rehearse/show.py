@@ -10,6 +10,7 @@ from pathlib import Path
 from megatune.config.load import Loaded
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Machine
+from megatune.progress import say
 from megatune.rehearse.outcome import as_json, exit_code, table
 from megatune.rehearse.ranks import Interrupted
 from megatune.rehearse.run import Rehearsal
@@ -28,7 +29,7 @@ def rehearse(loaded: Loaded, gpus: int, machine: Machine | None, *, keep: str | 
     """
     folder = _folder(keep)
     try:
-        rehearsal = Rehearsal(loaded.for_world(gpus), gpus, machine, folder, lambda line: print(line, flush=True))
+        rehearsal = Rehearsal(loaded.for_world(gpus), gpus, machine, folder, say)
         try:
             rehearsal.run()
         except Interrupted as ended:

@@ -40,6 +40,7 @@ from megatune.hub.digests import cache_dir
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
+from megatune.progress import say
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_rows import Quarantine
 from megatune.training.machines import KEY, check_same, num_machines, wait_for_machines, wait_for_note
@@ -270,7 +271,7 @@ class StreamFollower:
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
             check_limits(meta.tokens, self._limits)
             if self._context.rank == 0 and (line := meta.line()) is not None:
-                print(line, flush=True)
+                say(line)
                 self._keep_bad_rows(folder)
 
     def after(self, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -17,8 +16,7 @@ from megatune.engine.groups import RankCoordinates
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, evaluate
-
-_PROGRESS_SECONDS = 10.0
+from megatune.progress import Progress
 
 
 class _LogProbs:
@@ -75,7 +73,7 @@ def row_log_probs(
     found = _LogProbs()
     # Tensor- and context-parallel ranks hold the same values.
     keeps = place.is_last_stage and place.tp_rank == place.cp_rank == 0
-    progress = _Progress(len(steps.rows), steps.global_batch_size)
+    progress = Progress("reference", len(steps.rows), "rows", shows=place.rank == 0)
 
     def batches() -> Iterator[list[Batch]]:
         for step, of_step in loader:
@@ -87,24 +85,9 @@ def row_log_probs(
                 if keeps:  # documents behind those of the rows are padding
                     values[device.send(torch.from_numpy(numbers))] = own[: len(numbers)]
             found.of_micro_batches.clear()
-            if place.rank == 0:
-                progress.after(step)
+            progress.to(min((step + 1) * steps.global_batch_size, len(steps.rows)))
 
-    evaluate(model, batches(), found)
+    with progress:
+        evaluate(model, batches(), found)
     groups.add_up(values)
     return values.cpu().numpy()
-
-
-class _Progress:
-    """Says now and then how far the pass has come."""
-
-    def __init__(self, num_rows: int, rows_of_a_step: int) -> None:
-        self._num_rows, self._rows_of_a_step = num_rows, rows_of_a_step
-        self._began = self._said = time.monotonic()
-
-    def after(self, step: int) -> None:
-        now, rows = time.monotonic(), min((step + 1) * self._rows_of_a_step, self._num_rows)
-        if now - self._said > _PROGRESS_SECONDS and rows < self._num_rows:
-            self._said, rate = now, rows / (now - self._began)
-            left = (self._num_rows - rows) / rate
-            print(f"reference  {rows} of {self._num_rows} rows, {rate:.3g} rows/s, {left:.0f} s left", flush=True)

@@ -27,6 +27,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.base import TrainingObjective, check_first_step
 from megatune.plan.run.record import RankMemory
+from megatune.progress import say
 from megatune.training.bad_rows import without_unreadable
 from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
@@ -225,7 +226,7 @@ class Trainer:
         if result.updated and result.totals.normalizer:
             line = check_first_step(self.objective, result.totals, self.settings.precision)
             if self.context.rank == 0:
-                print(line, flush=True)
+                say(line)
 
     def _judge(self, step: int, result: StepResult) -> None:
         """Act on a bad step, and name slow ones."""

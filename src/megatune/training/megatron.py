@@ -26,7 +26,7 @@ from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import CheckpointForm
 from megatune.hub.megatron import ARGS, TRACKER, is_hugging_face, iteration_folder, iteration_name
 from megatune.hub.models import CONFIG
-from megatune.training.storage.files import amount
+from megatune.progress import Progress, amount
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -38,7 +38,6 @@ from megatune.training.storage.manifest import (
 from megatune.training.storage.model_files import small_files, with_dtype
 from megatune.training.storage.new_folder import check_target, new_folder
 
-_PROGRESS_SECONDS = 10.0
 _ITERATION = 1  # as Megatron-SWIFT's own export
 
 
@@ -72,11 +71,10 @@ def to_mcore(
     merged = [open_adapter(path, architecture) for path in adapters]
     source = MergedFolder(folder, merged) if merged else folder
     model = MegatronModel(source, folder, form, architecture, dtype)
-    progress = Progress("writing", model.num_bytes)
-    with new_folder(target, model.num_bytes) as partial:
+    with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
         iteration = partial / iteration_name(_ITERATION)
         iteration.mkdir()
-        model.write(iteration, _ITERATION, max_file_bytes=max_file_bytes, progress=progress)
+        model.write(iteration, _ITERATION, max_file_bytes=max_file_bytes, progress=progress.add)
         (partial / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
         _copy_small_files(model_dir, partial, model.dtype)
         args = {"model": name, "torch_dtype": str(model.dtype).removeprefix("torch."), "task_type": "causal_lm"}
@@ -116,9 +114,8 @@ def to_hf(
     if isinstance(folder, TorchDistFolder):
         folder.check_files()
     model = MergedModel(model_dir, adapters, dtype)
-    progress = Progress("writing", model.num_bytes)
-    with new_folder(target, model.num_bytes) as partial:
-        written = model.write(partial, max_file_bytes, progress)
+    with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
+        written = model.write(partial, max_file_bytes, progress.add)
         _copy_small_files(model_dir, partial, model.dtype)
     files = f"{written.num_files} file{'s' * (written.num_files > 1)}"
     return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
@@ -154,23 +151,6 @@ def check_digests(folder: Path) -> None:
             if problems:
                 findings = [Finding(problem, str(place), fix="copy the checkpoint again") for problem in problems]
                 raise MegatuneError(findings, ExitCode.INPUT)
-
-
-class Progress:
-    """Counts bytes, and prints how far it has come now and then."""
-
-    def __init__(self, verb: str, total: int) -> None:
-        self._verb, self._total, self._done = verb, max(1, total), 0
-        self._began = self._printed = time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if (now := time.monotonic()) - self._printed > _PROGRESS_SECONDS:
-            self._printed = now
-            rate = self._done / 1e9 / (now - self._began)
-            print(
-                f"{self._verb:<10} {self._done / self._total:.0%} of {amount(self._total)}, {rate:.3g} GB/s", flush=True
-            )
 
 
 def _copy_small_files(model_dir: Path, target: Path, dtype: torch.dtype) -> None:

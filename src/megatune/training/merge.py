@@ -12,7 +12,7 @@ from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import Settings
 from megatune.families import read_config
 from megatune.hub.models import CONFIG
-from megatune.training.storage.files import amount
+from megatune.progress import amount
 from megatune.training.storage.model_files import reward_config, small_files
 from megatune.training.storage.new_folder import check_target, new_folder
 

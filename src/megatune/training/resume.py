@@ -20,13 +20,13 @@ from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
+from megatune.progress import Progress, amount
 from megatune.training.agreement import on_rank_0
-from megatune.training.storage.files import amount
 from megatune.training.storage.manifest import FileDigest, added_files, problem_of, problem_with, read_manifest
 from megatune.training.storage.store import list_checkpoints, newest_verified
 
 _POLL_SECONDS = 0.2
-_PROGRESS_SECONDS = 10.0
+_GATHER_SECONDS = 1.0
 _MOST_THREADS = 8
 
 
@@ -99,7 +99,7 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
     later = [file for file in manifest.files if not whole and _digests_name(file.name) in names]
     now = [file for file in manifest.files if file not in later]
     key, total = f"verify/{checkpoint.name}", sum(file.size for file in now)
-    progress = _Progress(context, key, max(1, total))
+    progress = _Reading(context, key, Progress("verifying", total, shows=context.rank == 0))
     heads = later[context.rank :: context.world_size]
     _verify_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads, progress)
     while (posted := groups.posted(f"{key}/all")) is None:
@@ -108,6 +108,7 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
             continue
         context.beat("verify", 0)
         time.sleep(_POLL_SECONDS)
+    progress.shown.close()
     seconds = time.monotonic() - began
     speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
     rest = f"; {amount(sum(file.size for file in later))} are verified while they are loaded" if later else ""
@@ -150,7 +151,7 @@ def _verify_share(
     checkpoint: Path,
     files: Sequence[FileDigest],
     heads: Sequence[FileDigest],
-    progress: _Progress,
+    progress: _Reading,
 ) -> None:
     """Read this rank's files, and the headers of others, and post what is wrong with them."""
     num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
@@ -166,14 +167,18 @@ def _verify_share(
     progress.post([problem + suffix for future in futures if (problem := future.result())])
 
 
-class _Progress:
-    """Bytes that this rank has read, noted in the store for rank 0, which prints the sum now and then."""
+class _Reading:
+    """Bytes that this rank has read, noted in the store for rank 0, which shows the sum.
 
-    def __init__(self, context: RankContext, key: str, total: int) -> None:
-        self._context, self._key, self._total = context, key, total
+    Attributes:
+        shown: of all ranks.
+    """
+
+    def __init__(self, context: RankContext, key: str, shown: Progress) -> None:
+        self._context, self._key, self.shown = context, key, shown
         self._lock = threading.Lock()
         self._read = self._posted = 0
-        self._began = self._printed = time.monotonic()
+        self._gathered = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         """Count bytes; called by the reading threads."""
@@ -186,17 +191,13 @@ class _Progress:
             self._posted = self._read
             groups.post(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
             self._context.beat("verify", 0)
-        if self._context.rank == 0 and time.monotonic() - self._printed > _PROGRESS_SECONDS:
+        if self._context.rank == 0 and time.monotonic() - self._gathered > _GATHER_SECONDS:
             self.gather()
 
     def gather(self) -> list[tuple[int, list[str] | None]]:
-        """Read every rank's note: bytes, and what is wrong once it has read all. Prints a line when one is due."""
+        """Read every rank's note: bytes, and what is wrong once it has read all."""
         posted = [groups.posted(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
         notes = [json.loads(note) if note else (0, None) for note in posted]
-        now = time.monotonic()
-        if now - self._printed > _PROGRESS_SECONDS:
-            self._printed = now
-            done = sum(num_bytes for num_bytes, _ in notes)
-            rate = done / 1e9 / (now - self._began)
-            print(f"verifying  {done / self._total:.0%} of {amount(self._total)}, {rate:.3g} GB/s", flush=True)
+        self._gathered = time.monotonic()
+        self.shown.to(sum(num_bytes for num_bytes, _ in notes))
         return notes

@@ -12,8 +12,9 @@ from megatune.config.settings import Settings
 from megatune.data.report import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.checkpoint import checkpoint_bytes
+from megatune.progress import amount
 from megatune.training.rerun import checkpoint_to_try
-from megatune.training.storage.files import amount, nearest_folder
+from megatune.training.storage.files import nearest_folder
 from megatune.training.storage.store import list_checkpoints
 
 

@@ -27,6 +27,7 @@ from megatune.objectives.choose import objective_of
 from megatune.plan.case import Case
 from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
+from megatune.progress import say
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import Start, banner, summary
@@ -258,7 +259,7 @@ def _loaders(
 def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     settings, state, output_dir = trainer.settings, trainer.state, trainer.store.output_dir
     if trainer.context.rank == 0:
-        print("\n".join(summary(trainer, resumed, start)), flush=True)
+        say("\n".join(summary(trainer, resumed, start)))
         with writing(output_dir):
             write_atomically(output_dir / DETAILS_NAME, "\n".join([*start.lines, *banner(trainer, resumed), ""]))
     on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)))
@@ -268,7 +269,7 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     trainer.memory.note(stage=trainer.assembly.place.pp_rank, loaded=device.memory_bytes())
     outcome = trainer.run()
     if trainer.context.rank == 0 and trainer.feed.follower is not None:
-        print("\n".join(trainer.feed.follower.summary()), flush=True)
+        say("\n".join(trainer.feed.follower.summary()))
     if outcome == "stopped":
         if trainer.context.rank == 0:
             minutes = settings.run.exit_duration_in_mins

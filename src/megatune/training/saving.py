@@ -23,9 +23,10 @@ from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.engine.model import gather_parameters
 from megatune.launch.devices import free_memory
+from megatune.progress import Progress, amount
 from megatune.training.agreement import find_outcome, on_rank_0, pauses, post_outcome, posted_outcomes
 from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
-from megatune.training.storage.files import amount, ensure_room, writing
+from megatune.training.storage.files import ensure_room, writing
 from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore, rotate
 from megatune.training.train_state import TrainState
@@ -94,16 +95,19 @@ class CheckpointSaver:
         background = background and self._has_memory(claims)
         # A model alone is not resumed from, and nobody would read its digests of blocks.
         check = not self._settings.checkpoint.save_only_model
-        stream = FileStream(folder, self._buffers, limit=None if background else FEW, check=check)
+        shows = self._assembly.place.rank == 0 and not background
+        progress = Progress("saving", files.num_bytes, shows=shows)  # of this rank; all have about as much
+        stream = FileStream(folder, self._buffers, limit=None if background else FEW, check=check, wrote=progress.add)
         finish = self._finish_of(folder, state)
         self._count += 1
         save = _Save(stream, folder, needed, finish, self._assembly.place.world_size, self._count, is_nice=background)
-        save.start()
-        stream.put(files)
-        if background:
-            self._in_flight = save
-            return None
-        return save.result(self._beat)
+        with progress:
+            save.start()
+            stream.put(files)
+            if background:
+                self._in_flight = save
+                return None
+            return save.result(self._beat)
 
     def settle(self) -> Path | None:
         """Wait for the checkpoint in flight, if there is one, and return it. Collective.

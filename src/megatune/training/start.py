@@ -13,6 +13,7 @@ from megatune.config.load import Loaded, dump
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.run.preflight import PLAN
+from megatune.progress import say
 from megatune.training.checks import Launch, check_all
 from megatune.training.rerun import rerun_lines
 from megatune.training.restarts import run_restarting
@@ -60,7 +61,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     noted = [f"device     {line}" for line in launch.lines]
     noted += [line for line in plan.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
     if launch.first and (said := [*lines(loaded), *noted, *found.lines, *rerun_lines(settings, run_yaml)]):
-        print("\n".join(said), flush=True)
+        say("\n".join(said))
     why = "says which part was larger than planned, and what helps" if plan.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if launch.first else contextlib.nullcontext():

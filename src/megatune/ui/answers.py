@@ -8,7 +8,7 @@ from typing import Any
 
 from megatune.ui import details
 from megatune.ui.machine import machine_of
-from megatune.ui.runs import METRICS, Runs
+from megatune.ui.runs import METRICS, RUN_YAML, Runs
 from megatune.ui.series import SeriesCache
 
 
@@ -59,10 +59,13 @@ class Answers:
 
 
 def _rows(folder: Path, asked: Mapping[str, str]) -> dict[str, Any]:
+    from megatune.config.load import load
+    from megatune.config.rules import DATA_RULES
     from megatune.ui.rows import rows_of  # which imports what reads tokenizers and pictures
 
+    settings = load(str(folder / RUN_YAML)).require_valid(rules=DATA_RULES)
     first, count = _number(asked, "first", 1) or 1, _number(asked, "count", 3) or 3
-    return rows_of(folder, max(1, first), max(1, count), evaluation=asked.get("eval") == "1")
+    return rows_of(settings, max(1, first), max(1, count), evaluation=asked.get("eval") == "1")
 
 
 def _text(asked: Mapping[str, str], key: str) -> str:

@@ -26,6 +26,7 @@ from megatune.ui import details
 from megatune.ui.answers import Answers, BadQuestionError
 from megatune.ui.control import Starter, request_stop
 from megatune.ui.front import STATIC, page
+from megatune.ui.new import NewRuns
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _COOKIE = "megatune-ui"
@@ -51,6 +52,7 @@ class App:
         self._token, self._read_only = token, read_only
         self._logs = tempfile.TemporaryDirectory(prefix="megatune-ui-", ignore_cleanup_errors=True)
         self._starter = Starter(Path(self._logs.name))
+        self._new = NewRuns(root, self._starter)
 
     def asgi(self) -> Starlette:
         routes = [
@@ -89,8 +91,8 @@ class App:
     async def _get(self, request: Request) -> Response:
         self._admit(request)
         name, asked = request.path_params["name"], dict(request.query_params)
-        if name == "started":
-            return JSONResponse(await run_in_threadpool(self._starter.list), headers=_HEADERS)
+        if name in ("started", "offers"):
+            return await _answered(self._starter.list if name == "started" else self._new.offers)
         return await _answered(lambda: self.answers.answer(name, asked))
 
     async def _post(self, request: Request) -> Response:
@@ -119,6 +121,10 @@ class App:
                 raise BadQuestionError(f"{key}: expected a text")
             return value
 
+        if name in ("draft", "first_rows"):
+            return self._new.draft(asked) if name == "draft" else self._new.rows(asked)
+        if name in ("write", "begin"):
+            return self._new.begin(text("file"), text("text"), start=name == "begin")
         if name in ("check", "start"):
             overrides = asked.get("overrides", [])
             if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):

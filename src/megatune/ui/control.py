@@ -54,7 +54,7 @@ class Starter:
         Raises:
             MegatuneError: INPUT, where the file is outside of this folder, missing or unreadable.
         """
-        path = self._path(file)
+        path = self.path(file)
         from megatune.config.entry import is_rl_file
 
         if is_rl_file(path):
@@ -73,7 +73,7 @@ class Starter:
         """
         from megatune.config.entry import is_rl_file
 
-        path = self._path(file)
+        path = self.path(file)
         verb = "rl" if is_rl_file(path) else "train"
         return self._run([verb, path, *overrides], file)
 
@@ -92,7 +92,7 @@ class Starter:
             words = ["train", file, "resume_from_checkpoint=null", "overwrite_output_dir=false"]
         return self._run([*words, f"output_dir={folder}"], file)
 
-    def _path(self, file: str) -> str:
+    def path(self, file: str) -> str:
         """Return a settings file below this folder, as it was written.
 
         Raises:

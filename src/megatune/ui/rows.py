@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.config.load import load
-from megatune.config.rules import DATA_RULES
 from megatune.data.bad_rows import RowError
 from megatune.data.preview import PreviewRow, RowDocument, read_preview
 from megatune.data.preview.rows import Preview, load_model_input
@@ -20,21 +17,21 @@ from megatune.data.preview.show import (
     token_texts,
     visible,
 )
-from megatune.ui.runs import RUN_YAML
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatune.config.settings import Settings
+
 MOST_ROWS = 20
 
 
-def rows_of(folder: Path, first: int, count: int, *, evaluation: bool = False) -> dict[str, Any]:
+def rows_of(settings: Settings, first: int, count: int, *, evaluation: bool = False) -> dict[str, Any]:
     """Return rows of a run of training, numbered from 1 in each of its data sets.
 
     Raises:
-        MegatuneError: settings, data or a model that cannot be read, from the folder that the server works in.
+        MegatuneError: data or a model that cannot be read, from the folder that the server works in.
     """
-    settings = load(str(folder / RUN_YAML)).require_valid(rules=DATA_RULES)
     tokenizer, vision = load_model_input(settings)
     wanted = range(first, first + min(count, MOST_ROWS))
     found = read_preview(settings, tokenizer, vision, wanted=wanted, evaluation=evaluation)

@@ -11,6 +11,7 @@ import numpy as np
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import RLSettings
 from megatune.plan.flops import train_flops
+from megatune.progress import say
 from megatune.rl.pipeline.collector import Taken
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.learn import Learned
@@ -151,7 +152,7 @@ class Reports:
         chosen = samples[:1] + samples[-1:][: _SHOWN - 1]
         for sample in chosen if len(samples) > 1 else samples:
             prompt, text = (_shortened(part) for part in (sample.problem.prompt, sample.text))
-            print(f"  {sample.score:g}  {prompt!r} -> {text!r}", flush=True)
+            say(f"  {sample.score:g}  {prompt!r} -> {text!r}")
         if self._tensorboard is not None:
             rows = [
                 f"**{sample.score:g}** `{sample.problem.prompt!r}`\n\n    {sample.text!r}"

@@ -17,6 +17,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.torchrun import handle_stops
+from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pictures import check_pictures, vision_of
 from megatune.rl.pipeline.driver import Driver
@@ -66,7 +67,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         for key in ("advantage_function", "loss_function"):
             if path := getattr(settings.algorithm, key):
                 named(path, key)
-        print("\n".join([*start_lines(settings), *problems.notes]), flush=True)
+        say("\n".join([*start_lines(settings), *problems.notes]))
         run, run_dir = settings.run, output_dir / "launch"
         sizes = {"devices_per_node": run.num_gpus_per_node, "bytes_in_flight": _bytes_in_flight(settings)}
         with (

@@ -7,11 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.report import counted
+from megatune.progress import BARS, Bars, Progress, is_quiet
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
 from megatune.training.callbacks.records import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
@@ -51,6 +51,7 @@ class Console(Callback):
         self._run_name = run_name
         self._resume_step = resume_step
         self._console = console or RichConsole()
+        self._bars = BARS if console is None else Bars(console)
         self._progress: Progress | None = None
         self._num_steps = 0  # of this process
         self._warned = False
@@ -64,12 +65,10 @@ class Console(Callback):
         rows = f" of {schedule.global_batch_size} rows"
         details = f"; details are in {self._details}" if self._details is not None else ""
         steps = counted(schedule.total_steps, "step")
-        self._print(f"run '{self._run_name}': {steps}{rows}{epochs}{resumed}{details}")
-        if self._console.is_terminal:
-            columns = BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}")
-            self._progress = Progress(*columns, console=self._console, expand=True)
-            self._progress.add_task("", total=schedule.total_steps, completed=self._resume_step)
-            self._progress.start()
+        self._tell(f"run '{self._run_name}': {steps}{rows}{epochs}{resumed}{details}")
+        self._progress = Progress(
+            "training", schedule.total_steps, "steps", done=self._resume_step, lines=False, bars=self._bars
+        )
 
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1
@@ -77,7 +76,7 @@ class Console(Callback):
             self._seconds += report.seconds
             self._data_seconds += report.data_seconds
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=report.step)
+            self._progress.to(report.step)
 
     def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
         for each in pictures:
@@ -90,24 +89,23 @@ class Console(Callback):
         self._print(f"warning: {notice.text}")
 
     def on_log(self, report: LogReport) -> None:
-        self._print(log_line(report, self._shown))
+        self._tell(log_line(report, self._shown))
         if not self._warned and self._num_steps >= _JUDGED and self._data_seconds > _LONG_WAIT * self._seconds:
             share = self._data_seconds / self._seconds
             self._print(f"warning: {share:.0%} of the time is spent waiting for data\n{_WAIT_ADVICE}")
             self._warned = True
         if self._progress is not None:
-            text = f"loss {report.loss:.4f}  eta {_duration(report.eta_seconds)}"
-            self._progress.update(self._progress.task_ids[0], description=text)
+            self._progress.to(report.step, f"loss {report.loss:.4f}  eta {_duration(report.eta_seconds)}")
 
     def on_evaluate(self, report: EvalReport) -> None:
-        self._print(evaluation_line(report, self._shown))
+        self._tell(evaluation_line(report, self._shown))
 
     def on_save(self, path: Path) -> None:
-        self._print(f"saved {path}")
+        self._tell(f"saved {path}")
 
     def on_train_end(self, summary: TrainSummary) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            self._progress.close()
             self._progress = None
         finished = summary.outcome == "finished"
         whole = counted(summary.total_steps, "step")
@@ -116,9 +114,16 @@ class Console(Callback):
         if summary.best_checkpoint is not None and summary.best_loss is not None:
             self._print(f"best: {summary.best_checkpoint}  eval_loss {summary.best_loss:.4f}")
 
+    def _tell(self, line: str) -> None:
+        """Print what is neither a warning nor a result."""
+        if not is_quiet():
+            self._print(line)
+
     def _print(self, line: str) -> None:
         encoding = self._console.encoding or "utf-8"
         text = line.encode(encoding, "replace").decode(encoding)
+        if self._console.is_terminal and self._bars.print(text):
+            return
         self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._console.file.flush()  # a pipe would hold lines back for minutes
 

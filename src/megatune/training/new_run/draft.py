@@ -6,22 +6,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatune.config.entry import Arguments
 from megatune.config.load import load
 from megatune.config.options import Given
+from megatune.config.rules import DATA_RULES
+from megatune.config.settings import Settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer
 from megatune.plan.case import PlannedModel
-from megatune.plan.catalogue import find_model
+from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate
 from megatune.plan.options import PlanOptions
 from megatune.plan.pages.words import duration, fullest, layout_words, machine_words, seconds
 from megatune.plan.read_question import QuestionReader
-from megatune.training.new_run.files import rl_file, training_file
+from megatune.training.new_run.answers import Answers, Checks, WrongAnswersError
+from megatune.training.new_run.files import check_new, rl_file, training_file
 from megatune.training.new_run.folder import MOST_ROWS, DataFacts, Goal, look_at
 from megatune.training.rows_ahead import data_rows
 from megatune.training.this_machine import this_machine
@@ -33,26 +37,6 @@ _LARGEST_BATCH, _STEPS = 64, 50  # rows of a step; fewer where the run would hav
 _RATES = {"sft": (1e-5, 1e-4), "pt": (1e-5, 1e-4), "dpo": (5e-7, 5e-6), "rl": (1e-6, 1e-5)}
 _EPOCHS = {"sft": 3.0, "pt": 1.0, "dpo": 1.0}
 _WORDS = {"full": "full fine-tuning", "lora": "LoRA", "dpo": "DPO", "rl": "reinforcement learning"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """What a user said of a new run.
-
-    Attributes:
-        model: a folder, or an id on a hub.
-        data: a file, or what else `dataset` may name.
-        goal: None takes what the data is made for; else full where it fits, and LoRA otherwise.
-        gpus, gpu: number and kind of the GPUs, as `megatune plan` takes them; None takes this machine.
-        output: the settings file to write; None takes a new name in the working folder.
-    """
-
-    model: str
-    data: str
-    goal: Goal | None = None
-    gpus: int | None = None
-    gpu: str | None = None
-    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +57,61 @@ class NewRun:
     here: bool
     lines: tuple[str, ...]
 
-    def write(self) -> None:
-        """Write the settings file, which must not be there yet.
+    def settings(self) -> Settings:
+        """Return the settings of a run of `megatune train`, as far as rows need them.
 
         Raises:
-            MegatuneError: CANNOT_WRITE.
+            MegatuneError: SETTINGS.
         """
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("x", encoding="utf-8") as file:
-                file.write(self.text)
-        except OSError as error:
-            what, fix = "cannot write the settings file", "name another file with --output"
-            finding = Finding(what, str(self.file), error.strerror or str(error), fix)
-            raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / self.file.name
+            file.write_text(self.text, encoding="utf-8")
+            return load(file).require_valid(rules=DATA_RULES)
 
 
 def draft(answers: Answers) -> NewRun:
     """Look at the data, search the layout, and return the run.
 
     Raises:
-        MegatuneError: SETTINGS, INPUT or DATA, with what is wrong with the answers; OUT_OF_MEMORY, where no layout
-            fits.
+        WrongAnswersError: SETTINGS, INPUT or DATA, with everything that is wrong with the answers; OUT_OF_MEMORY, where
+            no layout fits.
     """
-    drafting = _Drafting(answers, look_at(answers.data, answers.goal))
-    goal = answers.goal or drafting.facts.goal
-    found = None if goal == "lora" else drafting.plan("full")
-    if found is None or (goal != "full" and (found.best is None or found.best.is_tight)):
-        return drafting.run(goal or "lora", "lora", drafting.plan("lora"))
-    return drafting.run(goal or "full", "full", found)
+    checks = Checks()
+    facts = checks.of("data", lambda: _look_at(answers, checks))
+    # Without data, which says what is trained, the other answers are checked by themselves.
+    stage = facts.stage if facts else "sft"
+    model = checks.of("model", lambda: find_model(_named("model", answers.model), stage=stage))
+    gpu = answers.gpu
+    if gpu is not None and (facts is None or model is None):
+        checks.of("gpu", lambda: find_machine(gpu))
+    if answers.output is not None:
+        checks.of("output", lambda: check_new(Path(str(answers.output))))
+    checks.stop()
+    assert facts is not None
+    assert model is not None
+    drafting = _Drafting(answers, facts, model)
+    found = checks.of("goal", drafting.best)
+    checks.stop()
+    assert found is not None
+    return found
+
+
+def _look_at(answers: Answers, checks: Checks) -> DataFacts | None:
+    """Find what the data can train; what keeps it only from the goal is a problem of the goal."""
+    try:
+        return look_at(_named("data", answers.data), answers.goal)
+    except MegatuneError:
+        if answers.goal is None:
+            raise
+        facts = look_at(answers.data, None)  # raises what is wrong with the data for any goal
+        checks.of("goal", lambda: look_at(answers.data, answers.goal))
+        return facts
+
+
+def _named(what: str, answer: str) -> str:
+    if not answer:
+        raise MegatuneError(Finding(f"which {what}?", fix=f"name the {what}"), ExitCode.SETTINGS)
+    return answer
 
 
 @dataclass(frozen=True)
@@ -110,21 +120,34 @@ class _Drafting:
 
     answers: Answers
     facts: DataFacts
+    model: PlannedModel
 
     @property
     def is_rl(self) -> bool:
         return self.facts.goal == "rl"
 
-    @cached_property
-    def model(self) -> PlannedModel:
-        return find_model(self.answers.model, stage=self.facts.stage)
+    def best(self) -> NewRun:
+        """Return the run that trains what the goal says; without one all weights where they surely fit, else LoRA.
+
+        Raises:
+            MegatuneError: what is wrong with the machine or the goal.
+        """
+        goal = self.answers.goal or self.facts.goal
+        found = None if goal == "lora" else self.plan("full")
+        if found is None or (goal != "full" and (found.best is None or found.best.is_tight)):
+            return self.run(goal or "lora", "lora", self.plan("lora"))
+        return self.run(goal or "full", "full", found)
 
     def plan(self, trained: str) -> Answer:
         """Search the layout for training all weights ("full"), or adapters ("lora")."""
         options = PlanOptions(gpu=self.answers.gpu, gpus=self.answers.gpus, global_batch=self._global_batch)
         words = [f"{key}={shown(value, quoted=True)}" for key, value in self._decided(trained).items()]
         given = Given("megatune new", options, [], Arguments(self.answers.model, words, []), [], [], [])
-        return answer(QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question())
+        try:
+            return answer(QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question())
+        except MegatuneError as error:  # model and data are known to be right
+            is_machine = any("--gpu" in finding.fix for finding in error.findings)
+            raise WrongAnswersError({"gpu" if is_machine else "goal": error.findings}, error.exit_code) from error
 
     def run(self, goal: Goal, trained: str, found: Answer) -> NewRun:
         """Return the run in the best layout that was found."""
@@ -132,7 +155,7 @@ class _Drafting:
             raise self._too_large(found)
         file = self._file(goal)
         values = self._decided(trained)
-        output_dir = str(Path("out") / file.stem)
+        output_dir = str(Path(self.answers.runs) / file.stem)
         what = _WORDS[goal] + " with LoRA" * (goal in ("dpo", "rl") and trained == "lora")
         verb = "rl" if self.is_rl else "train"
         if self.is_rl:
@@ -216,11 +239,11 @@ class _Drafting:
         steps = int(epochs * -(-self.facts.rows // best.case.global_batch_size))
         return steps * best.time.total, f"{steps:,} steps, {epochs:g} epochs of {self.facts.rows:,} rows"
 
-    def _too_large(self, found: Answer) -> MegatuneError:
+    def _too_large(self, found: Answer) -> WrongAnswersError:
         case, enough = found.question.case, found.enough
         what = f"{self.answers.model} does not fit {machine_words(case.machine, case.world_size)}"
         fix = "name a smaller model, or other machines: --gpus N --gpu KIND"
         if enough is not None:
             fix = f"--gpus {enough.case.world_size} --gpu {enough.case.machine.device.name}"
         why = f"none of {found.result.num_considered} layouts does"
-        return MegatuneError(Finding(what, "", why, fix), ExitCode.OUT_OF_MEMORY)
+        return WrongAnswersError({"gpu": [Finding(what, "", why, fix)]}, ExitCode.OUT_OF_MEMORY)

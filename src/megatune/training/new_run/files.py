@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatune.config.values import shown
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch_lines import layout_settings, planned_lines
 
@@ -101,3 +103,32 @@ actor_infer:                              # samples responses
 rewards:
   math_rule: {{worker_cls: math_rule, tag_included: [math_rule]}}  # 1 where the response's answer equals ground_truth
 """
+
+
+def check_new(file: Path) -> None:
+    """Refuse a settings file that is there already.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE.
+    """
+    if file.exists():
+        raise _cannot_write(file, "it exists already")
+
+
+def write_settings(file: Path, text: str) -> None:
+    """Write a settings file, which must not be there yet.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise _cannot_write(file, error.strerror or str(error)) from error
+
+
+def _cannot_write(file: Path, why: str) -> MegatuneError:
+    finding = Finding("cannot write the settings file", str(file), why, "name another file")
+    return MegatuneError(finding, ExitCode.CANNOT_WRITE)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.progress import amount
 
 _logger = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -98,16 +99,6 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
 def nearest_folder(path: Path) -> Path:
     """Return `path`, or the nearest above it that is a folder."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
-
-
-def amount(num_bytes: int) -> str:
-    """1234567 -> "1.2 MB", in the decimal units that disks are sold in."""
-    amount = float(num_bytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
 
 
 class OutputLock(contextlib.AbstractContextManager["OutputLock"]):

@@ -21,6 +21,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.picture import new_figure, write
 from megatune.plan.pages.words import columns
+from megatune.progress import say
 from megatune.training.checks import Launch, check_all
 from megatune.training.storage.files import writing
 from megatune.training.storage.json_lines import read_json_lines
@@ -115,7 +116,7 @@ class Sweep:
             value = self._finished(name) if code == 0 else None
             with self._lock:
                 self._ended[name] = (values, value, code)
-                print(f"{name}: {words}{'' if value is None else f', {value:.6g}'}", flush=True)
+                say(f"{name}: {words}{'' if value is None else f', {value:.6g}'}")
 
     def words(self, values: Values) -> list[str]:
         """Return what a trial changes in the file."""

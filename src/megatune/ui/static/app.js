@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";
 import { act, ask, given, isReport, useAnswer, usePoll } from "page/api";
 import { COLORS, Curves } from "page/curves";
+import { NewRun, Start, Started } from "page/new";
 import { Checkpoints, Logs, Machine, Plan, Rows, Samples, Settings, Wrong } from "page/tabs";
 import { currentLanguage, duration, moment, number, remember, remembered, setLanguage, t } from "page/words";
 
@@ -95,26 +96,6 @@ function Compared({ runs }) {
       <td>${number(run.step)} / ${number(run.total_steps)}</td><td>${number(run.loss)}</td>${columns.map(([, key]) => html`<td>${number(run[key])}</td>`)}<td>${moment(run.changed)}</td></tr>`)}</tbody></table>`;
 }
 
-function Start() {
-  const [file, setFile] = useState(""), [changes, setChanges] = useState(""), [error, setError] = useState(null), [isRight, setRight] = useState(false);
-  const [started] = useAnswer("started", {}, 2);
-  const doIt = async (name) => {
-    setError(null);
-    setRight(false);
-    try {
-      const answer = await act(name, { file, overrides: changes.split("\n").map((line) => line.trim()).filter(Boolean) });
-      if (answer.findings.length) setError(Object.assign(new Error(""), { findings: answer.findings }));
-      else setRight(true);
-    } catch (problem) { setError(problem); }
-  };
-  return html`<section class="card start"><h3>${t("start")}</h3>
-      <label>${t("file")}<input id="file" value=${file} placeholder="examples/demo/demo.yaml" onInput=${(event) => setFile(event.target.value)} /></label>
-      <label>${t("overrides")}<textarea rows="4" placeholder="learning_rate=1e-4" onInput=${(event) => setChanges(event.target.value)}>${changes}</textarea></label>
-      <p><button id="check" onClick=${() => doIt("check")}>${t("check")}</button> <button id="start" class="primary" onClick=${() => doIt("start")}>${t("start_now")}</button> ${isRight && html`<span class="good">✓ ${t("all_right")}</span>`}</p>
-      <${Wrong} error=${error} /></section>
-    ${started?.length > 0 && html`<h3>${t("started")}</h3>${started.map((each) => html`<section class="card"><h4><code>${each.command}</code> <span class="dim">${each.exit_code === null ? t("running") : `${t("exit_code")} ${each.exit_code}`}</span></h4><pre class="log">${each.said}</pre></section>`)}`}`;
-}
-
 function Page() {
   const { runs, root, isLost } = useRuns();
   const [{ chosen, tab }, setAddress] = useState(readAddress());
@@ -141,12 +122,12 @@ function Page() {
       <button title=${t("theme")} id="theme" onClick=${() => { const next = theme === "dark" ? "light" : "dark"; setTheme(next); remember("theme", next); }}>${theme === "dark" ? "☀" : "☾"}</button>
       <button id="language" onClick=${() => { const next = currentLanguage() === "zh" ? "en" : "zh"; setLanguage(next); setTongue(next); }}>${currentLanguage() === "zh" ? "English" : "中文"}</button></div>
     <div class="body">${runs && html`<${List} runs=${list} root=${root} chosen=${picked.map((run) => run.id)} choose=${(ids) => writeAddress(ids, special ? "curves" : tab)} />`}
-      <main>${special ? (tab === "machine" ? html`<${Machine} />` : html`<${Start} />`) : picked.length ? html`
+      <main>${special ? (tab === "machine" ? html`<${Machine} />` : html`<${NewRun} /><${Start} />`) : picked.length ? html`
         ${picked.length > 1 ? html`<${Compared} runs=${picked} />` : html`<${Head} key=${picked[0].id} run=${picked[0]} tell=${setError} />`}
         <${Wrong} error=${error} />
         <div class="tabs" role="tablist">${names.map((name) => html`<button role="tab" id="tab-${name}" class=${tab === name ? "on" : ""} onClick=${() => go(name)}>${t(name)}</button>`)}</div>
         ${many && html`<p class="dim">${t("one_run")}: <b>${picked[0].name}</b></p>`}
-        <${Shown} key=${tab + picked.map((run) => run.id).join()} runs=${picked} run=${picked[0]} />` : runs ? html`<p class="empty">${list.length ? t("pick") : ""}</p>` : html`<p class="dim">${t("loading")}</p>`}</main></div>`;
+        <${Shown} key=${tab + picked.map((run) => run.id).join()} runs=${picked} run=${picked[0]} />` : runs ? html`<p class="empty">${chosen.length ? html`${t("not_yet")} <code>${chosen[0]}</code>` : list.length ? t("pick") : ""}</p>${chosen.length > 0 && html`<${Started} last />`}` : html`<p class="dim">${t("loading")}</p>`}</main></div>`;
 }
 
 if (given.title) document.title = `${given.title} · megatune`;

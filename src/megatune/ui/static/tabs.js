@@ -43,22 +43,26 @@ export function Settings({ runs }) {
     })}</tbody></table>`;
 }
 
+export function RowCards({ answer }) {
+  const text = (part) => html`<pre class="row">${part.texts.map(([content, isTrained, isSpecial]) => html`<span class="${isTrained ? "trained" : ""} ${isSpecial ? "special" : ""}">${content}</span>`)}</pre>`;
+  const picture = (each) => html`<figure class="picture">${each.sources.map((source) => html`<img src=${source} alt=${each.text} />`)}<figcaption class="dim">${each.text}</figcaption></figure>`;
+  const part = (each) => html`<div class="part ${each.name}">${each.name && html`<h4>${t(each.name)} <span class="dim">${each.tokens} ${t("tokens")}</span></h4>`}<div class="pictures">${each.images.map(picture)}</div>${text(each)}</div>`;
+  return html`<p class="dim">${answer.notes.join(" · ")}</p>
+    ${answer.rows.map((row) => html`<section class="card"><h3>${row.title}</h3>${row.parts.some((each) => each.name === "chosen")
+      ? html`${row.parts.filter((each) => each.name === "prompt").map((_, place) => html`${part(row.parts[3 * place])}<div class="pair">${part(row.parts[3 * place + 1])}${part(row.parts[3 * place + 2])}</div>`)}`
+      : row.parts.map(part)}</section>`)}
+    ${answer.bad.length > 0 && html`<h3>${t("bad")}</h3><ul>${answer.bad.map((each) => html`<li>${each}</li>`)}</ul>`}`;
+}
+
 export function Rows({ run }) {
   const [first, setFirst] = useState(1), [isEval, setEval] = useState(false);
   useEffect(() => setFirst(1), [run.id, isEval]);
   const [answer, error] = useAnswer("rows", { run: run.id, first, count: 3, ...(isEval ? { eval: 1 } : {}) });
-  const text = (part) => html`<pre class="row">${part.texts.map(([content, isTrained, isSpecial]) => html`<span class="${isTrained ? "trained" : ""} ${isSpecial ? "special" : ""}">${content}</span>`)}</pre>`;
-  const picture = (each) => html`<figure class="picture">${each.sources.map((source) => html`<img src=${source} alt=${each.text} />`)}<figcaption class="dim">${each.text}</figcaption></figure>`;
-  const part = (each) => html`<div class="part ${each.name}">${each.name && html`<h4>${t(each.name)} <span class="dim">${each.tokens} ${t("tokens")}</span></h4>`}<div class="pictures">${each.images.map(picture)}</div>${text(each)}</div>`;
   return html`<div class="bar">
       <label><input type="radio" checked=${!isEval} onChange=${() => setEval(false)} /> ${t("training_rows")}</label><label><input type="radio" checked=${isEval} onChange=${() => setEval(true)} /> ${t("eval_rows")}</label>
       <button disabled=${first < 2} onClick=${() => setFirst(Math.max(1, first - 3))}>‹ ${t("previous")}</button><button onClick=${() => setFirst(first + 3)}>${t("next")} ›</button>
       <span class="legend"><span class="trained">${t("trained")}</span> <span>${t("context")}</span> <span class="special">${t("special")}</span></span></div>
-    ${!answer || error ? html`<${Loading} error=${error} />` : html`<p class="dim">${answer.notes.join(" · ")}</p>
-      ${answer.rows.map((row) => html`<section class="card"><h3>${row.title}</h3>${row.parts.some((each) => each.name === "chosen")
-        ? html`${row.parts.filter((each) => each.name === "prompt").map((_, place) => html`${part(row.parts[3 * place])}<div class="pair">${part(row.parts[3 * place + 1])}${part(row.parts[3 * place + 2])}</div>`)}`
-        : row.parts.map(part)}</section>`)}
-      ${answer.bad.length > 0 && html`<h3>${t("bad")}</h3><ul>${answer.bad.map((each) => html`<li>${each}</li>`)}</ul>`}`}`;
+    ${!answer || error ? html`<${Loading} error=${error} />` : html`<${RowCards} answer=${answer} />`}`;
 }
 
 const PART_COLORS = ["#4f6ef7", "#19a979", "#d9a514", "#e8743b", "#c24fd6", "#13a4b4", "#7a6ff0", "#e0465e", "#8a93a6", "#5b6b8c"];

@@ -4,7 +4,7 @@ const WORDS = {
   no_runs: ["A run appears here once it has started. It is a folder with a run.yaml below", "训练启动后会出现在这里：即下面这个目录中含有 run.yaml 的文件夹"],
   pick: ["Choose a run on the left", "请在左侧选择一个训练"], compare: ["Compare", "对比"], compare_hint: ["Show this run next to others", "与其他训练一起显示"],
   curves: ["Curves", "曲线"], settings: ["Settings", "设置"], rows: ["Data", "数据"], plan: ["Plan", "规划"], checkpoints: ["Checkpoints", "检查点"],
-  logs: ["Logs", "日志"], samples: ["Samples", "采样"], machine: ["Machine", "本机"], start: ["Start a run", "启动训练"],
+  logs: ["Logs", "日志"], samples: ["Samples", "采样"], machine: ["Machine", "本机"], start: ["New run", "新建训练"],
   running: ["running", "运行中"], starting: ["starting", "启动中"], stopping: ["saving and stopping", "保存并停止中"], finished: ["finished", "已完成"],
   stopped: ["stopped", "已停止"], failed: ["failed", "失败"], interrupted: ["interrupted", "已中断"], ended: ["ended", "已结束"],
   stop: ["Save and stop", "保存并停止"], resume: ["Resume", "继续训练"], stop_sure: ["Save a checkpoint and stop this run?", "保存检查点并停止该训练？"],
@@ -29,6 +29,11 @@ const WORDS = {
   file: ["Settings file", "设置文件"], overrides: ["Changes, one key=value a line", "修改，每行一个 key=value"], check: ["Check", "检查"], start_now: ["Start", "启动"],
   all_right: ["Nothing is wrong with these settings", "设置没有问题"], started: ["Started from this page", "从此页面启动"], exit_code: ["exit code", "退出码"],
   offline: ["The server does not answer", "服务器没有响应"], theme: ["Light or dark", "浅色或深色"], close: ["Close", "关闭"], follow: ["Follow", "跟随"], report: ["Report", "报告"],
+  new_run: ["New run", "新建训练"], model: ["Model: a folder, or an id on a hub", "模型：文件夹或模型库中的 ID"], data: ["Data: a file of rows, or an id on a hub", "数据：数据文件或数据集 ID"],
+  goal: ["Goal", "目标"], goal_any: ["what the data and the memory allow", "由数据和内存决定"], goal_full: ["full fine-tuning", "全参数微调"], goal_lora: ["LoRA", "LoRA"], goal_dpo: ["DPO on pairs of answers", "DPO（成对回答）"],
+  goal_rl: ["reinforcement learning", "强化学习"], devices: ["Machine", "机器"], this_machine: ["This machine", "本机"], other_machines: ["Other machines", "其他机器"], gpu_count: ["Number of GPUs", "显卡数量"], gpu_kind: ["Kind of GPU", "显卡型号"],
+  file_new: ["a new name", "新文件名"], planning: ["planning…", "规划中…"], write_file: ["Only write the file", "仅写入文件"], first_rows: ["The first rows, as the model sees them", "模型看到的前几行数据"], from_file: ["From a settings file", "从设置文件启动"],
+  not_yet: ["This run has not written anything yet:", "该训练尚未写入任何内容："],
   changed: ["last change", "最后更新"], one_run: ["Shown of the first run that is chosen", "显示所选的第一个训练"], fix: ["fix", "修正"],
 };
 let language = localStorageGet("language") || ((navigator.language || "").startsWith("zh") ? "zh" : "en");
