@@ -80,8 +80,8 @@ def install(settings: OptimizerSettings) -> None:
         host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
     )
     if settings.optimizer == "muon":
-        of_muon = {"momentum": settings.muon_momentum, "nesterov": settings.muon_nesterov, "scale": settings.muon_scale}
-        adam = partial(Muon, **of_muon)
+        momentum, nesterov, scale = settings.muon_momentum, settings.muon_nesterov, settings.muon_scale
+        adam = partial(Muon, momentum=momentum, nesterov=nesterov, scale=scale)
     distributed = _WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
     ADAM.set(Adam=adam, DistributedOptimizer=distributed, USING_PYTORCH_OPTIMIZER=False)
     DISTRIBUTED.set(Adam=(FusedAdam, torch.optim.SGD), HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
