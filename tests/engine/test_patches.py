@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import random
 from packaging.version import Version
 
 from megatune import engine
@@ -95,3 +97,18 @@ def test_nothing_is_patched_beside_the_table() -> None:
 def test_a_name_that_no_patch_declares_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"megatron\.core\.optimizer: .*SGD"):
         optimizer.ADAM.set(SGD=None)
+
+
+def test_a_recomputed_output_gets_its_memory_back_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.17 on Megatron-Core compiles an extension for this where it is first needed."""
+    model.install(swiglu=False, weight_gradients=False)
+    monkeypatch.setattr(random, "load_inline", None, raising=False)
+    values = torch.randn(6, requires_grad=True)
+    recomputed = random.CheckpointWithoutOutput()
+    output = recomputed.checkpoint(torch.tanh, values)
+    view = output.view(2, 3)
+    result = view * view
+    recomputed.discard_output_and_register_recompute(result)
+    assert not output.untyped_storage().size()
+    result.sum().backward()
+    torch.testing.assert_close(values.grad, 2 * torch.tanh(values) * (1 - torch.tanh(values) ** 2))

@@ -35,6 +35,12 @@ FP8 = Patch(
         f"{_RANDOM}:CheckpointWithoutOutputFunction": {"0.16": "4702b39ed537", "0.17": "65badb36f491"},
     },
 )
+STORAGE = Patch(
+    _RANDOM,
+    ("_get_share_storage",),
+    "From 0.17 on a C++ compiler makes what gives recomputed outputs their memory back; ours copies, as 0.16 does.",
+    {f"{_RANDOM}:CheckpointWithoutOutput": FP8.relies_on[f"{_RANDOM}:CheckpointWithoutOutput"]},
+)
 ROUTER = Patch(
     f"{_MOE}.moe_utils",
     ("te_general_gemm",),
@@ -81,7 +87,7 @@ SWIGLU = Patch(
         },
     },
 )
-PATCHES = (RECOMPUTATION, FP8, ROUTER, LINEAR, SWIGLU)
+PATCHES = (RECOMPUTATION, FP8, STORAGE, ROUTER, LINEAR, SWIGLU)
 
 
 def define_missing_names() -> None:
@@ -102,6 +108,7 @@ def install(*, swiglu: bool, weight_gradients: bool) -> None:
         weight_gradients: gradient_accumulation_fusion.
     """
     RECOMPUTATION.set(checkpoint=_checkpoint)
+    STORAGE.set(_get_share_storage=lambda: _fill_storage)
     define_missing_names()
     if swiglu:
         SWIGLU.set(bias_swiglu_impl=_bias_swiglu)
@@ -117,6 +124,13 @@ def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -
     if any(isinstance(each, Tensor) and each.requires_grad for each in args):
         return random.checkpoint(function, distribute_saved_activations, *args)
     return function(*args)
+
+
+def _fill_storage(output: Tensor, recomputed: Tensor) -> None:
+    """Give an output whose memory was freed that of its recomputation; its views and their versions stay."""
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(source.size())
+    storage.copy_(source)
 
 
 def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:
