@@ -134,7 +134,8 @@ class Progress:
             also: what a bar shows next to it from now on.
         """
         with self._lock:
-            self._done, self._also = done, self._also if also is None else f"  {also}"
+            self._done = done if self._total is None else min(done, self._total)  # headers of files are not counted
+            self._also = self._also if also is None else f"  {also}"
             if self._bar is not None:
                 self._bars.update(self._bar, done, self._said())
             elif self._prints and (now := time.monotonic()) > self._next_line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -68,6 +69,17 @@ def test_what_a_run_left_behind(client: TestClient, root: Path) -> None:
     assert ask("log", name="launch/logs/rank-0.log", start=str(log["end"]))["text"] == "new\n"
     assert "nothing was planned" in ask("plan")["said"][0]
     assert len(client.get("/api/machine").json()["cpus"]) > 0
+
+
+def test_gpus_as_the_driver_lists_them(client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"  # what that of an H100 prints
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 87, 60000, 81559, 61, [N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    (gpu,) = client.get("/api/machine").json()["gpus"]
+    assert gpu.pop("name") == "NVIDIA H100 80GB HBM3"
+    assert gpu == {"index": "0", "use": 87, "used": 60000, "total": 81559, "heat": 61, "power": None}
 
 
 def test_a_checkpoint_is_verified(client: TestClient, root: Path) -> None:

@@ -160,7 +160,9 @@ def _bash(verbs: Sequence[_Verb]) -> str:
 
 
 def _zsh(verbs: Sequence[_Verb]) -> str:
-    return "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" + _bash(verbs)
+    # There is no compopt: a space after key= would be worse than none after a verb.
+    script = _bash(verbs).replace("complete -F", "complete -o nospace -F")
+    return "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" + script
 
 
 def _fish(verbs: Sequence[_Verb]) -> str:

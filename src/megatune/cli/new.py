@@ -15,6 +15,7 @@ from megatune.cli.command import Command
 from megatune.config.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.progress import is_quiet, say
 
 if TYPE_CHECKING:
     from megatune.training.new_run import Answers, NewRun
@@ -84,10 +85,11 @@ def run(verb: str, words: Sequence[str]) -> int:
 
     asked, found = _defaults(options) if options.yes else _ask(options)
     found = found or draft(asked)
-    print("\n".join(found.lines), flush=True)
+    say("\n".join(found.lines))
     write_settings(found.file, found.text)
-    _show_rows(found, asked.data)
-    print(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n", flush=True)
+    if not is_quiet():
+        _show_rows(found, asked.data)
+    say(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n")
     if not found.here:
         machines = f"--gpus {asked.gpus} --gpu {asked.gpu}"
         print(f"megatune plan {found.file} {machines} --launch slurm  # how to start it there")

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,12 @@ def request_stop(folder: Path) -> None:
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
 
 
-@dataclass(slots=True)
-class Started:
-    """A process that this server started: what for, its command, and the file that it prints to."""
-
-    file: str
-    command: list[str]
-    log: Path
-    process: subprocess.Popen[bytes] = field(repr=False)
-
-
 class Starter:
     """Starts runs from the folder that the server works in, so that relative paths mean what they do there."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        self._started: list[Started] = []
+        self._started: list[tuple[subprocess.Popen[bytes], str, Path]] = []  # with its command and what it prints to
 
     def check(self, file: str, overrides: Sequence[str]) -> list[dict[str, str]]:
         """Return what is wrong with the settings of a run, as far as is known without starting it.
@@ -75,7 +65,7 @@ class Starter:
 
         path = self.path(file)
         verb = "rl" if is_rl_file(path) else "train"
-        return self._run([verb, path, *overrides], file)
+        return self._run([verb, path, *overrides])
 
     def resume(self, folder: Path) -> int:
         """Start a run once more with its own settings; it goes on from its newest whole checkpoint.
@@ -90,7 +80,7 @@ class Starter:
             words = ["rl", file, "resume_from_checkpoint=true"]
         else:
             words = ["train", file, "resume_from_checkpoint=null", "overwrite_output_dir=false"]
-        return self._run([*words, f"output_dir={folder}"], file)
+        return self._run([*words, f"output_dir={folder}"])
 
     def path(self, file: str) -> str:
         """Return a settings file below this folder, as it was written.
@@ -104,7 +94,7 @@ class Starter:
             raise MegatuneError(Finding(f"{file or 'no file'} cannot be started", "file", why), ExitCode.INPUT)
         return file
 
-    def _run(self, words: list[str], file: str) -> int:
+    def _run(self, words: list[str]) -> int:
         log = self._log_dir / f"started-{os.getpid()}-{len(self._started) + 1}.log"
         command = [sys.executable, "-m", "megatune", *words]
         environment = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}
@@ -117,19 +107,13 @@ class Starter:
         except OSError as error:
             finding = Finding("the run cannot be started", str(log), error.strerror or str(error))
             raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
-        self._started.append(Started(file, ["megatune", *words], log, process))
+        self._started.append((process, " ".join(["megatune", *words]), log))
         return len(self._started) - 1
 
     def list(self) -> list[dict[str, Any]]:
-        """Return the processes that were started, the last first: exit code (None while it runs), last words, ..."""
+        """Return what was started, the last first: command, exit code (None while it runs), last words."""
         return [
-            {
-                "number": number,
-                "file": each.file,
-                "command": " ".join(each.command),
-                "pid": each.process.pid,
-                "exit_code": each.process.poll(),
-                "said": each.log.read_bytes()[-_SAID_BYTES:].decode(errors="replace") if each.log.exists() else "",
-            }
-            for number, each in reversed([*enumerate(self._started)][-_MOST_STARTED:])
-        ]
+            {"command": command, "exit_code": process.poll(),
+             "said": log.read_bytes()[-_SAID_BYTES:].decode(errors="replace") if log.exists() else ""}
+            for process, command, log in reversed(self._started[-_MOST_STARTED:])
+        ]  # fmt: skip

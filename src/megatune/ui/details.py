@@ -89,7 +89,6 @@ def plan_of(folder: Path) -> dict[str, Any]:
         "step_seconds": step.get("step_seconds", {}),
         "uncertainty": step.get("uncertainty"),
         "measured_seconds": measured.get("step_seconds"),
-        "measured_steps": measured.get("num_steps"),
         "said": said,
     }
 
@@ -111,9 +110,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "bytes": sum(file.size for file in manifest.files),
         "files": len(manifest.files),
         "resumable": manifest.resumable,
-        "metadata": {
-            key: value for key, value in manifest.metadata.items() if isinstance(value, (int, float, str, dict))
-        },
         "problem": "",
     }
 

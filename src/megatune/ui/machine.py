@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ def machine_of(root: Path) -> dict[str, Any]:
     return {
         "host": os.uname().nodename,
         "cpus": psutil.cpu_percent(percpu=True),
-        "load": psutil.getloadavg()[0],
         "memory": {"used": memory.total - memory.available, "total": memory.total},
         "disk": {"used": disk.used, "total": disk.total},
         "gpus": list(_gpus()),
@@ -32,11 +30,8 @@ def _gpus() -> list[dict[str, Any]]:
     found = []
     for line in table.splitlines():
         index, name, *numbers = (cell.strip() for cell in line.split(","))
-        with contextlib.suppress(ValueError):
-            use, used, total, heat, power = map(_number, numbers)
-            found.append(
-                {"index": index, "name": name, "use": use, "used": used, "total": total, "heat": heat, "power": power}
-            )
+        values = dict(zip(("use", "used", "total", "heat", "power"), map(_number, numbers), strict=False))
+        found.append({"index": index, "name": name, **values})
     return found
 
 

@@ -37,7 +37,6 @@ def rows_of(settings: Settings, first: int, count: int, *, evaluation: bool = Fa
     found = read_preview(settings, tokenizer, vision, wanted=wanted, evaluation=evaluation)
     return {
         "notes": found.notes,
-        "total": found.total,
         "bad": [f"{where}: {error}" for where, error in found.bad[:MOST_ROWS]],
         "rows": [_row(row, found, tokenizer) for row in found.rows],
     }
@@ -54,7 +53,7 @@ def _row(row: PreviewRow, preview: Preview, tokenizer: PreTrainedTokenizerBase) 
                       (("chosen", chosen), ("rejected", rejected))]  # fmt: skip
     else:
         parts = [_part("", each, tokenizer) for each in row.documents]
-    return {"title": title(row, preview), "number": row.number, "parts": parts}
+    return {"title": title(row, preview), "parts": parts}
 
 
 def _part(
@@ -72,4 +71,4 @@ def _part(
             images.append({"text": described(number, picture), "sources": list(small_copies_of(picture))})
         except RowError as error:
             images.append({"text": f"{described(number, picture)}: {error}", "sources": []})
-    return {"name": name, "where": row.where, "tokens": stop - start, "texts": shown, "images": images}
+    return {"name": name, "tokens": stop - start, "texts": shown, "images": images}
