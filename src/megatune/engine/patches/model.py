@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.tensor_parallel import layers, random
 from torch import Tensor
 
+from megatune.engine.host_answers import asking_once
 from megatune.engine.layers.feed_forward import fused_swiglu
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
 from megatune.engine.patches import Patch
@@ -20,7 +21,8 @@ _MOE = "megatron.core.transformer.moe"
 RECOMPUTATION = Patch(
     "megatron.core.tensor_parallel",
     ("checkpoint",),
-    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none; see engine/frozen.py.",
+    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none (engine/frozen.py); it also"
+    " lets the host wait again for numbers that it knows (engine/host_answers.py).",
     {
         f"{_RANDOM}:checkpoint": {"0.16": "7d8516d00a8f", "0.17": "67b338de8dcb", "0.18": "1d01f0636666"},
         f"{_RANDOM}:CheckpointFunction": {"0.16": "933a088081ce", "0.17": "1ff4e363bb98"},
@@ -122,7 +124,7 @@ def install(*, swiglu: bool, weight_gradients: bool) -> None:
 
 def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
     if any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        return random.checkpoint(function, distribute_saved_activations, *args)
+        return random.checkpoint(asking_once(function), distribute_saved_activations, *args)
     return function(*args)
 
 

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatune.engine.host_answers import on_host
 from megatune.engine.layers.moe.permutation import count_by_expert, group_by_expert
 
 
@@ -82,7 +83,7 @@ class AllGatherDispatcher(Dispatcher):
             permutation = group_by_expert(mine, num_local, capacity=capacity)
         else:
             is_complete = ep_size == 1 and not self.capacity
-            permutation = group_by_expert(mine, num_local, num_rows=None if is_complete else int(counts.sum()))
+            permutation = group_by_expert(mine, num_local, num_rows=None if is_complete else on_host(counts.sum()))
 
         def combine(output: Tensor) -> Tensor:
             return reduce_scatter(permutation.unpermute(output), group, sizes)
@@ -100,7 +101,7 @@ class AllToAllDispatcher(Dispatcher):
             capacity = self.capacity(tokens.shape[0])
             counts = torch.full_like(counts, capacity)
         elif self.capacity:
-            num_rows = int(counts.sum())
+            num_rows = on_host(counts.sum())
         permutation = group_by_expert(experts, self.num_experts, num_rows=num_rows, capacity=capacity)
         rows, probs = permutation.permute(tokens), permutation.permute_choices(probs)
         if self.groups.tp_ep.size() == 1:
@@ -136,7 +137,7 @@ class _Exchange:
         gathered = gather_from_sequence_parallel_region(counts, group=groups.tp_ep)
         # [sending ep, sending etp, receiving ep, L]
         table = gathered.view(ep.size(), etp.size(), ep.size(), -1)
-        by_rank = table.sum(-1).tolist()  # the one wait for the device: collectives must know their sizes
+        by_rank = on_host(table.sum(-1))  # the one wait for the device: collectives must know their sizes
         received = [[by_rank[sender][slot][ep.rank()] for sender in range(ep.size())] for slot in range(etp.size())]
         self.counts = table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1)
         self.sent, self.received = by_rank[ep.rank()][etp.rank()], received[etp.rank()]
@@ -178,4 +179,5 @@ def _gather_sizes(size: int, group: ProcessGroup) -> list[int]:
     if group.size() == 1:
         return [size]
     sizes = torch.tensor([size], device=torch.cuda.current_device())
-    return gather_from_sequence_parallel_region(sizes, group=group).tolist()
+    found: list[int] = on_host(gather_from_sequence_parallel_region(sizes, group=group))
+    return found

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.engine import device
+from megatune.engine.host_answers import on_host
 from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
@@ -165,7 +166,7 @@ def _membership(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
 
 def looped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Compute rows · weightᵀ, expert by expert: the reference of `grouped_linear`. Asks the host for the counts."""
-    parts = zip(rows.split(tokens_per_expert.tolist()), weight.unbind(), strict=True)
+    parts = zip(rows.split(on_host(tokens_per_expert)), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, expert) for part, expert in parts])
 
 

@@ -1,0 +1,128 @@
+"""The host asks the device once for what recomputation finds again."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts import EXPERT_LAYOUTS, LAYOUTS
+from settings_gradients import measure_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatune.bridge.assemble import assemble
+from megatune.engine import host_answers, optimizer, step
+from megatune.engine.host_answers import asking_once, on_host
+from megatune.engine.layers import cross_entropy
+from megatune.objectives.language_model import CrossEntropy
+from megatune.verify.measure import shard_samples
+from megatune.verify.samples import random_samples
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often a tensor's values were asked for."""
+    counts: list[int] = []
+    usual = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (counts.append(tensor.numel()), usual(tensor))[1])
+    return counts
+
+
+def test_a_second_run_takes_the_answers_of_the_first(asked):
+    run = asking_once(lambda values: (on_host(values), on_host(values.sum())))
+    assert run(torch.tensor([1, 2])) == run(torch.tensor([3, 4])) == ([1, 2], 3)
+    assert asked == [2, 1]
+    assert on_host(torch.tensor([5])) == [5]  # outside nothing is kept
+    assert asking_once(on_host)(torch.tensor([6])) == [6]
+    assert asked == [2, 1, 1, 1]
+
+
+def test_runs_inside_of_runs_have_answers_of_their_own(asked):
+    def outer(values):
+        inner = asking_once(on_host)
+        return on_host(values[0]), inner(values), inner(values), on_host(values[1])
+
+    run = asking_once(outer)
+    assert run(torch.tensor([1, 2])) == (1, [1, 2], [1, 2], 2)
+    assert run(torch.tensor([1, 2])) == (1, [1, 2], [1, 2], 2)
+    assert asked == [1, 2, 1, 2]
+
+
+def waits_of_dispatchers(model, settings):
+    """On a rank: how often dispatchers wait for the device in a forward and backward pass, and the gradients."""
+    waits: list[int] = []
+    usual = host_answers.Tensor.tolist
+    # Whatever else asks a tensor for its values is not in this module.
+    host_answers.Tensor.tolist = lambda tensor: (_is_asked_here() and waits.append(1), usual(tensor))[1]
+    try:
+        _, gradients, _ = measure_gradients(model, settings, cross_entropy.CHUNK_BYTES)
+    finally:
+        host_answers.Tensor.tolist = usual
+    return len(waits), gradients
+
+
+def _is_asked_here() -> bool:
+    return sys._getframe(2).f_code is host_answers.on_host.__code__
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    ids=["full", "moe"],
+)
+def test_recomputed_experts_wait_as_often_as_others(pool, model_dir, recompute):
+    model, layout = model_dir("qwen3_moe"), EXPERT_LAYOUTS["ep2"]
+    (waits, plain), (again, recomputed) = (
+        pool.run(layout.world_size, waits_of_dispatchers, model, replace(layout, recompute=each).settings())[0]
+        for each in ({}, recompute)
+    )
+    assert again == waits > 0
+    assert all(torch.equal(recomputed[name], gradient) for name, gradient in plain.items())
+
+
+class Waits(TorchDispatchMode):
+    """Where operators ask for a value of a tensor, or for as many elements as its values say: a GPU's host waits."""
+
+    asked = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if any(name.startswith(each) for each in self.asked) and "output_size" not in (kwargs or {}):
+            frames = traceback.extract_stack()
+            self.found.append(
+                next(f"{one.filename}:{one.name}" for one in reversed(frames) if "megatune/engine" in one.filename)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of_a_step(model, settings) -> tuple[list[str], list[str]]:
+    """On a rank: waits of the forward and backward passes, and of the update."""
+    assembly = assemble(model, settings)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    found = []
+    for run in (
+        lambda: step.forward_backward(assembly.model, batches, CrossEntropy()),
+        lambda: optimizer.step(assembly.optimizer, 1e-3),
+    ):
+        with Waits() as waits:
+            run()
+        found.append(waits.found)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2")])
+def test_a_step_lets_the_host_wait_once_for_its_norm(pool, model_dir, family, layout):
+    """What `on_host` asks for of experts is counted above."""
+    chosen = {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
+    for passes, update in pool.run(chosen.world_size, waits_of_a_step, model_dir(family), chosen.settings()):
+        assert passes == []
+        assert [each.rpartition(":")[2] for each in update] == ["step"]
