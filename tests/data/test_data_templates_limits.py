@@ -4,6 +4,7 @@ templates write is what Transformers makes of them."""
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -78,7 +79,7 @@ UNSAFE = {
 }
 
 
-ENDED = r"more than 0\.25 seconds to render|more memory to render than|at most 1,048,576 are read"
+ENDED = r"more than 0\.25 seconds to render|more memory than|at most 1,048,576 are read"
 
 
 @pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values()], ids=[*LONG, *LARGE])
@@ -194,3 +195,14 @@ def test_what_is_written_is_what_transformers_writes(name: str) -> None:
         assert limited(render_marked, source, chat, tools, **given) == (text, spans[0] if spans else [])
         written += 1
     assert written
+
+
+def test_a_process_that_somebody_ends_is_started_again() -> None:
+    assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"
+    for process in rendering._idle:
+        process.send_signal(signal.SIGTERM)  # as to all processes of a run that is stopped
+    assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"
+    for process in rendering._idle:
+        process.kill()
+        process.wait()
+    assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"

@@ -103,7 +103,11 @@ class Encoder:
     vision: VisionInput | None = None
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason."""
+        """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason.
+
+        Args:
+            examples: of one stage.
+        """
         written = self._written(examples)
         turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [

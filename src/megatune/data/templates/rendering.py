@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from megatune.data.bad_rows import RowError
@@ -46,15 +47,18 @@ def limited(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R
         RenderLimitError: it took too long, or more memory than it can ask for in good order.
         Exception: what the function raises.
     """
-    process = _idle.pop() if _idle else _start()
-    is_returned, answer = _answer(process, pickle.dumps((MOST_SECONDS, function, args, kwargs)))
-    if not is_returned:
-        raise answer
-    return answer  # type: ignore[no-any-return]
+    request = pickle.dumps((MOST_SECONDS, function, args, kwargs))
+    for _ in range(2):  # the first process may have been ended by somebody else
+        if (answered := _answer(_idle.pop() if _idle else _start(), request)) is not None:
+            is_returned, answer = answered
+            if is_returned:
+                return answer  # type: ignore[no-any-return]
+            raise answer
+    raise RenderLimitError("the process that renders it has ended, twice")
 
 
-def _answer(process: _Process, request: bytes) -> tuple[bool, Any]:
-    """Return whether the function returned, and what it returned or raised; the process is idle then, or has ended."""
+def _answer(process: _Process, request: bytes) -> tuple[bool, Any] | None:
+    """Return whether the function returned, and what it returned or raised; None where the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -68,7 +72,7 @@ def _answer(process: _Process, request: bytes) -> tuple[bool, Any]:
             raise
         if process.returncode == -signal.SIGPROF:
             return False, RenderLimitError(f"it takes more than {MOST_SECONDS:g} seconds to render")
-        return False, RenderLimitError(f"the process that renders it ended with code {process.returncode}")
+        return None
     _idle.append(process)
     return answer
 
@@ -79,7 +83,7 @@ def _start() -> _Process:
 
 
 def _close(process: _Process) -> None:
-    with process:  # without its pipes it ends
+    with suppress(BrokenPipeError), process:  # without its pipes it ends
         pass
 
 
@@ -94,7 +98,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def answer_requests(most_bytes: int) -> None:
     """Do what the process does: call functions until there are no more requests."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the pipe from its parent, which handles them
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints
     with open("/proc/self/statm") as file:
@@ -108,6 +113,8 @@ def answer_requests(most_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer = pickle.dumps((True, function(*args, **kwargs)))
+        except MemoryError:
+            answer = pickle.dumps((False, RenderLimitError("it takes more memory than any conversation needs")))
         except Exception as error:
             answer = pickle.dumps((False, error))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -63,8 +63,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 _OF_DICTS = frozenset(dir(dict))
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def _refuse(message: object) -> None:
+    raise TemplateError(str(message))  # it may be an object of Jinja's
 
 
 def _now(form: str) -> str:
@@ -110,7 +110,7 @@ def render_marked(source: str, chat: Chat, tools: Tools | None = None, **given: 
         return "".join(marks.pieces), marks.spans
     except MemoryError:
         marks.pieces.clear()
-        raise RenderLimitError("it takes more memory to render than any conversation needs") from None
+        raise RenderLimitError("it takes more memory than any conversation needs") from None
 
 
 def template_errors() -> tuple[type[Exception], ...]:
