@@ -128,6 +128,8 @@ class Shell:
 
     def __init__(self, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, *, trains: bool = False) -> None:
         self._megatune = command_line
+        if trains:
+            command_line.limit = 600  # recipes take minutes on two cores that others use, too
         self._monkeypatch = monkeypatch
         self._launched = 0
         self._app: Any = None
