@@ -21,7 +21,7 @@ STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify test
 	tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py tests/engine/test_moe_options.py
 WORKERS ?= 2
 
-.PHONY: help install demo demo-rl gpu lint format test test-all test-faults test-newest test-oldest clean
+.PHONY: help install demo demo-rl gpu site lint format test test-all test-faults test-newest test-oldest clean
 
 help:
 	@echo "make demo     fine-tune a small model on the CPU, and ask it who it is"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-all the same with every case"
 	@echo "make test-newest a covering part with the newest versions that pyproject.toml admits; test-oldest: the oldest"
 	@echo "make test-faults every fault of docs/faults.md; MEGATUNE_WRITE_FAULTS=1 writes that page anew"
+	@echo "make site     build the documents as a site, into out/site"
 	@echo "make install  install into $(VENV)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff write the format that lint checks"
@@ -42,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12), (3, 13)) and \
 		"megatune needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: install
@@ -65,6 +66,9 @@ GPU_TESTS := tests/engine/test_attention.py tests/engine/test_moe_experts.py tes
 gpu: install
 	@{ timeout 60 $(BIN)/megatune doctor; timeout 150 $(BIN)/python -m pytest -q -n 0 $(GPU_TESTS); \
 		$(BIN)/python benchmarks/gpu_training.py --budget_s 360 --output; } 2>&1 | tee gpu-report.txt
+
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: install
 	$(BIN)/ruff check .

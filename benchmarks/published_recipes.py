@@ -1,6 +1,6 @@
 """The layouts that a search recommends, beside those of published recipes for the same model, devices and rows.
 
-Writes docs/recipes.md.
+Writes docs/published-recipes.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatune.plan.pages.words import layout_words
 from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
 from megatune.plan.uncertainty import memory_bound
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "published-recipes.md"
 _GIB = 2**30
 _BRIDGE = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/067f987df/src/megatron/bridge/recipes"
 _SWIFT = "https://github.com/modelscope/ms-swift/blob/3602360a5/examples/megatron"
@@ -188,7 +188,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", action="store_true", help="also write it to docs/recipes.md")
+    parser.add_argument("--output", action="store_true", help="also write it to docs/published-recipes.md")
     arguments = parser.parse_args()
     text = page()
     print(text)

@@ -55,9 +55,11 @@ class Words(NamedTuple):
 
 
 def files_of(page: Path) -> dict[str, str]:
-    """Return the settings files that a page has in full: YAML blocks that begin with `# NAME.yaml`."""
-    blocks = (text for label, text in _FENCE.findall(page.read_text(encoding="utf-8")) if label == "yaml")
-    return {found[1]: text for text in blocks if (found := re.match(r"# ([\w-]+\.yaml)\n", text))}
+    """Return the files that a page has in full: YAML blocks that begin with `# NAME.yaml`, and tables below a name."""
+    text = page.read_text(encoding="utf-8")
+    blocks = (block for label, block in _FENCE.findall(text) if label == "yaml")
+    tables = re.findall(r"`([\w-]+\.csv)`[:：]\n\n```csv\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return dict(tables) | {found[1]: block for block in blocks if (found := re.match(r"# ([\w-]+\.yaml)\n", block))}
 
 
 def commands_of(page: Path) -> list[Command]:
@@ -121,11 +123,13 @@ class Shell:
     rehearsal, long answers, and listening for requests, which come from `curl` instead.
 
     Args:
-        trains: training runs, too, with the ranks of the pool.
+        trains: training runs, too, with the ranks of the pool. Then the comment of an `infer` is what it prints.
     """
 
     def __init__(self, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, *, trains: bool = False) -> None:
         self._megatune = command_line
+        if trains:
+            command_line.limit = 600  # recipes take minutes on two cores that others use, too
         self._monkeypatch = monkeypatch
         self._launched = 0
         self._app: Any = None
@@ -159,13 +163,18 @@ class Shell:
             with _stdin(split_text.stdin):
                 ended = self._run[split_text.program](split_text.words)
         assert ended.returncode == 0, f"{text}\n{ended.stdout[-2000:]}\n{ended.stderr}"
+        printed = re.search(r"\bmegatune infer .* # (.+)", text)
+        if self._trains and printed:
+            assert printed[1] in ended.stdout, f"{text}\n{ended.stdout}"
 
     def _run_megatune(self, words: list[str]) -> Ended:
         before = self._launched
         if words[0] in ("infer", "serve") and "--max_new_tokens" not in words:
-            words = [*words, "--max_new_tokens", "4"]  # random models do not stop
+            words = [*words, "--max_new_tokens", "64" if self._trains else "4"]  # random models do not stop
         if words[0] == "train" and not self._trains and not any("resume" in word for word in words):
             words = [*words, "overwrite_output_dir=true"]  # the stand-in's run there has other settings
+        if words[0] == "train" and self._trains:
+            words = [*words, "dataloader_num_workers=0"]  # ranks of the pool start no processes
         with contextlib.suppress(SystemExit):  # --version
             ended = self._megatune(*words)
             if words[0] == "doctor" and ended.returncode == ExitCode.UNAVAILABLE:

@@ -78,7 +78,7 @@ def write_rl_files(folder: Path) -> None:
 
 def copy_runs(folder: Path) -> None:
     """Copy two runs that are there to the places where the documents have more of their kind."""
-    for name in ("out/second", "out/third"):
+    for name in ("out/second", "out/third", "out/demo", "out/chat", "out/tools", "out/dpo"):
         shutil.copytree(folder / "out/first", folder / name)
     for name in ("out/lora2", "saves/qwen3-4b/lora/sft"):
         shutil.copytree(folder / "out/lora", folder / name)

@@ -35,6 +35,7 @@ class CommandLine:
 
     def __init__(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self._pool = pool
+        self.limit = 60.0  # seconds of a run
         for module in ("megatune.launch.supervisor", "megatune.verify.run"):
             monkeypatch.setattr(f"{module}.run_ranks", self._run_ranks)
 
@@ -48,7 +49,7 @@ class CommandLine:
         run_dir.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         call = target, payload, world, run_dir, environment, Path.cwd()
-        ended = self._pool.run(world.nproc_per_node, _run_rank, *call, limit=60)
+        ended = self._pool.run(world.nproc_per_node, _run_rank, *call, limit=self.limit)
         print(ended[0].stdout, end="")
         failed = [each for each in ended if each.returncode != ExitCode.DONE]
         print(failed[0].stderr if failed else ended[0].stderr, end="", file=sys.stderr)

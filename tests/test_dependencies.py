@@ -27,7 +27,7 @@ NEEDED_BY = {
 BROUGHT_BY_USERS = {"vllm", "sglang", "langdetect"}  # engines have a build for each device; a rule of one reward
 OTHER_SYSTEMS = {"swift", "torchvision"}  # what records tests/swift_golden runs in an environment of ms-swift
 PINNED_BY_TORCH = {"triton"}
-TOOLS = {"pytest-xdist", "ruff", "mypy"}  # of the Makefile
+TOOLS = {"pytest-xdist", "ruff", "mypy", "ipykernel"}  # of the Makefile; what runs the cells of a notebook
 
 
 def declared(requirements: Iterable[str]) -> set[str]:

@@ -2,7 +2,7 @@
 
 Commands of megatune run in this process, with stand-ins for what only a hub, a user or an hour could give
 (`doc_stand_ins.py`). Where a command would start ranks that train, it ends there, once all of its checks have passed;
-README trains for real, and so do the pages of `TRAINED` with every case.
+The pages of `ALONE` train for real, and so do those of `TRAINED` with every case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ EXCEPTIONS = {
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32)": _CLUSTER,
     "export RAY_ADDRESS=FIRST:6379": _CLUSTER,
 }
-TRAINED = ("train.md", "preference.md", "layouts.md")  # lora.md has data workers, which ranks of the pool cannot start
+ALONE = ("README.md", "start.md")  # these need only what they make themselves
+TRAINED = ("train.md", "preference.md", "layouts.md", "recipes.md")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def _failures(page: str, shell: Shell) -> list[str]:
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if commands_of(page)])
 def test_commands_run_as_written(page: str, opened: Path, command_line, monkeypatch) -> None:
-    if trains := page == "README.md":  # the page itself makes what it uses
+    if trains := page in ALONE:
         shutil.rmtree("out")
     failed = _failures(page, Shell(command_line, monkeypatch, trains=trains))
     assert not failed, "\n\n".join(failed)

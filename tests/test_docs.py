@@ -79,6 +79,14 @@ def test_keys_of_settings_files(page: Path) -> None:
         assert not [key for key in re.findall(r"^(\w+):", yaml, re.MULTILINE) if not knows(key)]
 
 
+def test_keys_to_write_instead_of_others_are_real() -> None:
+    text = (ROOT / "docs" / "migrate-from-others.md").read_text(encoding="utf-8").partition("## verl")[0]
+    cells = re.findall(r"^\| `.* \| (.*) \|$", text, re.MULTILINE)
+    keys = [key for cell in cells for key in re.findall(r"`([a-z_]+)(?:: [^`]*)?`", cell)]
+    assert len(keys) > 20
+    assert not [key for key in keys if not LLAMAFACTORY.knows(key) and key not in ("dpo", "kto")]
+
+
 def test_table_of_models_in_readme_is_the_planner_s() -> None:
     found = runpy.run_path(str(ROOT / "docs" / "generate_readme.py"))
     text = found["PAGE"].read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/recipes.md recommends what the planner recommends."""
+"""docs/published-recipes.md recommends what the planner recommends."""
 
 from __future__ import annotations
 

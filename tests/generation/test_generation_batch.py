@@ -177,6 +177,15 @@ def test_pictures_of_rows_are_shown_where_their_tags_are(
     assert [each["content"] for each in first["messages"][:3]] == list(texts)
 
 
+def test_a_row_that_ends_with_a_call_has_no_label(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    asked = {"role": "user", "content": "Look!"}
+    rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {"messages": [asked]}]
+    sources = open_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "")
+    questions = [each.question for each in read_questions(sources, Outcome(), {}, pictures=False)]
+    assert [(each.label, len(each.conversation.messages)) for each in questions] == [(None, 1), (None, 1)]
+
+
 def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
     """Of a row with calls, the prompt is that of the tokenizer's chat template."""
     tool = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}

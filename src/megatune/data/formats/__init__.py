@@ -122,7 +122,8 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
         # What has no answer of its own is read with one that stands for it.
         chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
         last = chat.messages[-1]
-        return Question(replace(chat, messages=chat.messages[:-1]), None if last is _NO_ANSWER else last.content)
+        label = None if last is _NO_ANSWER else last.content or None  # a call of a tool has no text
+        return Question(replace(chat, messages=chat.messages[:-1]), label)
     turns = tuple(_prompt(row, form))
     name = columns.response or "output" if form.formatting == "alpaca" else None
     name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name

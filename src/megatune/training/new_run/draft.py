@@ -15,6 +15,7 @@ from megatune.config.options import Given
 from megatune.config.rules import DATA_RULES
 from megatune.config.settings import Settings
 from megatune.config.values import shown
+from megatune.data.report import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer
@@ -219,7 +220,7 @@ class _Drafting:
         case = best.case
         lines = [
             f"devices  {machine_words(case.machine, case.world_size)}",
-            f"layout   {layout_words(case)}, {case.global_batch_size} rows a step",
+            f"layout   {layout_words(case)}, {counted(case.global_batch_size, 'row')} a step",
             f"memory   {fullest(best).removeprefix('memory: ')}",
         ]
         if self.is_rl:  # the plan is that of its trainer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.values import shown
+from megatune.data.report import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch_lines import layout_settings, planned_lines
@@ -44,7 +45,7 @@ def training_file(model: str, output_dir: str, decided: Mapping[str, Any], best:
         "learning_rate": "the first setting to vary",
         "save_strategy": "a checkpoint after every epoch",
         "output_dir": "checkpoints, logs, and at the end the model",
-        "per_device_train_batch_size": f"a step has {best.case.global_batch_size} rows in all",
+        "per_device_train_batch_size": f"a step has {counted(best.case.global_batch_size, 'row')} in all",
     }
     return planned_lines(best) + "".join(_section(*section, notes) for section in sections.items())
 
