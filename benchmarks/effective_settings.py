@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.dialects.roll import read_roll
-from megatune.config.dialects.swift import read_swift
-from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, load
 from megatune.errors import Finding

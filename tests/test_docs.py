@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll_schema import TOP
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.row import Row
+from megatune.config.dialects.table import Row
 from megatune.config.load import Loaded, dump, load
 from megatune.errors import Finding
 

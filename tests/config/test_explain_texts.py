@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatune.config.chinese import phrases, translations
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.rl.pages import rl_keys
 from megatune.config.setting import describe
 from megatune.config.settings import all_settings

@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.dialects.row import Row
-from megatune.config.dialects.table import table
+from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect
+from megatune.config.dialects.table import Row, table
 from megatune.config.load import load
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Mark

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from test_rules import BASE, QWEN
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.swift import dialect_of
 from megatune.config.load import load
 from megatune.config.names import plain

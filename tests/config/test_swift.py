@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from megatune.config.dialects.swift import SwiftRun, read_swift
-from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
 from megatune.config.load import dump, load
 from megatune.config.settings import Settings, all_settings, setting_value
 

@@ -16,10 +16,10 @@ import yaml
 from fuzzing import JSON, NUMBERS, TEXTS, changed_environment, fuzz
 from hypothesis import strategies as st
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import read_roll, run_yaml
-from megatune.config.dialects.swift import kinds, read_swift
-from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.dialects.swift import read_swift, swift_lines
+from megatune.config.dialects.swift_command import kinds
 from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, dump, load
 from megatune.config.rl.pages import rl_keys

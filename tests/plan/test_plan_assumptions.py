@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.document import standing_notes
 

@@ -9,13 +9,12 @@ import pytest
 
 from megatune.architecture import Architecture
 from megatune.cli.main import main
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import ParallelSettings, Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.calibration.fit import calibrate
 from megatune.plan.calibration.store import calibration_for, default_path, read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.memory.estimate import beyond_tensors

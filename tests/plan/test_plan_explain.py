@@ -13,10 +13,9 @@ import pytest
 
 from megatune.config.load import load
 from megatune.config.rules import check
-from megatune.config.settings import all_settings
+from megatune.config.settings import all_settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.base_case import BaseCase, case_of_file, default_cases
 from megatune.plan.explain.cost import against, impact_of, value_of

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from test_plan_preflight import GOOD, checked
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.run.record import Measured, RunRecord
 from megatune.plan.schedule import ChunkSeconds, forward_seconds, timeline

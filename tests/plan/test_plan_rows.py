@@ -13,11 +13,10 @@ import pytest
 from test_plan_preflight import A100S, GOOD, LLAMA_8B
 
 from megatune.config.load import load
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Device, Machine
 from megatune.plan.rows import RowLengths, longest_of

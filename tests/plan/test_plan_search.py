@@ -14,11 +14,10 @@ from megatune.architecture import Architecture, MixtureOfExperts, Vision
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
 from megatune.config.rules.problem import divisors
-from megatune.config.settings import GROUPS, Settings
+from megatune.config.settings import GROUPS, Settings, setting_value
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.table import FREE
-from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
@@ -299,7 +298,7 @@ def test_what_fits_at_the_upper_end_comes_before_what_is_tight() -> None:
 def test_what_costs_nothing_is_on_and_what_the_user_wrote_stays() -> None:
     fused = {path for path in FREE if path.startswith("performance.")}
     best = search(request()).best
-    assert all(setting_of(best.case.settings, path) for path in fused)
+    assert all(setting_value(best.case.settings, path) for path in fused)
     written = frozenset(["performance.apply_rope_fusion"])
     kept = search(request(written=written)).best.case.settings
     assert not kept.performance.apply_rope_fusion

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from megatune.architecture import Architecture
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine
 from megatune.plan.changes.fixes import savings
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, dump_records, read_rank_memory, read_records
 from megatune.plan.run.trouble import diagnose, ran_out_of_memory

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.variation import smaller_micro_batch, varied, with_settings, written
+from megatune.plan.changes.variation import smaller_micro_batch, varied, written
 
 MICRO, STEPS = "batch.per_device_train_batch_size", "batch.gradient_accumulation_steps"
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"

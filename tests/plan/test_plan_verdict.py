@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, memory_of, verdict
 

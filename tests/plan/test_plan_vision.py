@@ -14,12 +14,11 @@ from activation_cases import activation_bytes
 from megatune.architecture import Vision
 from megatune.config.load import load
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.catalogue.models import _published
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import estimate
 from megatune.plan.flops import model_flops
 from megatune.plan.operators.shapes import shapes_of

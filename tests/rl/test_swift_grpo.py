@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatune.cli.rehearse import run as rehearse
 from megatune.config.dialects.roll import ReadRL, read_keys
-from megatune.config.dialects.swift import read_swift
-from megatune.config.dialects.swift_lines import swift_lines
+from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_rl import grpo_keys
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine.sequences import LocalBatch, Sequences
@@ -150,6 +149,9 @@ REFUSED = [
     ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
     ("--max_completion_length 2000", "max_completion_length: 2000 is not supported"),
     ("--num_iterations 2", "num_iterations: 2 is not supported"),
+    ("--num_generations 0", "num_generations: 0 is not supported"),
+    ("--generation_batch_size 0", "generation_batch_size: 0 is not supported"),
+    ("--beta high", "beta: high is not supported"),
     ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
     ("--reward_weights 1 2", "reward_weights: [1, 2] is not supported"),
     ("--reward_funcs soft_overlong", "soft_cache_length: null is not supported"),

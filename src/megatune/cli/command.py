@@ -12,7 +12,8 @@ from typing import Generic
 
 from megatune.cli.pages import Help, write_page
 from megatune.config.entry import Arguments, SettingEntry, is_key, read_file, read_overrides, split_arguments
-from megatune.config.options import Given, Options, T
+from megatune.config.options import Given, Options
+from megatune.config.setting import G
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
@@ -21,7 +22,7 @@ _FILE_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Generic[T]):
+class Command(Generic[G]):
     """One verb.
 
     Attributes:
@@ -40,7 +41,7 @@ class Command(Generic[T]):
     name: str
     usage: str
     about: str
-    options: type[T]
+    options: type[G]
     epilog: str = ""
     system: str = ""
     ignores_training: bool = False
@@ -55,14 +56,14 @@ class Command(Generic[T]):
         return f"megatune {self.name}"
 
     @cached_property
-    def table(self) -> Options[T]:
+    def table(self) -> Options[G]:
         return Options(self.program, self.options, self.system, self.ignores_training, self.unknown)
 
     def help(self) -> str:
         """Return the page of --help."""
         return write_page(self.program, self.usage, self.about, self.epilog, self.options, self.table.own)
 
-    def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> Given[T]:
+    def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> Given[G]:
         """Read a command line.
 
         Args:
@@ -147,7 +148,7 @@ class Command(Generic[T]):
         own = [f"--{name}" for name in self.table.own]
         for word in flags:
             if word.startswith("--"):
-                from megatune.config.dialects.llamafactory import LLAMAFACTORY
+                from megatune.config.dialects.dialect import LLAMAFACTORY
 
                 flag = word.partition("=")[0]
                 near = closest(flag, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)])

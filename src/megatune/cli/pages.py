@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +24,11 @@ def write_page(
     program: str, usage: str, about: str, epilog: str, options: type[Group], own: Mapping[str, Option]
 ) -> str:
     """Write a page: a section for each group that the options inherit from, headed by its docstring."""
+    from megatune.config.setting import Group, docstrings  # with pydantic, unlike `megatune --help`
+
     parser = new_parser(program, f"{program} {usage}", about, epilog)
-    texts = {name: (model, text) for model in options.__mro__ for name, text in _texts(model)}
+    declaring = options.__mro__[: options.__mro__.index(Group)]
+    texts = {name: (model, text) for model in declaring for name, text in docstrings(model).items()}
     sections: dict[str, Any] = {}
     for name, (info, flag) in own.items():
         model, text = texts[info.name]
@@ -56,14 +57,3 @@ def _metavar(info: SettingInfo) -> str:
     if info.kinds == {bool}:
         return "" if info.default is False else "BOOL"
     return next((metavar for kind, metavar in _METAVARS.items() if kind in info.kinds), "TEXT")
-
-
-def _texts(model: type) -> Iterator[tuple[str, str]]:
-    """Read the docstrings of the fields that a class declares."""
-    if not model.__module__.startswith("megatune."):
-        return
-    (declared,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(declared, ast.ClassDef)
-    for node, below in pairwise(declared.body):
-        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-            yield ast.unparse(node.target), " ".join(str(ast.literal_eval(below.value)).split())

@@ -15,6 +15,7 @@ from megatune.cli.pages import Help
 from megatune.config.options import Given, NoOptions
 from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.context import environment
 
 if TYPE_CHECKING:
     from megatune.config.dialects.swift import SwiftRun
@@ -102,7 +103,7 @@ def _no_verb(program: str, verb: str) -> MegatuneError:
 
 def _train(verb: str, words: Sequence[str]) -> int:
     """Read a command line, once to find the model, and again with what its config.json decides; then start."""
-    from megatune.config.dialects.swift_lines import swift_lines
+    from megatune.config.dialects.swift import swift_lines
     from megatune.launch.devices import count_gpus
     from megatune.training.start import start
 
@@ -115,7 +116,7 @@ def _train(verb: str, words: Sequence[str]) -> int:
 def _reinforce(found: SwiftRun) -> int:
     """Run `rlhf --rlhf_type grpo` as `megatune rl` would run a file that says the same."""
     from megatune.config.dialects.roll import read_keys
-    from megatune.config.dialects.swift_lines import swift_lines
+    from megatune.config.dialects.swift import swift_lines
     from megatune.config.dialects.swift_rl import grpo_keys
     from megatune.rl.problems import count_rows, find_prompts
     from megatune.rl.reading import read_checked
@@ -145,7 +146,7 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
         raise _no_verb("megatron", verb)
     env = {**({"NPROC_PER_NODE": f"{processes}"} if processes else {}), **os.environ}
     asked = read_swift(verb, words, env=env)
-    with _environment(asked.command.variables):
+    with environment(asked.command.variables):
         config = _config(asked.loaded.settings)
         yield read_swift(verb, words, env=env | os.environ, config=config, on_cpu=on_cpu)
 
@@ -168,7 +169,7 @@ def _hand_over(program: str, verb: str, words: Sequence[str]) -> int:
     for name, (value, why) in defaults.items():
         if given.origin(name) == "default":
             print(f"swift      --{name} {value}  ms-swift's default: {why}", file=sys.stderr, flush=True)
-    with _environment(variables_of(given, os.environ)):
+    with environment(variables_of(given, os.environ)):
         return _HANDED[verb][2](given)
 
 
@@ -180,7 +181,7 @@ def command_of(program: str, verb: str) -> Command[Any]:
 
 def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a command line asks for; names of a hub are ModelScope's where nothing else is said."""
-    from megatune.config.dialects.swift_syntax import read_variables
+    from megatune.config.dialects.swift_command import read_variables
 
     options: HubOptions = given.options
     on_hugging_face = env.get("USE_HF", "0").lower() in ("1", "true") if options.use_hf is None else options.use_hf
@@ -191,18 +192,6 @@ def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
     if options.hub_token is not None:
         found |= {"HF_TOKEN": options.hub_token, "MODELSCOPE_API_TOKEN": options.hub_token}
     return found
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for this process and those that it starts, and take them back."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
 
 
 def _config(settings: Settings) -> dict[str, object]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.entry import SettingEntry
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded
-from megatune.config.values import Value, shown
+from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, adapter_weights
 from megatune.families.peft_settings import settings_of
@@ -69,18 +68,9 @@ def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapp
     trained = finetuning.model_copy(update=dict(taken))
     kept = {name for name in taken if f"finetuning.{name}" in written}
     findings = [*_otherwise(finetuning, trained, kept, architecture, loaded, folder)]
-    new = {name: value for name, value in taken.items() if name not in kept}
-    where = str(folder / ADAPTER_CONFIG)
-    entries = {
-        f"finetuning.{name}": SettingEntry(name, Value(value), where, ADAPTER_CONFIG) for name, value in new.items()
-    }
-    settings = loaded.settings.model_copy(update={"finetuning": finetuning.model_copy(update=new)})
-    return replace(
-        loaded,
-        settings=settings,
-        findings=[*loaded.findings, *map(loaded.phrased, findings)],
-        entries={**loaded.entries, **entries},
-    )
+    new = {f"finetuning.{name}": value for name, value in taken.items() if name not in kept}
+    changed = loaded.taking(new, str(folder / ADAPTER_CONFIG), ADAPTER_CONFIG)
+    return replace(changed, findings=[*loaded.findings, *map(loaded.phrased, findings)])
 
 
 def _in_layers(architecture: Architecture, finetuning: FinetuningSettings) -> list[Weight]:

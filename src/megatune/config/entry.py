@@ -174,7 +174,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
 
 def is_key(key: str) -> bool:
     """Tell whether a settings file may have a key."""
-    from megatune.config.dialects.llamafactory import LLAMAFACTORY  # builds all settings, which --help does without
+    from megatune.config.dialects.dialect import LLAMAFACTORY  # builds all settings, which --help does without
 
     return LLAMAFACTORY.knows(key)
 
@@ -201,7 +201,7 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
-    for flag, words in _flags_with_words(flags):
+    for flag, words in flags_with_words(flags):
         name, equals, text = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not name:
             findings.append(Finding(f"{flag!r} is not a flag", fix="write --key value, or --key=value"))
@@ -219,8 +219,8 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     return entries, findings
 
 
-def _flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Group each flag with the words that follow it."""
+def flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Group each flag with the words that follow it; words before the first flag are a group of their own."""
     grouped: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--") or not grouped:

@@ -10,19 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
-from megatune.config.dialects.row import ACCUMULATION
-from megatune.config.dialects.table import foreign_keys
+from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect
+from megatune.config.dialects.table import ACCUMULATION, foreign_keys
 from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
 from megatune.config.rules.problem import Rule, either, multiples_around
-from megatune.config.setting import Group, Mark
-from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value
-from megatune.config.values import coerce, is_long_name, quoted, shown, wrong_value
+from megatune.config.setting import Group, Mark, fitted
+from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
+from megatune.config.values import Value, coerce, is_long_name, quoted, shown, wrong_value
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
@@ -68,6 +64,13 @@ class Loaded:
         entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
         return replace(self, entries=entries, secrets={})
 
+    def taking(self, changes: Mapping[str, Any], where: str, origin: str) -> Loaded:
+        """Return the same with settings, by "group.name", as if a user had written them at a place."""
+        entries = {
+            path: SettingEntry(all_settings()[path].name, Value(v), where, origin) for path, v in changes.items()
+        }
+        return replace(self, settings=with_settings(self.settings, changes), entries={**self.entries, **entries})
+
     def accepted_notes(self) -> list[str]:
         """Return what a user is told of keys that change nothing, one for each reason."""
         return [f"{', '.join(keys)}: {why}" for why, keys in self.accepted.items()]
@@ -96,7 +99,7 @@ class Loaded:
             fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
             finding = self.phrased(Finding(what, entry.where, why, fix))
             return replace(self, rows=rows, findings=[*self.findings, finding])
-        settings = _with_accumulation(settings, asked // rows)
+        settings = with_settings(settings, {ACCUMULATION: asked // rows})
         return replace(self, rows=rows, settings=settings, invalid=self.invalid - {ACCUMULATION})
 
     def check(
@@ -282,7 +285,7 @@ class _Reading:
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
         if steps is not None and _is_global_batch(steps, self.dialect):
-            settings = _with_accumulation(settings, infos[ACCUMULATION].default)
+            settings = with_settings(settings, {ACCUMULATION: infos[ACCUMULATION].default})
             self.invalid.add(ACCUMULATION)
         invalid = frozenset(self.invalid & set(infos))
         findings = in_order(self.findings)
@@ -290,20 +293,12 @@ class _Reading:
 
     def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
         """Build the group of these values, less those that are wrong."""
-        try:
-            return model(**values)
-        except ValidationError as error:
-            wrong: dict[str, list[Any]] = {}  # a list setting has a problem for each wrong item
-            for problem in error.errors(include_url=False, include_context=False):
-                name, index = (*problem["loc"], None)[:2]
-                items = wrong.setdefault(str(name), [])
-                if isinstance(index, int):
-                    items.append(values[str(name)][index])
+        built, wrong = fitted(model, values)
         for name, items in wrong.items():
             path = f"{group}.{name}"
             self._report(self._wrong_value(self.chosen[path][0], path, items))
             self.invalid.add(path)
-        return model(**{name: value for name, value in values.items() if name not in wrong})
+        return built
 
     def _report(self, finding: Finding) -> None:
         if finding not in self.findings:  # a key may set several settings
@@ -327,18 +322,12 @@ def _described(settings: Settings) -> Settings:
     model = settings.model
     if model.mcore_model is None or model.model_name_or_path is not None:
         return settings
-    model = model.model_copy(update={"model_name_or_path": model.mcore_model})
-    return settings.model_copy(update={"model": model})
+    return with_settings(settings, {"model.model_name_or_path": model.mcore_model})
 
 
 def _is_global_batch(entry: SettingEntry, dialect: Dialect) -> bool:
     row = dialect.row_of(entry.key)
     return row is not None and row.global_batch
-
-
-def _with_accumulation(settings: Settings, steps: int) -> Settings:
-    batch = settings.batch.model_copy(update={"gradient_accumulation_steps": steps})
-    return settings.model_copy(update={"batch": batch})
 
 
 def _unknown_key(entry: SettingEntry, dialect: Dialect) -> tuple[Finding, Collection[str]]:

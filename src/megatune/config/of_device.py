@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings, setting_value
-from megatune.config.values import Value
 
 _BF16, _FP16 = "precision.bf16", "precision.fp16"
 _FUSIONS = (
@@ -42,8 +39,7 @@ def of_device(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded,
     where neither bf16 nor fp16 is written.
     """
     reasons = {path: why for path, why in _defaults(loaded, gpu, world_size) if path not in loaded.entries}
-    entries = {path: SettingEntry(path.partition(".")[2], Value(True), gpu.name, gpu.name) for path in reasons}
-    changed = replace(loaded, settings=_turned_on(loaded.settings, [*reasons]), entries={**loaded.entries, **entries})
+    changed = loaded.taking(dict.fromkeys(reasons, True), gpu.name, gpu.name)
     lines = []
     for why in dict.fromkeys(reasons.values()):
         names = [path.partition(".")[2] for path, each in reasons.items() if each == why]
@@ -67,15 +63,6 @@ def _defaults(loaded: Loaded, gpu: Gpu, world_size: int | None) -> Iterator[tupl
         reduces = settings.parallel.overlap_grad_reduce or _REDUCE not in loaded.entries
         if reduces and parallel.use_distributed_optimizer:
             yield _GATHER, why
-
-
-def _turned_on(settings: Settings, paths: list[str]) -> Settings:
-    groups: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        group, _, name = path.partition(".")
-        groups.setdefault(group, {})[name] = True
-    update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
-    return settings.model_copy(update=update)
 
 
 def _cost_of_fp32(settings: Settings, gpu: Gpu) -> Iterator[str]:

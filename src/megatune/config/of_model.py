@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.config.dialects.row import AUX_LOSS
-from megatune.config.entry import SettingEntry
+from megatune.config.dialects.table import AUX_LOSS
 from megatune.config.load import Loaded
-from megatune.config.values import Value
 
 CONFIG = "config.json"
 _ROUTED = ("aux_loss", "seq_aux_loss")  # the kinds of balancing that have a loss
@@ -35,7 +31,7 @@ def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[s
         f"{entry.key} {written:g}: moe_aux_loss_coeff {value:.4g}, for Transformers' loss pools the {sum(moe.layers)} "
         f"layers and grows with the {moe.router_topk} experts of a token, and Megatron-Core's is summed over layers"
     )
-    return _with(loaded, replace(entry, key="moe_aux_loss_coeff", value=Value(value)), value), [line]
+    return loaded.taking({AUX_LOSS: value}, entry.where, entry.origin), [line]
 
 
 def pooled_factor(moe: MixtureOfExperts) -> float:
@@ -54,10 +50,4 @@ def _published(loaded: Loaded, moe: MixtureOfExperts) -> tuple[Loaded, list[str]
     lines = [f"moe_aux_loss_coeff {value:g}: router_aux_loss_coef of {CONFIG}"] if value else []
     if moe.aux_loss_coeff and stage not in _STAGES:
         lines = [f"moe_aux_loss_coeff 0: stage {stage} has no balancing loss ({CONFIG} says {moe.aux_loss_coeff:g})"]
-    return _with(loaded, SettingEntry("moe_aux_loss_coeff", Value(value), CONFIG, CONFIG), value), lines
-
-
-def _with(loaded: Loaded, entry: SettingEntry, value: float) -> Loaded:
-    experts = loaded.settings.experts.model_copy(update={"moe_aux_loss_coeff": value})
-    settings = loaded.settings.model_copy(update={"experts": experts})
-    return replace(loaded, settings=settings, entries={**loaded.entries, AUX_LOSS: entry})
+    return loaded.taking({AUX_LOSS: value}, CONFIG, CONFIG), lines

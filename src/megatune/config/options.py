@@ -7,20 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from megatune.config.entry import Arguments, SettingEntry
-from megatune.config.setting import Group, SettingInfo, describe
+from megatune.config.setting import G, Group, SettingInfo, describe, fitted
 from megatune.config.values import TRUTH, Value, coerce, parse, shown, wrong_value
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:
-    from megatune.config.dialects.row import Row
+    from megatune.config.dialects.table import Row
     from megatune.config.load import Loaded
-
-T = TypeVar("T", bound=Group)
 
 
 class NoOptions(Group):
@@ -58,7 +54,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options(Generic[T]):
+class Options(Generic[G]):
     """The table of the keys that a verb understands.
 
     Attributes:
@@ -69,7 +65,7 @@ class Options(Generic[T]):
     """
 
     program: str
-    group: type[T]
+    group: type[G]
     system: str = ""
     ignores_training: bool = False
     unknown_fix: str = ""
@@ -138,7 +134,7 @@ class Options(Generic[T]):
             return Value(words, items=tuple(Value(word, word) for word in words))
         return Value(words[0], words[0]) if kinds == {str} else parse(words[0])
 
-    def build(self, written: Iterable[SettingEntry], entries: list[SettingEntry], findings: list[Finding]) -> T:
+    def build(self, written: Iterable[SettingEntry], entries: list[SettingEntry], findings: list[Finding]) -> G:
         """Make the group of what was written, and note the entries, and everything that is wrong with them."""
         values: dict[str, Any] = {}
         by_field: dict[str, tuple[SettingEntry, Option]] = {}
@@ -157,12 +153,9 @@ class Options(Generic[T]):
                 entries.append(SettingEntry(name.rstrip("_"), entry.value, entry.where, entry.origin))
             elif key not in self.names:
                 findings.append(self.unknown(key, f"unknown setting {key!r}", entry.where))
-        try:
-            return self.group(**values)
-        except ValidationError as error:
-            wrong = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_url=False))
+        options, wrong = fitted(self.group, values)
         findings += [_wrong(*by_field[name]) for name in wrong]
-        return self.group(**{name: value for name, value in values.items() if name not in wrong})
+        return options
 
     def accepted_lines(self, entries: Iterable[SettingEntry]) -> list[str]:
         """Say which keys change nothing, a line for each reason."""
@@ -206,7 +199,7 @@ def _wrong(entry: SettingEntry, option: Option) -> Finding:
 
 
 @dataclass(slots=True)
-class Given(Generic[T]):
+class Given(Generic[G]):
     """A command line as it was understood.
 
     Attributes:
@@ -219,7 +212,7 @@ class Given(Generic[T]):
     """
 
     program: str
-    options: T
+    options: G
     words: list[str]
     settings: Arguments
     entries: list[SettingEntry]

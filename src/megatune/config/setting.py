@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 _ENGLISH = {
@@ -113,6 +113,22 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+G = TypeVar("G", bound=Group)
+
+
+def fitted(group: type[G], values: Mapping[str, Any]) -> tuple[G, dict[str, list[Any]]]:
+    """Build a group of the values that fit; return those that do not by name, with the items of a list that do not."""
+    try:
+        return group(**values), {}
+    except ValidationError as error:
+        wrong: dict[str, list[Any]] = {}  # a list has a problem for each wrong item
+        for problem in error.errors(include_url=False, include_context=False):
+            name, index = (*problem["loc"], None)[:2]
+            items = wrong.setdefault(str(name), [])
+            items += [values[str(name)][index]] if isinstance(index, int) else []
+    return group(**{name: value for name, value in values.items() if name not in wrong}), wrong
+
+
 class SettingTexts(NamedTuple):
     """What a setting is, how it works, when to change it, and what each choice does, by the choice in YAML."""
 
@@ -178,7 +194,8 @@ class SettingInfo:
 
     @property
     def texts(self) -> SettingTexts:
-        return _texts(self.model)[self.name]
+        what, how, when, *values = docstrings(self.model)[self.name].split("\n")
+        return SettingTexts(what, how[5:], when[6:], dict(value.removeprefix("- ").split(": ", 1) for value in values))
 
     @property
     def digest(self) -> str:
@@ -225,15 +242,17 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
 
 
 @cache
-def _texts(model: type[Group]) -> dict[str, SettingTexts]:
-    """Read the docstrings of a group's fields from its source. It takes milliseconds, so only where one is needed."""
+def docstrings(model: type[Group]) -> dict[str, str]:
+    """Read the docstrings of the fields that a group declares itself, by name.
+
+    They are in its source. It takes milliseconds, so only where one is needed.
+    """
     (declared,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(declared, ast.ClassDef)
-    found: dict[str, SettingTexts] = {}
-    for field, below in pairwise(declared.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            doc = re.sub(r"\n(?!How: |When: |- )", " ", inspect.cleandoc(ast.literal_eval(below.value)))
-            what, how, when, *values = doc.split("\n")
-            choices = dict(value.removeprefix("- ").split(": ", 1) for value in values)
-            found[ast.unparse(field.target)] = SettingTexts(what, how[5:], when[6:], choices)
-    return found
+    return {
+        ast.unparse(field.target): re.sub(
+            r"\n(?!How: |When: |- )", " ", inspect.cleandoc(ast.literal_eval(below.value))
+        )
+        for field, below in pairwise(declared.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -85,3 +86,13 @@ def setting_value(settings: Settings, path: str) -> Any:
     """Return the value of "group.name"."""
     group, _, name = path.partition(".")
     return getattr(getattr(settings, group), name)
+
+
+def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """Replace settings by "group.name"; no rule has looked at them."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        group, _, name = path.partition(".")
+        groups.setdefault(group, {})[name] = value
+    update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
+    return settings.model_copy(update=update)

@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -200,6 +200,18 @@ def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
 
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for this process and those that it starts, and take them back."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def die_with_parent(parent: int) -> None:

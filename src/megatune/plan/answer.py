@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from megatune.config.rules import check
+from megatune.config.settings import with_settings
 from megatune.plan.changes.fixes import Fix, savings
 from megatune.plan.changes.table import LOSSY, smaller_runs
-from megatune.plan.changes.variation import Changes, with_settings
+from megatune.plan.changes.variation import Changes
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.question import Question
 from megatune.plan.search import SearchResult, search

@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.load import dump
-from megatune.config.settings import Settings, all_settings
+from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
-from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 
@@ -149,7 +148,7 @@ def layout_settings(case: Case) -> dict[str, Any]:
     """Return what a search decided by keys of a settings file, without what has its default."""
     paths = (*_CHOSEN, *_FREE, "precision.bf16", "precision.fp16")
     kept = [path for path in paths if path in _ALWAYS or _is_written(case.settings, path)]
-    return {LLAMAFACTORY.key_of(path): setting_of(case.settings, path) for path in kept}
+    return {LLAMAFACTORY.key_of(path): setting_value(case.settings, path) for path in kept}
 
 
 def planned_lines(estimate: Estimate) -> str:
@@ -179,4 +178,4 @@ def _short(case: Case, user: Collection[str]) -> str:
 
 
 def _is_written(settings: Settings, path: str) -> bool:
-    return bool(setting_of(settings, path) != all_settings()[path].default)
+    return bool(setting_value(settings, path) != all_settings()[path].default)

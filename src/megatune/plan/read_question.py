@@ -12,12 +12,11 @@ from megatune.config.of_device import of_device
 from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning, preference, trained
 from megatune.config.rules.problem import Rule
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_model
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import amount, count
 from megatune.plan.question import Question
@@ -250,8 +249,9 @@ class QuestionReader(PlanReader):
             why = f"{count(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
             self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
             return settings, rows
-        changed = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // (size * replicas)}
-        return settings.model_copy(update={"batch": batch.model_copy(update=changed)}), rows
+        steps = rows // (size * replicas)
+        changed = {"batch.per_device_train_batch_size": size, "batch.gradient_accumulation_steps": steps}
+        return with_settings(settings, changed), rows
 
     def _rows(self, settings: Settings, model: PlannedModel) -> PlannedRows:
         """Take lengths that are stated, else those of the data that a file names."""

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.load import Loaded, dump
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding
-from megatune.plan.changes.variation import with_settings
 from megatune.rehearse.compare import (
     TOLERANCES,
     different_rows,

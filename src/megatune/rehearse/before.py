@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 
 from megatune.config.load import Loaded
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.data.bad_rows import BAD_ROWS_FILE, TOO_LONG
 from megatune.data.check import Checked, check_data
 from megatune.data.report import DataReport, counted
@@ -17,7 +17,6 @@ from megatune.data.templates import check_template
 from megatune.doctor.check import Verdict as Looked
 from megatune.doctor.folders import folders
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import fullest, seconds
 from megatune.plan.run.preflight import Preflight, preflight

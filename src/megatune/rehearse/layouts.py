@@ -8,8 +8,7 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.rules import check
-from megatune.config.settings import ParallelSettings, Settings
-from megatune.plan.changes.variation import with_settings
+from megatune.config.settings import ParallelSettings, Settings, with_settings
 
 MOST_PROCESSES = 32
 _MOST_OTHER = 8

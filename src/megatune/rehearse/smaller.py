@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.settings import Settings, setting_value
+from megatune.config.settings import Settings, setting_value, with_settings
 from megatune.config.values import shown
-from megatune.plan.changes.variation import with_settings
 from megatune.rehearse.outcome import Change
 
 _SAVED, _AFTER = 3, 3  # steps after a resume: an optimizer's wrong state shows in the second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.hub.megatron import is_torch_dist
@@ -66,8 +66,7 @@ class RunModel:
         return str(self._model.fetch()) if self._model is not None else None
 
     def _pin(self, commit: str, origin: str) -> None:
-        model = self.settings.model.model_copy(update={"model_revision": commit})
-        self.settings = self.settings.model_copy(update={"model": model})
+        self.settings = with_settings(self.settings, {"model.model_revision": commit})
         self.origins = {"model.model_revision": origin}
 
 

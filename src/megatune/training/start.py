@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
 from megatune.config.load import Loaded, dump
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.run.preflight import PLAN
 from megatune.progress import say
@@ -121,7 +121,7 @@ def _with_repository(settings: Settings) -> Settings:
     repo_id, note = prepare_repository("ms" if use_modelscope() else "hf", name, checkpoint.hub_private_repo)
     if note:
         print(f"warning: {note}", file=sys.stderr)
-    return settings.model_copy(update={"checkpoint": checkpoint.model_copy(update={"hub_model_id": repo_id})})
+    return with_settings(settings, {"checkpoint.hub_model_id": repo_id})
 
 
 def use_secrets(secrets: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from megatune.architecture import Architecture
 from megatune.config.entry import split_arguments
 from megatune.config.load import Loaded, load
 from megatune.config.rules import check
-from megatune.config.settings import BatchSettings, FinetuningSettings, Settings
+from megatune.config.settings import BatchSettings, FinetuningSettings, Settings, setting_value, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.launch.world import World, decide_world
@@ -35,8 +35,7 @@ _NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run
 
 def of_reward_model(loaded: Loaded) -> Loaded:
     """Return settings of a model with a score head."""
-    run = loaded.settings.run.model_copy(update={"stage": "rm"})
-    return replace(loaded, settings=loaded.settings.model_copy(update={"run": run}))
+    return replace(loaded, settings=with_settings(loaded.settings, {"run.stage": "rm"}))
 
 
 def samples_of(
@@ -82,10 +81,8 @@ def read_against(text: str, first: Settings) -> Loaded:
         for path, origin in loaded.origins.items()
         if origin != "default" and (path in _SHARED or path.startswith(_SHARED_GROUPS))
     ]
-    shared = {path.partition(".")[2]: getattr(first.run, path.partition(".")[2]) for path in _SHARED}
-    settings = loaded.settings.model_copy(
-        update={"precision": first.precision, "run": loaded.settings.run.model_copy(update=shared)}
-    )
+    shared = {path: setting_value(first, path) for path in _SHARED}
+    settings = with_settings(loaded.settings, shared).model_copy(update={"precision": first.precision})
     entries = {path: replace(entry, origin="--against") for path, entry in loaded.entries.items()}
     return replace(loaded, settings=settings, entries=entries, findings=findings)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatune.config.dialects.row import Row, same
+from megatune.config.dialects.table import Row, same, table
 from megatune.config.names import replace_names
 from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import parse, shown
@@ -86,3 +86,9 @@ class Dialect:
             return self.prefix + key + (self.separator if between == ": " else between) + value
 
         return replace_names(text, say)
+
+
+# LLaMA-Factory's keys, as its users write them for Megatron training (mcore_adapter).
+# Messages name a setting by its own name: it comes first.
+_OWN = {path.partition(".")[2]: Row(target=path) for row in table("llamafactory").values() for path in row.paths}
+LLAMAFACTORY = Dialect(name="LLaMA-Factory", rows={**_OWN, **table("llamafactory")})

@@ -19,6 +19,7 @@ from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
 from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.settings import with_settings
 from megatune.config.values import Value, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
@@ -239,8 +240,7 @@ def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
 def _scheduled(role: ModelRole, samples: int) -> ModelRole:
     """Return the role with a schedule as long as its updates on all samples of the run."""
     updates = max(1, samples // role.samples_per_update)
-    optimizer = role.settings.optimizer.model_copy(update={"max_steps": updates})
-    return role.model_copy(update={"settings": role.settings.model_copy(update={"optimizer": optimizer})})
+    return role.model_copy(update={"settings": with_settings(role.settings, {"optimizer.max_steps": updates})})
 
 
 def _ignored_lines(reader: Reader) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.roll_reader import Part, Reader, place_of
+from megatune.config.dialects.roll_reader import Part, Reader, Section
 from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.dialects.table import rows_below, table
 from megatune.config.entry import SettingEntry
@@ -32,14 +33,15 @@ RULES = (
 )
 
 
-def section_names() -> dict[str, list[str]]:
-    """List the keys that are settings here, by the mapping of a role that they stand in."""
-    found = {
+@cache
+def sections() -> dict[str, Section]:
+    """Return the mappings of a role whose keys are settings here, by where they stand."""
+    names = {
         section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
         for section in ("model_args", "training_args")
     }
-    names = [info.name for info in all_settings().values() if info.group in _OF_STRATEGY]
-    return {**found, _STRATEGY: [*names, *_BATCH]}
+    names[_STRATEGY] = [*(info.name for info in all_settings().values() if info.group in _OF_STRATEGY), *_BATCH]
+    return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 
 def read_engine(part: Part, reader: Reader, *, trains: bool) -> Loaded:
@@ -48,12 +50,12 @@ def read_engine(part: Part, reader: Reader, *, trains: bool) -> Loaded:
     Args:
         trains: whether the role trains: training_args and adapters do nothing otherwise.
     """
-    model, training = ([*_entries(part, reader, section)] for section in ("model_args", "training_args"))
+    model, training = (_entries(part, reader, section) for section in ("model_args", "training_args"))
     if not trains:
         for entry in training:
             reader.ignore(f"{part.name}.training_args.{entry.key}", f"{part.name} does not train")
         training = []
-    strategy = [*_entries(part, reader, _STRATEGY)]
+    strategy = _entries(part, reader, _STRATEGY)
     model = [*_adapters(model, part, reader, trains=trains)]
     entries = [*model, *training, *strategy]
     if not any(entry.key in ("dtype", "bf16", "fp16") for entry in entries):
@@ -75,8 +77,8 @@ def check_engine(
 
 def sampled_model(part: Part, reader: Reader) -> Loaded:
     """Read model_args of a role that samples: which model, and its dtype."""
-    entries, model = [*_entries(part, reader, "model_args")], []
-    for entry in entries:
+    model = []
+    for entry in _entries(part, reader, "model_args"):
         if entry.key in ("model_name_or_path", "dtype"):
             model.append(entry)
         else:
@@ -97,28 +99,15 @@ def _loaded(reader: Reader, *layers: list[SettingEntry]) -> Loaded:
     return loaded
 
 
-def _entries(part: Part, reader: Reader, section: str) -> Iterator[SettingEntry]:
-    """Give the entries of a mapping that are settings, by their own names; report or note the others."""
+def _entries(part: Part, reader: Reader, section: str) -> list[SettingEntry]:
+    """Return the entries of a mapping that are settings, by their own names; report or note the others."""
     tree: Tree = part.mapping(*section.split("."))
     if section == _STRATEGY:
         tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
         if isinstance(tree.get("additional_configs"), dict):
             del tree["additional_configs"]
-    names, rows = section_names()[section], rows_below(f"ROLE.{section}")
-    ignored = {key: row.ignored for key, row in rows.items() if row.ignored}
-    refused = {key: row for key, row in rows.items() if row.unsupported}
-    for key, node in tree.items():
-        dotted = part.key(f"{section}.{key}")
-        if data_of(node) is None or (key in refused and reader.refuses(refused[key], key, dotted, node)):
-            continue
-        if key in names:
-            value = Value(data_of(node)) if isinstance(node, dict) else node.value
-            where = place_of(node)
-            yield SettingEntry(key, value, where, node.origin if isinstance(node, SettingEntry) else where)
-        elif key in ignored:
-            reader.ignore(dotted, ignored[key])
-        elif key not in refused:
-            reader.unknown(key, [*names, *ignored], dotted, place_of(node))
+    written = {key: node for key, node in tree.items() if data_of(node) is not None}
+    return reader.read(written, sections()[section], part.key(section)).entries
 
 
 def _adapters(entries: list[SettingEntry], part: Part, reader: Reader, *, trains: bool) -> Iterator[SettingEntry]:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
+from typing import Any
 
 from megatune.config.dialects.roll_tree import Tree, data_of, entries_of
-from megatune.config.dialects.row import Row
-from megatune.config.dialects.table import rows_below
+from megatune.config.dialects.table import Row, rows_below
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.pages import keys_of, lists_of, mappings_of
-from megatune.config.setting import Group, SettingInfo
-from megatune.config.values import Value, coerce, quoted, shown, wrong_value
+from megatune.config.setting import G, Group, SettingInfo, fitted
+from megatune.config.values import as_read, coerce, quoted, shown, wrong_value
 from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
-G = TypeVar("G", bound=Group)
 
 
 @dataclass(frozen=True)
@@ -33,12 +29,14 @@ class Section:
         above: what stands before its keys in the table of ROLL's keys, "ROLE"; several where it is both.
         parts: mappings in it that are read by themselves; those that are None by who needs them.
         others: further keys that do nothing, and why.
+        settings: keys that are settings of training, by our names.
     """
 
     groups: tuple[type[Group], ...]
     above: tuple[str, ...] = ()
     parts: Mapping[str, Section | None] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
+    settings: Collection[str] = ()
 
     @cached_property
     def infos(self) -> dict[str, SettingInfo]:
@@ -71,7 +69,7 @@ class Section:
     @property
     def names(self) -> list[str]:
         """Every key that is known here."""
-        return [*self.infos, *self.inner, *self.parts, *self.lists, *self.ignored, *self.refused]
+        return [*self.infos, *self.settings, *self.inner, *self.parts, *self.lists, *self.ignored, *self.refused]
 
     @property
     def _rows(self) -> dict[str, Row]:
@@ -89,6 +87,7 @@ class Part:
         groups: its keys, with defaults where they are not written or not valid.
         places: where a key, or one in a mapping of it, was written: "generating_args.top_p"; null is not written.
         parts: mappings in it that were read by themselves.
+        entries: its settings of training.
     """
 
     name: str
@@ -97,6 +96,7 @@ class Part:
     groups: dict[type[Group], Group] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    entries: list[SettingEntry] = field(default_factory=list)
 
     def of(self, group: type[G]) -> G:
         found = self.groups[group]
@@ -184,6 +184,11 @@ class Reader:
                 if not is_null:
                     nodes[key] = node
                     part.places[above + key] = where
+            elif key in section.settings:
+                if not is_null:
+                    value = as_read(data_of(node)) if isinstance(node, dict) else node.value
+                    origin = node.origin if isinstance(node, SettingEntry) else where
+                    part.entries.append(SettingEntry(key, value, where, origin))
             elif key in section.inner or key in section.parts:
                 if isinstance(node, dict) and node:
                     part.places[above + key] = where
@@ -221,7 +226,8 @@ class Reader:
             else:
                 values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, section.infos[key])
         for group in section.groups:
-            for key in _wrong(group, {key: value for key, value in values.items() if key in group.model_fields}):
+            own = {key: value for key, value in values.items() if key in group.model_fields}
+            for key in fitted(group, own)[1]:
                 self._wrong_value(part.key(above + key), section.infos[key], nodes[key], values.pop(key))
         return values
 
@@ -239,19 +245,10 @@ class Reader:
             if data is not None:
                 self.find(f"{dotted} is {_said(node)}", place_of(node), "expected a list of mappings")
             return []
-        infos, rows = keys_of(group), []
-        for item in data:
-            own = {}
-            for key, value in item.items():
-                if key not in infos:
-                    self.unknown(key, list(infos), f"{dotted}.{key}", place_of(node))
-                elif value is not None or infos[key].optional:
-                    own[key] = coerce(Value(value), infos[key])
-            for key in _wrong(group, own):
-                wrong = SettingEntry(key, Value(own.pop(key)), place_of(node), "")
-                self._wrong_value(f"{dotted}.{key}", infos[key], wrong, wrong.value.data)
-            rows.append(group(**own))
-        return rows
+        items: list[Tree] = [
+            {key: SettingEntry(key, as_read(value), place_of(node), "") for key, value in item.items()} for item in data
+        ]
+        return [self.read(item, Section((group,)), dotted).of(group) for item in items]
 
 
 def place_of(node: Tree | SettingEntry) -> str:
@@ -315,15 +312,6 @@ def _number(node: ast.expr) -> int:
 
 def _meant(key: str) -> str:
     return f"did you mean {key}?"
-
-
-def _wrong(group: type[Group], values: dict[str, Any]) -> list[str]:
-    """List the keys whose values do not fit."""
-    try:
-        group(**values)
-    except ValidationError as error:
-        return list(dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_url=False)))
-    return []
 
 
 def _said(node: Tree | SettingEntry) -> str:

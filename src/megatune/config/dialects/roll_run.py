@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatune.config.dialects.roll_reader import Part, Reader
-from megatune.config.groups.output import LoggingSettings
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import RolloutSettings
@@ -134,21 +133,19 @@ def _recomputes(settings: AlgorithmSettings, top: Part, reader: Reader, updates:
     return False
 
 
-def reported(logging: LoggingSettings, run: RLRunSettings) -> LoggingSettings:
-    """Return the settings of the log with what `track_with` and `tracker_kwargs` say."""
+def reported(run: RLRunSettings) -> dict[str, Any]:
+    """Return the settings of the log, by "group.name", that `track_with` and `tracker_kwargs` say."""
     keys, names = run.tracker_kwargs, [name for name in run.track_with if name != "stdout"]
-    return logging.model_copy(
-        update={
-            "logging_steps": run.logging_steps,
-            "report_to": names or ["none"],
-            "tensorboard_dir": keys.log_dir,
-            "wandb_project": keys.project,
-            "wandb_save_dir": keys.log_dir if "wandb" in names else None,
-            "swanlab_project": keys.project,
-            "swanlab_workspace": keys.workspace,
-            "swanlab_mode": keys.mode if keys.mode in _MODES["swanlab"] else None,
-        }
-    )
+    return {
+        "logging.logging_steps": run.logging_steps,
+        "logging.report_to": names or ["none"],
+        "logging.tensorboard_dir": keys.log_dir,
+        "logging.wandb_project": keys.project,
+        "logging.wandb_save_dir": keys.log_dir if "wandb" in names else None,
+        "logging.swanlab_project": keys.project,
+        "logging.swanlab_workspace": keys.workspace,
+        "logging.swanlab_mode": keys.mode if keys.mode in _MODES["swanlab"] else None,
+    }
 
 
 def tracker_variables(top: Part, reader: Reader) -> dict[str, str]:

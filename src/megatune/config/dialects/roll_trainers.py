@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll_engine import check_engine, read_engine
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.dialects.roll_run import reported
+from megatune.config.dialects.table import AUX_LOSS
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.settings import ModelRole
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 
 
 def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool) -> ModelRole | None:
@@ -29,7 +31,7 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
     has_name = bool(settings.model.model_name_or_path)
     architecture = roles.model_of(settings) if roles.model_of is not None and has_name else None
-    if "experts.moe_aux_loss_coeff" not in loaded.entries and trains and architecture is not None:
+    if AUX_LOSS not in loaded.entries and trains and architecture is not None:
         settings = _with_aux_loss(roles, settings, architecture)
     check_engine(loaded, settings, roles.reader, architecture, len(devices))
     _positions(roles, architecture)
@@ -52,52 +54,35 @@ def _settings(
     roles: Roles, settings: Settings, part: Part, name: str, default_model: str | None, world_size: int, trains: bool
 ) -> Settings:
     """Return the settings of an engine with what other keys of the file say."""
-    model, keys, top = settings.model, part.of(RoleSettings), roles.run
-    if model.model_name_or_path is None:
+    keys, top, parallel, optimizer = part.of(RoleSettings), roles.run, settings.parallel, settings.optimizer
+    changes: dict[str, Any] = {
+        "run.stage": "rm" if name == "critic" else "sft",
+        "run.output_dir": top.output_dir,
+        "run.seed": top.seed,
+        "run.run_name": top.tracker_kwargs.name or top.exp_name,
+        "run.num_processes": max(1, world_size),
+        "run.ddp_timeout": max(1, round(keys.backend_timeout * 60)),
+        "batch.per_device_eval_batch_size": keys.infer_batch_size,
+        "data.cutoff_len": max(2, roles.lengths.max_sequence_length),
+        "data.packing": keys.use_sequence_packing,
+    }
+    if settings.model.model_name_or_path is None:
         if default_model is None:
             roles.no_model(part, name)
-        model = model.model_copy(update={"model_name_or_path": default_model})
-    run = settings.run.model_copy(
-        update={
-            "stage": "rm" if name == "critic" else "sft",
-            "output_dir": top.output_dir,
-            "seed": top.seed,
-            "run_name": top.tracker_kwargs.name or top.exp_name,
-            "num_processes": max(1, world_size),
-            "ddp_timeout": max(1, round(keys.backend_timeout * 60)),
-        }
-    )
-    parallel = settings.parallel
+        changes["model.model_name_or_path"] = default_model
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         roles.reader.ignore(f"{part.name}.sequence_parallel", "tensor_model_parallel_size is 1")
-        parallel = parallel.model_copy(update={"sequence_parallel": False})
-    batch = settings.batch.model_copy(update={"per_device_eval_batch_size": keys.infer_batch_size})
-    if not trains:
-        steps = settings.parallel.pipeline_model_parallel_size
-        batch = batch.model_copy(
-            update={"per_device_train_batch_size": keys.infer_batch_size, "gradient_accumulation_steps": steps}
-        )
-    data = settings.data.model_copy(
-        update={"cutoff_len": max(2, roles.lengths.max_sequence_length), "packing": keys.use_sequence_packing}
-    )
-    norm = roles.top.of(AlgorithmSettings).max_grad_norm
-    optimizer = settings.optimizer.model_copy(update={"max_grad_norm": norm} if trains else {})
+        changes["parallel.sequence_parallel"] = False
+    if trains:
+        changes |= reported(top) | {"optimizer.max_grad_norm": roles.top.of(AlgorithmSettings).max_grad_norm}
+    else:
+        changes["batch.per_device_train_batch_size"] = keys.infer_batch_size
+        changes["batch.gradient_accumulation_steps"] = parallel.pipeline_model_parallel_size
     if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
-        roles.reader.lines.append(
-            f"{part.name}: lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
-        )
-        optimizer = optimizer.model_copy(update={"lr_scheduler_type": "constant_with_warmup"})
-    return settings.model_copy(
-        update={
-            "model": model,
-            "run": run,
-            "batch": batch,
-            "data": data,
-            "optimizer": optimizer,
-            "logging": reported(settings.logging, top) if trains else settings.logging,
-            "parallel": parallel,
-        }
-    )
+        line = "lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
+        roles.reader.lines.append(f"{part.name}: {line}")
+        changes["optimizer.lr_scheduler_type"] = "constant_with_warmup"
+    return with_settings(settings, changes)
 
 
 def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture) -> Settings:
@@ -106,8 +91,7 @@ def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture)
     if not weight:
         return settings
     roles.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
-    experts = settings.experts.model_copy(update={"moe_aux_loss_coeff": weight})
-    return settings.model_copy(update={"experts": experts})
+    return with_settings(settings, {AUX_LOSS: weight})
 
 
 def _positions(roles: Roles, architecture: Architecture | None) -> None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatune.config.dialects import swift_meaning, swift_run_meaning
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.swift_command import Command, by_current_name
-from megatune.config.dialects.swift_syntax import read_command_line
-from megatune.config.dialects.table import Row, table
-from megatune.config.entry import SettingEntry
+from megatune.config.dialects.swift_command import Command
+from megatune.config.dialects.table import table
 from megatune.config.load import Loaded, load_entries
-from megatune.config.settings import setting_paths
+from megatune.config.settings import all_settings, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import Finding
 
 _COUNT = re.compile("[0-9]{1,9}")
+_WIDEST = 44  # of the first column of lines
+_SECRET = ("hub_token",)
 
 
 @cache
@@ -34,31 +34,11 @@ def dialect_of(generation: int) -> Dialect:
     return Dialect(name=f"Megatron-SWIFT {generation}", rows={**known, **own}, prefix="--", separator=" ")
 
 
-@cache
-def kinds() -> dict[str, type]:
-    """Return every flag that is known, and our own names, with the type of its value."""
-    own = {name: Row(target=path) for name, path in setting_paths().items()}
-    return {name: row.type for name, row in {**own, **table("swift")}.items()}
-
-
-@cache
-def negatable() -> tuple[str, ...]:
-    """Return the booleans that are true by themselves: `--no_X` turns them off."""
-    return tuple(name for name, row in table("swift").items() if row.negatable)
-
-
-@dataclass(frozen=True, slots=True)
-class SwiftRun:
-    """What a command line asks for.
-
-    Attributes:
-        command: what was made of its flags.
-        typed: its flags, in their order.
-    """
+class SwiftRun(NamedTuple):
+    """What a command line asks for, and what was made of its flags."""
 
     loaded: Loaded
     command: Command
-    typed: tuple[SettingEntry, ...]
 
 
 def read_swift(
@@ -80,16 +60,10 @@ def read_swift(
     Raises:
         MegatuneError: the file of flags is missing or unreadable (exit 66). Everything else is a finding of `loaded`.
     """
-    line = read_command_line(words, kinds(), negatable())
-    typed = tuple(line.flags.values())
-    rows = table("swift")
-    generation = 3 if any(entry.key in rows and rows[entry.key].version == 3 for entry in typed) else 4
-    flags = {by_current_name(entry.key): entry for entry in typed}
-    env = {**line.variables, **env}
-    command = Command(verb, generation, flags, config or {}, env, on_cpu)
-    command.findings, command.variables = list(line.findings), dict(line.variables)
+    rows, command = table("swift"), Command(verb, config or {}, env, on_cpu)
+    command.read(words)
     for key, row in rows.items():
-        if (value := row.default_in(generation)) is not ... and not row.kept:
+        if (value := row.default_in(command.generation)) is not ... and not row.kept:
             command.default(key, value)
     _set_processes(command)
     _check_kinds(command)
@@ -106,8 +80,7 @@ def read_swift(
         elif not known.paths:  # the functions above have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
-    loaded = load_entries(places, dialect_of(generation), command.findings)
-    return SwiftRun(loaded, command, typed)
+    return SwiftRun(load_entries(places, dialect_of(command.generation), command.findings), command)
 
 
 def _set_processes(command: Command) -> None:
@@ -146,3 +119,66 @@ def _check_kinds(command: Command) -> None:
             what = f"{entry.key} is {entry.value.text or shown(value)!r}"
             command.findings.append(Finding(what, entry.where, f"expected {expected.get(kind, 'one word')}"))
             del command.flags[name]
+
+
+def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
+    """Say for each flag that has another name, value or no effect here what it is, and for each default.
+
+    Args:
+        loaded: the settings, in their world.
+    """
+    rows = [_version(run), *_flags(run, loaded), *_defaults(run, loaded)]
+    rows += [
+        (f"({name})", run.command.whys[name]) for name in ("finetune", "add_version", "hub") if name in run.command.whys
+    ]
+    width = min(_WIDEST, max(len(left) for left, _ in rows))
+    return [f"swift      {left:<{width}}  {right}" for left, right in rows]
+
+
+def _version(run: SwiftRun) -> tuple[str, str]:
+    rows = table("swift")
+    old = [f"--{key}" for key in run.command.typed if key in rows and rows[key].version == 3]
+    if not old:
+        return "version 4", "its defaults: no flag is of version 3 alone"
+    few = ", ".join(old[:3]) + (", ..." if len(old) > 3 else "")
+    return "version 3", f"its defaults, those of 3.4: {few} {'are' if len(old) > 1 else 'is'} not of version 4"
+
+
+def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    for entry in run.command.typed.values():
+        left = f"--{entry.key} {'***' if entry.key in _SECRET else entry.value.text or _words(entry.value.data)}"
+        why = run.command.whys.get(entry.where, "")
+        if entry.where in run.command.ignored:
+            yield left, f"ignored: {run.command.ignored[entry.where]}"
+            continue
+        said = _said(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
+        if said == [f"{entry.key}: {_words(entry.value.data)}"] and not why:
+            continue
+        if not said and not why and (row := table("swift").get(entry.key)) is not None and row.unsupported:
+            yield left, "ignored: that is how it is"
+        elif said or why:
+            yield left, ", ".join(said) + (f" ({why})" if said and why else why)
+        else:
+            yield left, "ignored: another flag says it"
+
+
+def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    for key, entry in run.command.defaults.items():
+        paths = [path for path, each in loaded.entries.items() if each is entry]
+        others = [path for path in paths if setting_value(loaded.settings, path) != all_settings()[path].default]
+        said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
+        if said and key != "stage":
+            is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
+            left = entry.origin if is_variable else f"({key} {_words(entry.value.data)})"
+            yield left, ", ".join(said) + (f" ({why})" if why else "")
+
+
+def _said(loaded: Loaded, paths: list[str]) -> list[str]:
+    named = {path.partition(".")[2]: setting_value(loaded.settings, path) for path in paths}
+    return [f"{name}: {'***' if name in _SECRET else _words(value)}" for name, value in named.items()]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(shown, value))
+    return shown(value)

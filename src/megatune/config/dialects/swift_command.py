@@ -1,16 +1,32 @@
-"""A Megatron-SWIFT command line on its way to settings: its flags, its defaults, and what was made of them."""
+"""A Megatron-SWIFT command line on its way to settings: its flags, its defaults, and what was made of them.
+
+It is written as for argparse of typed fields, after a file of flags if there is one: bare booleans, lists until the
+next flag, dashes as underscores, `--key=value`, prefixes that mean one flag alone, `--no_X` of booleans that are true
+by themselves, and a YAML or JSON file whose ENV holds environment variables.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from megatune.config.dialects.table import table
-from megatune.config.entry import SettingEntry
-from megatune.config.values import as_read, shown
-from megatune.errors import Finding
+from megatune.config.dialects.table import Row, table
+from megatune.config.entry import SettingEntry, flags_with_words, read_file
+from megatune.config.settings import setting_paths
+from megatune.config.values import TRUTH, Value, as_read, is_variable, parse, shown
+from megatune.errors import Finding, did_you_mean
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+@cache
+def kinds() -> dict[str, type]:
+    """Return every flag that is known, and our own names, with the type of its value."""
+    own = {name: Row(target=path) for name, path in setting_paths().items()}
+    return {name: row.type for name, row in {**own, **table("swift")}.items()}
 
 
 @dataclass(slots=True)
@@ -19,12 +35,13 @@ class Command:
 
     Attributes:
         verb: sft, pt or rlhf.
-        generation: whose names and defaults: 3 or 4.
-        flags: what was typed, by version 4's name of it, and what follows from it, by our name.
-        defaults: what is said by nobody.
         config: the model's config.json; {} where it is not known.
         env: environment variables.
         on_cpu: whether this machine has no GPU.
+        typed: the last of each flag, by its name as it was typed, in the order of writing.
+        generation: whose names and defaults: 3 or 4.
+        flags: what was typed, by version 4's name of it, and what follows from it, by our name.
+        defaults: what is said by nobody.
         whys: by the place of a flag: why it became what it became.
         variables: environment variables that the command line asks for.
         ignored: by the place of a flag: why it changes nothing.
@@ -32,17 +49,65 @@ class Command:
     """
 
     verb: str
-    generation: int
-    flags: dict[str, SettingEntry]
     config: Mapping[str, Any]
     env: Mapping[str, str]
     on_cpu: bool
+    typed: dict[str, SettingEntry] = field(default_factory=dict)
+    generation: int = 4
+    flags: dict[str, SettingEntry] = field(default_factory=dict)
     defaults: dict[str, SettingEntry] = field(default_factory=dict)
     whys: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     rollouts: dict[str, SettingEntry] = field(default_factory=dict)
+
+    def read(self, words: Sequence[str]) -> None:
+        """Read the words behind the verb.
+
+        Raises:
+            MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
+        """
+        rest, rows = list(words), table("swift")
+        if rest and rest[0].endswith(_FILES):
+            self._read_file(rest.pop(0))
+        for flag, values in flags_with_words(rest):
+            name, equals, text = flag.removeprefix("--").partition("=")
+            values = [text, *values] if equals else values
+            key = _known(name.replace("-", "_"))
+            if not flag.startswith("--"):
+                fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
+                self.findings += [Finding(f"{word!r} is not a flag", fix=fix) for word in (flag, *values)]
+            elif isinstance(key, Finding):
+                self.findings.append(key)
+            elif key not in kinds():  # --no_X
+                self._type(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{key}", "flag"))
+                if values:
+                    self.findings.append(Finding(f"{key} takes no value", f"--{key}", fix=f"write --{key[3:]} VALUE"))
+            elif (value := _value(values, kinds()[key])) is None:
+                self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
+            else:
+                self._type(SettingEntry(key, value, f"--{key}", "flag"))
+        self.generation = 3 if any(key in rows and rows[key].version == 3 for key in self.typed) else 4
+        self.flags = {rows[key].now or key if key in rows else key: entry for key, entry in self.typed.items()}
+        self.env = {**self.variables, **self.env}
+
+    def _type(self, entry: SettingEntry) -> None:
+        self.typed.pop(entry.key, None)  # the last one wins, and is the last in order
+        self.typed[entry.key] = entry
+
+    def _read_file(self, source: str) -> None:
+        entries, findings = read_file(source)
+        self.findings += findings
+        for entry in entries:
+            if entry.key == "ENV":
+                self.variables = read_variables(entry, self.findings)
+                continue
+            key = _known(entry.key.replace("-", "_"), negates=False)
+            if isinstance(key, Finding):
+                self.findings.append(Finding(key.what, entry.where, key.why, key.fix))
+            elif entry.value.data is not None:
+                self._type(SettingEntry(key, _of_file(entry.value, kinds()[key]), entry.where, entry.where))
 
     @property
     def default_origin(self) -> str:
@@ -79,10 +144,6 @@ class Command:
         value = self.value(name, 0)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return value if is_number else 0
-
-    def typed(self, name: str) -> str:
-        """Return a flag as it was typed, by version 4's name of it."""
-        return f"--{self.flags[name].key}" if name in self.flags else f"--{name}"
 
     def becomes(self, name: str, data: Any, why: str = "") -> None:
         """Give a flag, or its default, another value."""
@@ -123,7 +184,58 @@ class Command:
             self.findings.append(Finding(what, entry.where, why, fix))
 
 
-def by_current_name(name: str) -> str:
-    """Return version 4's name of a flag, where version 3 had another one that means the same."""
-    row = table("swift").get(name)
-    return row.now or name if row is not None else name
+def _known(name: str, *, negates: bool = True) -> str | Finding:
+    """Return the flag that a name means, or what is wrong with it."""
+    known = kinds()
+    negated = [f"no_{each}" for each, row in table("swift").items() if row.negatable] if negates else []
+    if name in known or name in negated:
+        return name
+    meant = sorted({each for each in (*known, *negated) if name and each.startswith(name)})
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        few = ", ".join(f"--{each}" for each in meant[:4])
+        return Finding(f"--{name} could be {few}" + (" or others" if len(meant) > 4 else ""), fix="write it out")
+    otherwise = "remove it; docs/migrate-from-megatron-swift.md says what is read"
+    fix = did_you_mean(f"--{name.lower()}", (f"--{kind}" for kind in known), otherwise)
+    return Finding(f"unknown flag --{name}", fix=fix)
+
+
+def _value(words: Sequence[str], kind: type) -> Value | None:
+    """Make the value of a flag from its words; None where there should be one."""
+    if kind is list:
+        items = tuple(Value(word, word) for word in words)
+        return Value([item.data for item in items], items=items) if items else None
+    if not words:
+        return Value(True, "true") if kind is bool else None
+    if len(words) > 1:  # one too many: what the setting expects is said where it is read
+        return Value(list(words), items=tuple(map(parse, words)))
+    return _typed(words[0], kind)
+
+
+def _typed(text: str, kind: type) -> Value:
+    """Read a word as its flag's type, as far as it is one."""
+    if kind is bool and text.lower() in TRUTH:
+        truth = TRUTH[text.lower()]
+        return Value(truth, shown(truth))
+    return Value(text, text) if kind is str else parse(text)
+
+
+def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, str]:
+    """Return the environment variables that a file's ENV says."""
+    said, fix = entry.value.data, "write a line for each variable below ENV:, `  NAME: value`"
+    if not isinstance(said, dict):
+        findings.append(Finding("ENV is not a mapping", entry.where, fix=fix))
+        return {}
+    if wrong := [name for name in said if not is_variable(name)]:
+        findings.append(Finding(f"ENV: {wrong[0]!r} is not a valid name of a variable", entry.where, fix=fix))
+        return {}
+    return {name: shown(value).strip('"') for name, value in said.items() if value is not None}
+
+
+def _of_file(value: Value, kind: type) -> Value:
+    """Make of a file's value what the same words on a command line are."""
+    texts = [shown(item.data) if item.text is None else item.text for item in value.items]
+    if kind is list:
+        return _value(texts or [value.text or shown(value.data)], list) or value
+    return value if value.text is None else _typed(value.text, kind)

@@ -13,16 +13,6 @@ from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
 
-_MODULES = {
-    "all-linear": ["all"],
-    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
-    "linear_proj": ["o_proj"],
-    "linear_fc1": ["gate_proj", "up_proj"],
-    "linear_fc2": ["down_proj"],
-    "all-router": ["gate"],
-    "router": ["gate"],
-}
-_WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
 # What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
 _OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
 _MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
@@ -110,15 +100,9 @@ def tuner(command: Command) -> None:
             command.default(name, *value)
     if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
         command.default("merge_lora", True, "version 4 writes the merged model, too")
-    if isinstance(modules, list):
-        if "all-embedding" in modules:
-            why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
-            command.refuse("target_modules", why, fix)
-        else:
-            names = [name for module in modules for name in _MODULES.get(module, [module])]
-            command.becomes("target_modules", names)
-    if isinstance(whole := command.value("modules_to_save"), list):
-        command.becomes("modules_to_save", [_WHOLE.get(name, name) for name in whole])
+    if isinstance(modules, list) and "all-embedding" in modules:
+        why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
+        command.refuse("target_modules", why, fix)
 
 
 def pictures(command: Command) -> None:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
-from megatune.config.dialects.swift_keys import Keys
-from megatune.config.dialects.swift_roles import write_rewards, write_roles
+from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
 from megatune.config.entry import SettingEntry
 from megatune.config.settings import Settings
 from megatune.errors import Finding
@@ -116,6 +115,9 @@ def _rollouts(keys: Keys) -> None:
     A step is one generation there: its responses are trained in steps_per_generation updates.
     """
     group, batch = int(keys.number("num_generations")), batch_of(keys)
+    if group < 1:
+        keys.refuse("num_generations", "responses to the same prompt are compared", "write --num_generations 8")
+        group = 2
     updates = _updates(keys)
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
@@ -155,7 +157,7 @@ def batch_of(keys: Keys) -> int:
 def _updates(keys: Keys) -> int:
     """Return the updates of one generation."""
     whole, updates, batch = keys.value("generation_batch_size"), keys.value("steps_per_generation"), batch_of(keys)
-    if whole is not None and (whole % batch or updates not in (None, whole // batch)):
+    if whole is not None and (whole < batch or whole % batch or updates not in (None, whole // batch)):
         why = f"a generation is trained in updates of {batch} responses"
         keys.refuse("generation_batch_size", why, "write --steps_per_generation, and no generation_batch_size")
     elif whole is not None:
@@ -211,8 +213,7 @@ def _algorithm(keys: Keys) -> None:
     if estimator == "grpo":
         keys.put("norm_mean_type", "group", "scale_rewards")
         keys.put("norm_std_type", None if scale == "none" else scale, "scale_rewards")
-    beta = keys.value("beta")
-    beta = 0.04 if beta is None else beta
+    beta = 0.04 if keys.value("beta") is None else keys.number("beta")
     in_reward = keys.value("kl_in_reward") if "kl_in_reward" in given else estimator == "rloo"
     if beta and in_reward:
         keys.refuse("kl_in_reward", "the divergence is in the loss", "write --kl_in_reward false, or --beta 0")

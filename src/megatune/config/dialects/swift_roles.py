@@ -1,27 +1,132 @@
-"""The roles of `rlhf --rlhf_type grpo`: devices, engines, and the reward."""
+"""The keys of a file of reinforcement learning while a command line of Megatron-SWIFT is written as one, and its roles:
+devices, engines and the reward."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatune.config.dialects.swift_keys import LORA, OF_ROLES, Keys, default_of
+from megatune.config.dialects.roll_tree import Reading, Tree
+from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.table import table
 from megatune.config.entry import SettingEntry
-from megatune.config.values import shown
+from megatune.config.load import Loaded
+from megatune.config.settings import all_settings, setting_value
+from megatune.config.values import as_read, shown
 from megatune.errors import Finding
 
+_OF_ROLES = ("parallel", "experts", "performance", "precision")
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
+_OF_RUN = (
+    *("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size", "batch.gradient_accumulation_steps"),
+    *("run.stage", "run.output_dir", "run.seed", "run.run_name", "run.num_processes", "run.ddp_timeout"),
+    *("run.memory_check", "model.model_name_or_path", "data.dataset", "data.eval_dataset", "data.template"),
+    *("data.default_system", "data.enable_thinking", "data.conversation_rules", "data.cutoff_len"),
+    *("data.image_max_pixels", "data.image_min_pixels", "data.media_dir", "finetuning.freeze_vision_tower"),
+    *("finetuning.freeze_multi_modal_projector", "finetuning.freeze_deepstack_mergers"),
+    *("finetuning.finetuning_type", *(f"finetuning.{name}" for name in _LORA), "logging.logging_steps"),
+    *("logging.report_to", "logging.wandb_project", "logging.swanlab_project", "checkpoint.save_steps"),
+    *("checkpoint.save_strategy", "checkpoint.save_total_limit", "run.resume_from_checkpoint"),
+    *("evaluation.eval_strategy", "evaluation.eval_steps"),
+)
+# Settings that change nothing of a run whose rows are prompts.
+_HARMLESS = (
+    *("data.preprocessing_num_workers", "data.dataloader_num_workers", "data.val_size", "data.packing"),
+    *("data.truncation_strategy", "data.mask_history", "data.train_on_prompt", "data.answer_masks"),
+)
+_MISSED = ("checkpoint.save_format", "checkpoint.merge_lora", "checkpoint.push_to_hub")
 # What is written otherwise, or for a whole run.
 _NOT_OF_ROLES = ("precision.bf16", "precision.fp16", "optimizer.max_steps", "optimizer.num_train_epochs")
-_OF_VLLM = {
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "tensor_parallel_size",
-    "vllm_max_model_len": "max_model_len",
-    "vllm_max_num_seqs": "max_num_seqs",
-    "vllm_enforce_eager": "enforce_eager",
-    "vllm_enable_prefix_caching": "enable_prefix_caching",
-}
 _OF_REWARDS = ("cosine", "repetition_n", "repetition_max", "soft")
+
+
+@dataclass(slots=True)
+class Keys:
+    """The keys on their way.
+
+    Attributes:
+        devices: processes that train, and devices that sample by turns with them.
+    """
+
+    run: SwiftRun
+    loaded: Loaded
+    devices: int
+    reading: Reading = field(default_factory=Reading)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads pictures."""
+        return "vision_config" in self.run.command.config
+
+    def value(self, flag: str) -> Any:
+        """Return the value of a flag that grpo alone has, or its default."""
+        entry = self.run.command.rollouts.get(flag)
+        if entry is not None and entry.value.data is not None:
+            return entry.value.data
+        row = table("swift")[flag]
+        return row.passes[0] if row.passes else None
+
+    def number(self, flag: str) -> float:
+        """Return the number that a flag is; 1, and a finding, where it is none."""
+        found = self.value(flag)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return found
+        self.refuse(flag, "", f"write --{flag} with a number")
+        return 1
+
+    def setting(self, path: str) -> Any:
+        return setting_value(self.loaded.settings, path)
+
+    def put(self, dotted: str, value: Any, *flags: str) -> None:
+        """Write a key.
+
+        Args:
+            flags: that say it: of grpo, or "group.name" of settings. The first that was typed is its place.
+        """
+        command = self.run.command
+        typed = (command.rollouts.get(flag) or self.loaded.entries.get(flag) for flag in flags)
+        entry = next(filter(None, typed), None)
+        where = entry.where if entry is not None else command.default_origin
+        if entry is not None and flags[0] in command.rollouts:
+            command.whys.setdefault(where, f"{dotted.rpartition('.')[2]}: {shown(value)}")
+        above, _, name = dotted.rpartition(".")
+        tree: Tree = self.reading.tree
+        for part in filter(None, above.split(".")):
+            inside = tree.setdefault(part, {})
+            assert isinstance(inside, dict)
+            tree = inside
+        origin = entry.origin if entry is not None else command.default_origin
+        tree[name] = SettingEntry(dotted, as_read(value), where, origin)
+
+    def refuse(self, flag: str, why: str, fix: str) -> None:
+        """Refuse what a flag asks for."""
+        entry = self.run.command.rollouts.get(flag)
+        where = f"--{flag}" if entry is None else entry.where
+        finding = Finding(f"{flag}: {shown(self.value(flag))} is not supported", where, why, fix)
+        if finding not in self.reading.findings:
+            self.reading.findings.append(finding)
+
+    def note_others(self) -> None:
+        """Say which flags change nothing, and refuse those whose effect would be missed."""
+        command, of_roles = self.run.command, (*_OF_ROLES, "optimizer", "recompute")
+        for flag, entry in command.rollouts.items():
+            command.whys.setdefault(
+                entry.where, f"ignored: {table('swift')[flag].idle or 'it says nothing to this run'}"
+            )
+        for path, entry in self.loaded.entries.items():
+            group = path.partition(".")[0]
+            is_default = entry.where.startswith(command.default_origin) or self.is_default(path)
+            if is_default or group in of_roles or path in _OF_RUN:
+                continue
+            if (group in ("finetuning", "model", "data") and path not in _HARMLESS) or path in _MISSED:
+                what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove --{entry.key}"
+                self.reading.findings.append(Finding(what, entry.where, "grpo trains without it here", fix))
+            else:
+                command.whys[entry.where] = "it says nothing to grpo"
+
+    def is_default(self, path: str) -> bool:
+        return bool(self.setting(path) == all_settings()[path].default)
 
 
 def write_roles(keys: Keys) -> None:
@@ -49,7 +154,7 @@ def write_roles(keys: Keys) -> None:
     for role in ("actor_train", *reference):
         _engine(keys, role)
     if is_lora:
-        for name in LORA:
+        for name in _LORA:
             if value := getattr(finetuning, name):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
     _encoder(keys, is_lora=is_lora)
@@ -90,12 +195,8 @@ def _engine(keys: Keys, role: str) -> None:
     keys.put(f"{above}.strategy_name", "megatron_train" if trains else "megatron_infer")
     for path in keys.loaded.entries:
         group, _, name = path.partition(".")
-        is_of_role = group in (*OF_ROLES, "optimizer", "recompute") if trains else group in OF_ROLES
-        if (
-            is_of_role
-            and path not in (*_NOT_OF_ROLES, "optimizer.max_grad_norm")
-            and keys.setting(path) != default_of(path)
-        ):
+        is_of_role = group in (*_OF_ROLES, "optimizer", "recompute") if trains else group in _OF_ROLES
+        if is_of_role and path not in (*_NOT_OF_ROLES, "optimizer.max_grad_norm") and not keys.is_default(path):
             keys.put(f"{above}.strategy_config.{name}", keys.setting(path), path)
     if trains:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -118,9 +219,9 @@ def _sampler(keys: Keys) -> None:
     if is_builtin:
         keys.reading.lines.append("the built-in engine samples" + ": there is no GPU" * keys.run.command.on_cpu)
         return
-    for flag, name in _OF_VLLM.items():
-        if (value := keys.value(flag)) is not None:
-            keys.put(f"{above}.strategy_config.{name}", value, flag)
+    for flag, row in table("swift").items():
+        if row.engine and (value := keys.value(flag)) is not None:
+            keys.put(f"{above}.strategy_config.{row.engine}", value, flag)
     for name, value in (keys.value("vllm_engine_kwargs") or {}).items():
         keys.put(f"{above}.strategy_config.{name}", value, "vllm_engine_kwargs")
     if (most := keys.value("vllm_max_num_seqs")) is not None:

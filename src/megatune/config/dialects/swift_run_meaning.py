@@ -9,24 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.config.dialects.swift_command import Command
+from megatune.config.dialects.table import table
 from megatune.config.values import TooLarge, read_text
 from megatune.hub.megatron import is_torch_dist
 
 _OURS = "training/manifest.json"  # what a checkpoint of this program has
-# Version 3's names of the shape -> those of config.json.
-_SHAPE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "max_position_embeddings": "max_position_embeddings",
-    "rotary_base": "rope_theta",
-    "norm_epsilon": "rms_norm_eps",
-    "num_experts": "num_experts",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_topk": "num_experts_per_tok",
-}
 
 
 def model(command: Command) -> None:
@@ -38,9 +25,9 @@ def model(command: Command) -> None:
         command.flags["mcore_model"] = replace(entry, key="mcore_model")
         command.whys[entry.where] = "a checkpoint of Megatron-Core"
     elif isinstance(source, str):
-        if command.given("model"):
-            command.ignore("model", f"the weights are those of {command.typed('mcore_model')}")
         entry = command.flags.pop("mcore_model")
+        if command.given("model"):
+            command.ignore("model", f"the weights are those of --{entry.key}")
         command.flags["model"] = replace(entry, key="model")
         command.whys.setdefault(entry.where, "a Hugging Face model")
     _start(command, is_megatron=is_megatron)
@@ -230,10 +217,10 @@ def parallel(command: Command) -> None:
 
 def shape(command: Command) -> None:
     """Version 3 can give a model another shape than its config.json, which its weights would not fit."""
-    for name, key in _SHAPE.items():
-        wanted, found = command.value(name), command.model_config.get(key)
+    for name, row in table("swift").items():
+        wanted, found = command.value(name) if row.config else None, command.model_config.get(row.config)
         if wanted is not None and found is not None and wanted != found:
-            why = f"{key} is {found} in the model's config.json, and its weights are made for that"
+            why = f"{row.config} is {found} in the model's config.json, and its weights are made for that"
             command.refuse(name, why, f"remove --{name}")
 
 

@@ -1,19 +1,47 @@
-"""Tables of other systems' keys: one YAML file a system, one row a key, whose columns are those of `Row`.
+"""Tables of other systems' keys: one YAML file a system, one row a key.
 
-Reasons that several keys share are YAML anchors. Blocks of other names hold them and are not read.
+Reasons that several keys share are YAML anchors. Blocks of other names hold them and are not read. A row is
+"group.name" of the setting that the key sets, or a mapping of these columns:
+
+    target         "group.name", or a list of them, that get the value
+    values         a value as the system writes it -> ours; any other stays as it is
+    items          of a list: an item as the system writes it -> our items
+    factor         what a number is multiplied by: 60 for minutes that set seconds
+    choices        a value -> "group.name" -> value: each value sets several settings
+    global_batch   true: rows of a step, from which gradient_accumulation_steps follows
+    pooled_loss    true: the weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows
+    ignored        why the key changes nothing; `passes` has the values that need no line
+    unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
+                   nothing, the first of them is named as the fix where `fix` is not given
+    default        what the system takes where nothing is written; `defaults` has it by version. It is applied, unless
+                   `kept` says why ours stays
+    kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
+    negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
+    of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
+    config         the number of config.json that the key repeats
+    engine         what vLLM calls the key
+    idle           why the key changes nothing of reinforcement learning
+    version        the only version that has the key
+    now            the name that the key has in later versions
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from megatune.config.dialects.row import Row
-from megatune.config.settings import setting_paths
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings, setting_paths
+from megatune.config.values import Value, coerce, shown
 
+ACCUMULATION = "batch.gradient_accumulation_steps"
+AUX_LOSS = "experts.moe_aux_loss_coeff"
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 # What people say in short, which no system takes.
 SHORT_NAMES = {
     "tp": "tensor_model_parallel_size",
@@ -26,6 +54,138 @@ SHORT_NAMES = {
     "dp": "num_processes",
     "lr": "learning_rate",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known about one key; the columns are those of the file."""
+
+    target: str | list[str] = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    items: Mapping[str, list[str]] = field(default_factory=dict)
+    factor: int = 1
+    choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    global_batch: bool = False
+    pooled_loss: bool = False
+    ignored: str = ""
+    unsupported: str = ""
+    refuses: list[Any] | None = None
+    passes: list[Any] = field(default_factory=list)
+    fix: str = ""
+    default: Any = ...  # ... where the file has none: null is a default
+    defaults: Mapping[int, Any] = field(default_factory=dict)
+    kept: str = ""
+    kind: str = ""
+    negatable: bool = False
+    of: str = ""
+    config: str = ""
+    engine: str = ""
+    idle: str = ""
+    version: int | None = None
+    now: str = ""
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """ "group.name" of the settings that get its value; () where it sets nothing by itself."""
+        if self.global_batch or self.pooled_loss:
+            return (ACCUMULATION if self.global_batch else AUX_LOSS,)
+        if self.choices:
+            return tuple(dict.fromkeys(path for sets in self.choices.values() for path in sets))
+        return tuple(filter(None, [self.target] if isinstance(self.target, str) else self.target))
+
+    @property
+    def type(self) -> type:
+        """The type of the key's value: that of its first setting, where no column tells it."""
+        if self.kind:
+            return _TYPES[self.kind]
+        if self.paths:
+            kinds = all_settings()[self.paths[0]].kinds
+            return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
+        return type(self.passes[0]) if self.passes else str
+
+    def default_in(self, version: int) -> Any:
+        """Return the system's default in a version; ... where the table has none."""
+        return self.defaults.get(version, ...) if self.defaults else self.default
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets, by "group.name".
+
+        Of `choices`, settings that only others name get their defaults, as all do where it is null; what is no choice
+        sets nothing. `Loaded.for_world` and `config.of_model` convert what waits for the world or the model.
+        """
+        if self.choices:
+            text = shown(value.data) if isinstance(value.data, bool) or value.text is None else value.text
+            if value.data is not None and text not in self.choices:
+                return {}
+            return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
+        if value.data is None:
+            return {path: coerce(value, all_settings()[path]) for path in self.paths}
+        read = coerce(value, all_settings()[self.paths[0]])
+        for theirs, ours in self.values.items():
+            if same(read, theirs):
+                return dict.fromkeys(self.paths, ours)
+        if self.items and isinstance(read, list):
+            read = [ours for item in read for ours in self.items.get(item, [item])]
+        if self.factor != 1 and isinstance(read, int | float) and not isinstance(read, bool):
+            read *= self.factor
+            read = int(read) if read == read // 1 else read
+        return dict.fromkeys(self.paths, read)
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting with choices, range and default as the system writes them."""
+        info = all_settings()[path]
+        if self.choices:
+            kinds, choices = frozenset({str}), tuple(self.choices)
+            return replace(info, kinds=kinds, choices=choices, bounds={}, optional=False, default=None)
+        if self.global_batch:
+            return replace(info, default=None)
+        if not self.values and self.factor == 1:
+            return info
+        more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
+        return replace(
+            info,
+            choices=(*(self.write(path, choice) for choice in info.choices), *more),
+            bounds={name: self.write(path, limit) for name, limit in info.bounds.items()},
+            default=self.write(path, info.default),
+            optional=info.optional and not more,
+        )
+
+    def write(self, path: str, value: Any) -> Any:
+        """Translate our `value` of a setting to the system's."""
+        if self.choices:
+            found = (choice for choice, sets in self.choices.items() if path in sets and same(sets[path], value))
+            return next(found, value)
+        for theirs, ours in self.values.items():
+            if same(value, ours):
+                return theirs
+        if self.factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return value // self.factor if value % self.factor == 0 else value / self.factor
+
+    def passes_as(self, value: Any) -> bool:
+        """Tell whether `value`, as it was read from YAML, asks for nothing: null and those of `passes`."""
+        return value is None or any(same(value, other) for other in self.passes)
+
+    def is_refused(self, value: Any) -> bool:
+        """Tell whether `value`, as it was read from YAML, is refused. In a list, each item is judged."""
+        if not self.unsupported:
+            return False
+        if isinstance(value, list) and self.refuses is not None:
+            return any(self.is_refused(item) for item in value)
+        if self.passes_as(value):
+            return False
+        return self.refuses is None or any(same(value, other) for other in self.refuses)
+
+    def refusal(self, key: str, value: Any, prefix: str = "", separator: str = ": ") -> tuple[str, str, str]:
+        """Return what, why and fix of a finding, which writes keys as a `Dialect` does."""
+        off = f", or write {prefix}{key}{separator}{shown(self.passes[0])}" if self.passes else ""
+        said = "***" if key.endswith(("_token", "_secret", "_key")) else shown(value)
+        return f"{key}: {said} is not supported", self.unsupported, self.fix or f"remove {prefix}{key}{off}"
+
+
+def same(value: Any, other: Any) -> bool:
+    """Compare, keeping 1 and true apart."""
+    return type(value) is type(other) and value == other
 
 
 @cache

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, setting_value
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import MICRO_BATCH, Changes, setting_of, smaller_micro_batch
+from megatune.plan.changes.variation import MICRO_BATCH, Changes, smaller_micro_batch
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import percent, seconds, size
 
@@ -43,7 +43,7 @@ _SHORTEST = 512  # tokens of a row that is worth training on
 def changes_of(case: Case) -> Iterator[tuple[str, Changes]]:
     """Yield what may save "memory", "time" or "memory, time"; {} for what is no change."""
     settings, parallel, recompute = case.settings, case.settings.parallel, case.settings.recompute
-    tp, pp, cp = (setting_of(settings, path) for path in (_TP, _PP, _CP))
+    tp, pp, cp = (setting_value(settings, path) for path in (_TP, _PP, _CP))
     moe, on_gpu = case.model.architecture.moe, not case.machine.device.on_cpu
     yield "memory, time", smaller_micro_batch(case)
     yield "memory", {MICRO_BATCH: 1}
@@ -149,7 +149,7 @@ def _across_machines(planned: Estimate) -> str:
 
 
 def _inside_machines(case: Case) -> Iterator[Changes]:
-    tp, pp, inside = setting_of(case.settings, _TP), setting_of(case.settings, _PP), case.machine.gpus_per_node
+    tp, pp, inside = setting_value(case.settings, _TP), setting_value(case.settings, _PP), case.machine.gpus_per_node
     for smaller in range(inside, 0, -1):
         if inside % smaller == 0 and tp % smaller == 0:
             yield {_TP: smaller, _PP: pp * tp // smaller, _SEQUENCE: smaller > 1}
@@ -184,7 +184,7 @@ def _whole_optimizer(planned: Estimate) -> str:
 
 
 def _two_replicas(case: Case) -> Iterator[Changes]:
-    sizes = {path: setting_of(case.settings, path) for path in (_TP, _PP)}
+    sizes = {path: setting_value(case.settings, path) for path in (_TP, _PP)}
     yield from ({path: size // 2} for path, size in sizes.items() if size % 2 == 0)
 
 

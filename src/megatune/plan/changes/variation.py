@@ -8,7 +8,7 @@ from typing import Any
 
 from megatune.config.names import plain
 from megatune.config.rules import check
-from megatune.config.settings import Settings
+from megatune.config.settings import setting_value, with_settings
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
@@ -20,22 +20,6 @@ MICRO_BATCH = "batch.per_device_train_batch_size"
 ACCUMULATION = "batch.gradient_accumulation_steps"
 
 
-def setting_of(settings: Settings, path: str) -> Any:
-    """Return the value of "group.name"."""
-    group, _, name = path.partition(".")
-    return getattr(getattr(settings, group), name)
-
-
-def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Replace settings by "group.name"; no rule has looked at them."""
-    groups: dict[str, dict[str, Any]] = {}
-    for path, value in changes.items():
-        group, _, name = path.partition(".")
-        groups.setdefault(group, {})[name] = value
-    update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
-    return settings.model_copy(update=update)
-
-
 def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case] | None:
     """Change settings of a case, by "group.name", and keep the rows of a step: gradient_accumulation_steps follows.
 
@@ -43,7 +27,7 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
         What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a
         rule, the world or the number of rows is against it.
     """
-    changes = {path: value for path, value in changes.items() if setting_of(case.settings, path) != value}
+    changes = {path: value for path, value in changes.items() if setting_value(case.settings, path) != value}
     settings = with_settings(case.settings, changes)
     if not changes or case.world_size % settings.parallel.smallest_world:
         return None

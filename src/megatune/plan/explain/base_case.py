@@ -14,11 +14,10 @@ from megatune.config.of_device import of_device
 from megatune.config.of_model import of_model
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run, trained
 from megatune.config.rules.problem import Context, Problem, Rule
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 

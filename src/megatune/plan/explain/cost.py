@@ -9,9 +9,8 @@ from typing import Any
 
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.setting import SettingInfo
-from megatune.config.settings import GROUPS, Settings, all_settings
+from megatune.config.settings import GROUPS, Settings, all_settings, setting_value, with_settings
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import setting_of, with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.base_case import COMPANIONS, COMPANIONS_OF_PREFERENCE, BaseCase, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
@@ -124,7 +123,7 @@ def _effect(case: Case, path: str, value: Any) -> Effect | None:
 
 def value_of(case: Case, path: str) -> Any:
     """Return a setting's value; the number of processes is that of the plan, and its model is the model."""
-    return case.world_size if path == _PROCESSES else setting_of(case.settings, path)
+    return case.world_size if path == _PROCESSES else setting_value(case.settings, path)
 
 
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
@@ -197,7 +196,7 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
         resets = {
             path: infos[path].default
             for path in found[0].paths
-            if path not in changes and path in infos and setting_of(settings, path) != infos[path].default
+            if path not in changes and path in infos and setting_value(settings, path) != infos[path].default
         }
         if not resets or any(path.partition(".")[0] not in _RESET_GROUPS for path in resets):
             return None
@@ -221,8 +220,8 @@ def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
     """Return what differs between two cases, but for one setting."""
     differing = [group for group in GROUPS if getattr(other.settings, group) != getattr(case.settings, group)]
     paths = (f"{group}.{name}" for group in differing for name in GROUPS[group].model_fields)
-    new = {each: setting_of(other.settings, each) for each in paths if each != path}
-    return {each: value for each, value in new.items() if value != setting_of(case.settings, each)}
+    new = {each: setting_value(other.settings, each) for each in paths if each != path}
+    return {each: value for each, value in new.items() if value != setting_value(case.settings, each)}
 
 
 def _unread(info: SettingInfo, case: Case | None) -> bool:

@@ -6,21 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import ReadRL
-from megatune.config.dialects.roll_engine import section_names
+from megatune.config.dialects.roll_engine import sections
 from megatune.config.dialects.roll_tree import data_of, entries_of
-from megatune.config.dialects.row import Row
-from megatune.config.dialects.table import SHORT_NAMES, table
+from megatune.config.dialects.table import SHORT_NAMES, Row, table
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.rl.pages import find_key, rl_pages
 from megatune.config.rules.declared import is_met
 from megatune.config.setting import Needs, SettingInfo
-from megatune.config.settings import GROUPS, all_settings
+from megatune.config.settings import GROUPS, all_settings, setting_value
 from megatune.config.values import shown
 from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of, nearest_names
-from megatune.plan.changes.variation import setting_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.base_case import BaseCase
 from megatune.plan.explain.cost import against, impact_of
@@ -160,7 +158,7 @@ def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language =
 def _without_effect(loaded: Loaded, architecture: Architecture | None) -> Iterator[tuple[str, Needs]]:
     """Yield what is written and lacks what it needs without being refused for it."""
     for path, info in all_settings().items():
-        value = setting_of(loaded.settings, path)
+        value = setting_value(loaded.settings, path)
         noted = (need for need in info.needs if not need.why and (not need.of or value in need.of))
         missing = next((need for need in noted if not is_met(need, loaded.settings, architecture)), None)
         if path in loaded.written and missing is not None:
@@ -168,7 +166,7 @@ def _without_effect(loaded: Loaded, architecture: Architecture | None) -> Iterat
 
 
 def _written(info: SettingInfo, loaded: Loaded, base: BaseCase, language: Language) -> Iterator[str]:
-    words, value = words_of(language), setting_of(loaded.settings, info.path)
+    words, value = words_of(language), setting_value(loaded.settings, info.path)
     number, origin = _place(loaded.origins[info.path])
     where = words.line.format(number=number) if number < NO_LINE else origin
     key, texts = LLAMAFACTORY.key_of(info.path), texts_of(info, language)
@@ -264,8 +262,8 @@ def rl_page(language: Language = "en") -> str:
         for dotted, info in infos.items():
             parts += section(dotted, info.default, texts_of(info, language, is_rl=True), words)
     parts.append(words.rl_engine)
-    for name, keys in section_names().items():
-        parts.append(f"| `ROLE.{name}` | {', '.join(f'`{key}`' for key in keys)} |\n")
+    for name, keys in sections().items():
+        parts.append(f"| `ROLE.{name}` | {', '.join(f'`{key}`' for key in keys.settings)} |\n")
     parts += [words.rl_refused_head, *_refused_rl_rows(words, language)]
     return "".join([*parts, words.rl_accepted_head, *_accepted_rl_rows(language)])
 

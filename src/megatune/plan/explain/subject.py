@@ -10,9 +10,9 @@ from pathlib import Path
 from megatune.config.dialects.roll import read_roll
 from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, load
+from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import find_machine
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.explain.base_case import DEFAULT_GPU, BaseCase, case_of_file, default_cases
 from megatune.plan.explain.settings import explain_file, explain_key, explain_rl_file, explain_rl_key, knows, knows_rl
 from megatune.plan.explain.words import Language

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
+from megatune.config.settings import with_settings
 from megatune.plan.answer import Answer
 from megatune.plan.case import Case
 from megatune.plan.changes.table import LOSSY
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatune.config.dialects.llamafactory import LLAMAFACTORY
+from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import shown
 from megatune.plan.estimate import Estimate

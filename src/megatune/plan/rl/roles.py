@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import ParallelSettings, Settings, with_settings
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Machine
 from megatune.plan.memory.activations import layer_memory

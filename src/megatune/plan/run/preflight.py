@@ -14,12 +14,11 @@ from megatune.config.load import Loaded
 from megatune.config.names import plain, plain_finding
 from megatune.config.of_model import of_model
 from megatune.config.rules import declared, preference
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.changes.fixes import Fix, fix, savings, searched, warnings_of
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (

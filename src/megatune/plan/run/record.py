@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue.devices import Peaks
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.pages.words import seconds, size

@@ -15,11 +15,10 @@ from megatune.config.pipeline import holds_deepstack
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.problem import divisors, nearest
-from megatune.config.settings import BatchSettings, ParallelSettings, Settings
+from megatune.config.settings import BatchSettings, ParallelSettings, Settings, with_settings
 from megatune.errors import Finding
 from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
-from megatune.plan.changes.variation import with_settings
 from megatune.plan.estimate import Estimate
 
 MOST_VIRTUAL_STAGES = 8

@@ -21,7 +21,7 @@ import psutil
 
 import megatune
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.context import log_path
+from megatune.launch.context import environment, log_path
 from megatune.launch.devices import free_memory
 from megatune.launch.report import process_state
 from megatune.rl.cluster.reaper import reaper
@@ -90,7 +90,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
     folder = _new_folder()
     address = os.environ.get("RAY_ADDRESS")
     secret = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
-    with _environment(_SWITCHES | secret), contextlib.ExitStack() as stack:
+    with environment(_SWITCHES | secret), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         import ray
 
@@ -206,18 +206,6 @@ def _new_folder() -> Path:
         if pid.isdigit() and not psutil.pid_exists(int(pid)) and left.stat().st_uid == os.getuid():
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"mt-{os.getpid()}-", dir=parent))
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set, for a while. Ray reads some when it is imported."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
@@ -59,11 +60,8 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         model.config_dir(asked)
         folder = model.fetch() or asked
         output = Path(settings.run.output_dir) / name
-        update = {
-            "model": model.settings.model.model_copy(update={"model_name_or_path": folder}),
-            "run": model.settings.run.model_copy(update={"output_dir": str(output)}),
-        }
-        return role.model_copy(update={"settings": model.settings.model_copy(update=update)})
+        changes = {"model.model_name_or_path": folder, "run.output_dir": str(output)}
+        return role.model_copy(update={"settings": with_settings(model.settings, changes)})
 
     actor = trained(settings.actor_train, "")
     source = actor.settings.model.model_name_or_path

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatune.bridge.assemble import Assembly, attach_optimizer, load_model
+from megatune.config.settings import with_settings
 from megatune.engine import device
 from megatune.engine.groups import build
 from megatune.engine.step import Objective, StepTotals
@@ -88,8 +89,7 @@ class TrainedWorker(ModelWorker):
         """
         self.context.beat("find a checkpoint", 0)
         on_rank_0(self._tidy)
-        run = self.settings.run.model_copy(update={"resume_from_checkpoint": asked})
-        settings = self.settings.model_copy(update={"run": run})
+        settings = with_settings(self.settings, {"run.resume_from_checkpoint": asked})
         path, notes = choose_checkpoint(self.context, settings, self.output_dir)
         return None if path is None else str(path), notes
 
@@ -102,8 +102,8 @@ class TrainedWorker(ModelWorker):
         resumed = None if checkpoint is None else Path(checkpoint)
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
         source, settings = self._source(resumed)
-        kept = settings.checkpoint.model_copy(update={"save_total_limit": self.rl.run.max_ckpt_to_keep or None})
-        self.settings = settings = settings.model_copy(update={"checkpoint": kept})
+        kept = {"checkpoint.save_total_limit": self.rl.run.max_ckpt_to_keep or None}
+        self.settings = settings = with_settings(settings, kept)
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
         place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
