@@ -140,13 +140,6 @@ WRONG = [
         "    fix: write bf16: true, or remove fp8",
     ),
     (
-        QWEN,
-        ["bf16=true", "fp8=rowwise", "finetuning_type=lora", "quantization_bit=8"],
-        "fp8: rowwise with quantization_bit: 8\n"
-        "    why: quantized matrices are multiplied in bf16\n"
-        "    fix: remove fp8 or quantization_bit",
-    ),
-    (
         DELTA,
         ["context_parallel_size=4"],
         "context_parallel_size 4 does not divide the 6 key heads of a process\n"

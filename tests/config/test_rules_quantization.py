@@ -26,6 +26,12 @@ def test_what_is_valid_passes(overrides):
 # overrides -> the one message they cause
 WRONG = [
     (
+        ["bf16=true", "fp8=rowwise", "finetuning_type=lora", "quantization_bit=8"],
+        "fp8: rowwise with quantization_bit: 8\n"
+        "    why: quantized matrices are multiplied in bf16\n"
+        "    fix: remove fp8 or quantization_bit",
+    ),
+    (
         [BITS],
         "quantization_bit: 4 with finetuning_type: full\n"
         "    why: an update is much smaller than a step between values of so few bits\n"

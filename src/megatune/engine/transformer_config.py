@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.groups.performance import RecomputeSettings
@@ -63,9 +65,23 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     return config  # type: ignore[no-any-return]
 
 
+def _finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Finalize gradients, and divide them by the number of tokens, int64 []. Megatron-Core does both, and lets the host
+    wait for the device to ask whether there are any tokens."""
+    finalize_model_grads(model, **kwargs)
+    if num_tokens is None:
+        return
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast(num_tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    scaling = torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
+    for chunk in model:
+        chunk.scale_gradients(scaling)
+
+
 def _finalize_with_dealt(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
-    """Finalize gradients as Megatron-Core does, then those that each tensor-parallel rank has a part of."""
-    finalize_model_grads(model, *args, **kwargs)
+    """Do the same, then for gradients that each tensor-parallel rank has a part of."""
+    _finalize(model, *args, **kwargs)
     sum_dealt_gradients(model)
 
 
@@ -175,7 +191,7 @@ def _computation(settings: Settings) -> dict[str, Any]:
         "apply_query_key_layer_scaling": False,
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
-        "finalize_model_grads_func": finalize_model_grads,
+        "finalize_model_grads_func": _finalize,
     }
 
 
