@@ -113,6 +113,18 @@ def gemma_tokenizer(template: str = "gemma") -> PreTrainedTokenizerFast:
     return _tokenizer(_GEMMA, chat_template=chat_template(template), bos_token="<bos>", eos_token="<eos>")
 
 
+def gpt_oss_tokenizer() -> PreTrainedTokenizerFast:
+    """gpt-oss's tokens and chat template; a conversation ends with another token than its earlier answers."""
+    tokens = ("<|startoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>")
+    return _tokenizer(tokens, chat_template=chat_template("gpt_oss"), eos_token="<|return|>")
+
+
+def kimi_tokenizer() -> PreTrainedTokenizerFast:
+    """Kimi-K2's tokens and chat template."""
+    tokens = ("[BOS]", "[EOS]", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
+    return _tokenizer(tokens, chat_template=chat_template("kimi_k2"), bos_token="[BOS]", eos_token="<|im_end|>")
+
+
 def plain_tokenizer() -> PreTrainedTokenizerFast:
     """No chat tokens and no chat template, as of a base model."""
     return _tokenizer(("<|endoftext|>",), eos_token="<|endoftext|>")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
     images = [SamplePicture("image", (1, 4, 6), seed=index), SamplePicture("image", (1, 2, 2), seed=index + 10)]
     video = SamplePicture("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
     videos = [video] if vision is not None and vision.has_videos else []
+    if vision is not None and vision.square is not None:
+        side = vision.square // vision.patch_size
+        images = [replace(each, grid=(1, side, side)) for each in images]
     return random_samples(301, lengths, seed=index, pictures=(images, (), videos), vision=vision)
 
 
@@ -200,8 +204,10 @@ def settings_of(layout: Layout, selection: str, **optimizer: Any) -> Settings:
 def assert_frozen_and_trained(found: Tensors, before: Tensors, after: Tensors, trained: set[str]) -> None:
     moved = {name for name in before if not torch.equal(found[name], before[name])}
     assert moved == trained
+    # The gradient of a bias of keys that are not turned is nothing but rounding.
+    compared = [name for name in trained if not (".vision_tower." in f".{name}" and name.endswith("k_proj.bias"))]
     errors = {
-        name: ((found[name] - after[name]).norm() / (after[name] - before[name]).norm()).item() for name in trained
+        name: ((found[name] - after[name]).norm() / (after[name] - before[name]).norm()).item() for name in compared
     }
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCE}
 

@@ -17,6 +17,7 @@ from megatune.cli import infer
 from megatune.config.groups.data import DataSettings
 from megatune.data.media.load import load_processor
 from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.processor import spaced
 from megatune.data.media.sources import PictureSource
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
@@ -83,7 +84,9 @@ def prompted(generator: Generator, text: str) -> Prompted:
     assert generator.pictures is not None
     placed, shown = generator.pictures.placed(text)
     messages = [{"role": "user", "content": placed}]
-    return generator.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"], shown
+    chat = generator.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    chat = spaced(chat, generator.pictures.vision.text)
+    return generator.tokenizer(chat, add_special_tokens=False)["input_ids"], shown
 
 
 def greedy(generator: Generator, prompt: Prompted, steps: int) -> tuple[list[int], torch.Tensor]:
@@ -133,9 +136,13 @@ def test_a_greedy_answer_is_that_of_full_forward_passes(
     ]
     used: list[torch.Tensor] = []
     rotary = shows.backend.model.model.language_model.rotary_emb
-    hook = rotary.register_forward_pre_hook(
-        lambda _, args, kwargs: used.append(kwargs.get("position_ids", args[-1])), with_kwargs=True
-    )
+
+    def note(_: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        # Gemma 3's is called for layers with a window, too.
+        if kwargs.get("layer_type", args[-1]) != "sliding_attention":
+            used.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+    hook = rotary.register_forward_pre_hook(note, with_kwargs=True)
     reply = shows.answer([{"role": "user", "content": text}])
     hook.remove()
     prompt = prompted(shows, text)

@@ -109,9 +109,11 @@ def test_pairs_of_a_micro_batch_do_not_matter(pool: Any, truth: Truth, tmp_path:
         check(pool.run(EVERY[layout].world_size, compute, case, folder), folder, expected)
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2 sp", "cp2 tp2 sp"])
-def test_pairs_with_pictures_agree(pool: Any, truth: Truth, tmp_path: Path, layout: str) -> None:
-    model, pairs, reference, expected = truth("qwen3_vl", "sigmoid")
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(("qwen3_vl", layout) for layout in ("1", "tp2 sp", "cp2 tp2 sp")), ("mistral3", "tp2 sp")]
+)
+def test_pairs_with_pictures_agree(pool: Any, truth: Truth, tmp_path: Path, family: str, layout: str) -> None:
+    model, pairs, reference, expected = truth(family, "sigmoid")
     case = Case(model, EVERY[layout].settings(), pairs, reference, LOSSES["sigmoid"], 2)
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 

@@ -114,6 +114,9 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
             # A patch has a thousand channels or more: what layers add to it must not drown.
             for patches in (parameter for parameter in model.parameters() if parameter.dim() > 3):
                 patches.normal_(std=patches[0].numel() ** -0.5)
+            # So are a table of positions and a projection: pictures would not be seen.
+            for zeros in (parameter for parameter in model.parameters() if parameter.dim() > 1 and not parameter.any()):
+                zeros.normal_(std=zeros.shape[0] ** -0.5 if zeros.dim() == 2 else 0.2)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.1)

@@ -19,7 +19,7 @@ from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 # The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
-TEXTS = ("prefix", "system", "user", "assistant", "calls", "observation", "observation_separator")
+TEXTS = ("prefix", "system", "user", "assistant", "followed", "calls", "observation", "observation_separator")
 
 _SUFFIXES = (".yaml", ".yml")
 _KEYS = ("name", "user", "assistant", "system", "observation", "observation_separator", "prefix", "default_system",
@@ -41,6 +41,7 @@ class NamedTemplate:
     Attributes:
         user: a user's message, up to where the assistant starts.
         assistant: an answer, with what ends it.
+        followed: an answer that another one follows; "" is like the last.
         system: the system message, with the tools on offer.
         calls: an answer that only calls tools; "" is like any other answer.
         observation: like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none.
@@ -66,6 +67,7 @@ class NamedTemplate:
     user: str
     assistant: str
     system: str
+    followed: str = ""
     calls: str = ""
     observation: str = ""
     observation_separator: str = "\n"
@@ -111,7 +113,8 @@ class NamedTemplate:
             is_history = stop < last_question if self.thinks_until_question else not is_last
             answer = self._answer(message, thinking, is_history=is_history, number=calls)
             fills = is_last or (self.fills_thoughts and not is_history)
-            turns.append(self._turn(asked, answer, message, thinking, fills=fills))
+            turn = self._turn(asked, answer, message, thinking, fills=fills, is_last=is_last)
+            turns.append(turn)
             calls += len(message.tool_calls)
             observations += sum(message.role == "tool" for message in messages[start:stop])
             start = stop + 1
@@ -176,13 +179,16 @@ class NamedTemplate:
         calls = self.tool_format.written_calls(message.tool_calls, number)
         return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
 
-    def _turn(self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, fills: bool) -> Turn:
+    def _turn(
+        self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, *, fills: bool, is_last: bool
+    ) -> Turn:
         only_calls = self.calls and message.tool_calls and (self.has_other_tools or not self._text(message))
         # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
         is_bare = "<think>" not in answer and "</think>" not in answer
         thinks = self.thinks and is_bare and (fills or not thinking.drop_history)
         strips = thinks and not (only_calls and self.has_other_tools)
-        written = _fill(self.calls if only_calls else self.assistant, answer.lstrip("\n") if strips else answer)
+        text = self.assistant if is_last else self.followed or self.assistant
+        written = _fill(self.calls if only_calls else text, answer.lstrip("\n") if strips else answer)
         if not thinks:
             return Turn(asked, (written,), message.trained)
         if thinking.enable:

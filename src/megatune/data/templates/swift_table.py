@@ -142,6 +142,13 @@ _ALL = (
         system="<s>[INST] <<SYS>>\n{content}\n<</SYS>>\n\n", default_system=_LLAMA2_SYSTEM, marks=("[INST]",),
         models=rf"llama-2-{_SIZE}.*|mi[sx]tral-(8x)?{_SIZE}{_INSTRUCT}-v0\.[123](-hf)?",
     ),
+    SwiftTemplate(
+        name="moonlight",
+        prompt="<|im_user|>user<|im_middle|>{content}<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        separator="<|im_end|>", suffix="<|im_end|>", system="<|im_system|>system<|im_middle|>{content}<|im_end|>",
+        default_system="You are a helpful assistant", marks=("<|im_middle|>",),
+        models=r"moonlight-16b-a3b(-instruct)?|kimi-k2(-base|-instruct(-0905)?)",
+    ),
     replace(_CHATML, adds_bos=True),
     SwiftTemplate(name="dummy", prompt="{content}", separator=None, suffix="{eos}", adds_bos=True),
 )  # fmt: skip

@@ -126,6 +126,32 @@ _GEMMA = NamedTemplate(
     trims=("user", "assistant"),
 )
 
+# gpt-oss's, without the day of the run, reasoning and tools, which null writes. LLaMA-Factory's text has only the first
+# line before the question.
+_GPT_OSS = NamedTemplate(
+    name="gpt_oss",
+    prefix=(
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+        "Knowledge cutoff: 2024-06\n\nReasoning: medium\n\n"
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
+    ),
+    user="<|start|>user<|message|>{content}<|end|><|start|>assistant",
+    assistant="<|channel|>final<|message|>{content}<|return|>",
+    followed="<|channel|>final<|message|>{content}<|end|>",
+    system="<|start|>developer<|message|># Instructions\n\n{content}\n\n<|end|>",
+    special_tokens=("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
+)
+
+# Moonlight's; its architecture is DeepSeek-V3's. Kimi-K2's differs in the default system message.
+_MOONLIGHT = NamedTemplate(
+    name="moonlight",
+    user="<|im_user|>user<|im_middle|>{content}<|im_end|><|im_assistant|>assistant<|im_middle|>",
+    assistant="{content}<|im_end|>",
+    system="<|im_system|>system<|im_middle|>{content}<|im_end|>",
+    default_system="You are a helpful assistant",
+    special_tokens=("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+)
+
 # LLaMA-Factory's template of this name, which is no model's.
 _DEFAULT = NamedTemplate(
     name="default",
@@ -163,6 +189,10 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
         _DEEPSEEK3,
         # DeepSeek-R1's own chat template takes the reasoning out of every answer, so this is the way to train it.
         replace(_DEEPSEEK3, name="deepseekr1", thinks=True, thinks_until_question=False),
+        _GPT_OSS,
+        replace(_GPT_OSS, name="gpt"),
+        _MOONLIGHT,
+        replace(_MOONLIGHT, name="kimi_k2", default_system="You are Kimi, an AI assistant created by Moonshot AI."),
         _GEMMA,
         replace(_GEMMA, name="gemma3"),
         _CHATML,
