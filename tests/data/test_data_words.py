@@ -137,3 +137,11 @@ def test_words_that_differ_on_the_data_are_not_used() -> None:
     assert words.tokens(texts[0]) != _own(tokenizer, texts)[0]
     assert words.encode(texts) == _own(tokenizer, texts)
     assert words.encode(["def add(a, b):"]) == _own(tokenizer, ["def add(a, b):"])
+
+
+@pytest.mark.parametrize(
+    "expression", ["a$", "^a", "a.", "(a)", r"\d", r"\w+", "[a&&b]", "[[a]b]", "a{2}++", r"(?<=a)b"]
+)
+def test_expressions_that_may_be_read_otherwise_are_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="may be read otherwise"):
+        Words(qwen_tokenizer().backend_tokenizer, [expression])
