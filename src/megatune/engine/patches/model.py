@@ -93,13 +93,15 @@ PATCHES = (RECOMPUTATION, FP8, STORAGE, ROUTER, LINEAR, SWIGLU)
 
 
 def define_missing_names() -> None:
-    """Define names that come with Transformer Engine, and let the router do without it."""
+    """Define names that come with Transformer Engine, and let the router do without it, recomputation without a
+    compiler."""
     FP8.define(
         FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
         activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
         fp8_autocast=lambda **unused: contextlib.nullcontext(),
     )
     ROUTER.set(te_general_gemm=None)
+    STORAGE.set(_get_share_storage=lambda: _fill_storage)
 
 
 def install(*, swiglu: bool, weight_gradients: bool) -> None:
@@ -110,7 +112,6 @@ def install(*, swiglu: bool, weight_gradients: bool) -> None:
         weight_gradients: gradient_accumulation_fusion.
     """
     RECOMPUTATION.set(checkpoint=_checkpoint)
-    STORAGE.set(_get_share_storage=lambda: _fill_storage)
     define_missing_names()
     if swiglu:
         SWIGLU.set(bias_swiglu_impl=_bias_swiglu)
