@@ -30,6 +30,7 @@ _VERBS = {
     "data": ("data", "look at the data: preview rows, count tokens"),
     "verify": ("verify", "compare a layout with Transformers: logits, loss, gradients"),
     "infer": ("infer", "chat, complete, or answer data sets, from a Hugging Face or a training checkpoint"),
+    "evaluate": ("evaluate", "score a model: its answers to a data set, or benchmarks of lm_eval"),
     "serve": ("serve", "serve a model over HTTP with OpenAI's API"),
     "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
     "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
@@ -50,7 +51,7 @@ _GROUPS = {
     "look": "families data explain ui report doctor",
     "plan": "plan rehearse verify",
     "train": "new train sft pt dpo kto rm rl sweep",
-    "use": "infer serve",
+    "use": "infer evaluate serve",
     "convert": "export demo-model megatron swift shims",
 }
 
@@ -62,8 +63,7 @@ _NOT_BUILT = {
 _LLAMAFACTORY = {
     "chat": "`megatune infer MODEL` chats with a model",
     "api": "`megatune serve MODEL` answers the OpenAI API",
-    "eval": "`megatune infer MODEL --val_dataset NAME --metric acc` compares answers with those of a data set; "
-    "eval_dataset and eval_strategy of a training file measure the loss during training",
+    "eval": "`megatune evaluate MODEL --tasks TASK` runs benchmarks of lm_eval, `--dataset NAME` scores answers",
     "webchat": "`megatune infer MODEL` chats on the terminal, and `megatune serve MODEL` answers clients over HTTP",
     "webui": "`megatune ui` shows, starts and stops runs on a web page; `megatune explain --all` lists settings",
     "env": "`megatune doctor` shows versions and checks the machine",
