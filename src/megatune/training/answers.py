@@ -27,6 +27,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.model import Chunk
 from megatune.engine.step import evaluating, likeliest_tokens
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks.base import Generated
 from megatune.training.loaders import Loaders
@@ -85,7 +86,7 @@ class Answerer:
             context: tokens of a prompt and its answer at most.
 
         Raises:
-            MegatuneError: a file of prompts cannot be used; see `prompts_of_file`.
+            MegatuneError: a file of prompts cannot be used, see `prompts_of_file`; there is no prompt (DATA).
         """
         evaluation, file = settings.evaluation, settings.evaluation.eval_generate_prompts
         count = evaluation.eval_generate_samples
@@ -94,7 +95,10 @@ class Answerer:
         else:
             assert held_out is not None, "refused by the settings' rules"
             prompts = prompts_of_rows(held_out, count)
-        prompts = [each for each in prompts if len(each.token_ids) < context]
+        if not (prompts := [each for each in prompts if len(each.token_ids) < context]):
+            what, why = "there is no prompt to answer", f"held-out rows have none of fewer than {context} tokens"
+            fix = "raise val_size, or name questions: eval_generate_prompts: FILE"
+            raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.DATA)
         stops, parallel = stop_tokens(source, tokenizer.eos_token_id), settings.parallel
         collator = Collator(
             micro_batch_size=settings.batch.per_device_eval_batch_size,
@@ -104,7 +108,7 @@ class Answerer:
             pad_token_id=loaders.pad_token_id,
             vision=loaders.vision,
         )
-        longest = max((len(each.token_ids) for each in prompts), default=0)
+        longest = max(len(each.token_ids) for each in prompts)
         most = min(evaluation.eval_generate_tokens, context - longest)
         return cls(prompts, tokenizer, collator, loaders.place, loaders.share, stops, most)
 
@@ -131,7 +135,8 @@ class Answerer:
         with evaluating(model):
             for number in range(self.most):
                 beat(number)
-                left = [row for row in rows if not row.stopped]
+                if not (left := [row for row in rows if not row.stopped]):
+                    break
                 for row, token in zip(left, self._next_tokens(model, left), strict=True):
                     row.ids.append(token)
                     row.stopped = token in self.stops
