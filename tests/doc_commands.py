@@ -169,7 +169,7 @@ class Shell:
 
     def _run_megatune(self, words: list[str]) -> Ended:
         before = self._launched
-        if words[0] in ("infer", "serve") and "--max_new_tokens" not in words:
+        if words[0] in ("infer", "serve", "evaluate") and "--max_new_tokens" not in words:
             words = [*words, "--max_new_tokens", "64" if self._trains else "4"]  # random models do not stop
         if words[0] == "train" and not self._trains and not any("resume" in word for word in words):
             words = [*words, "overwrite_output_dir=true"]  # the stand-in's run there has other settings

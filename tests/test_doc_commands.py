@@ -29,6 +29,8 @@ EXCEPTIONS = {
     "source .venv/bin/activate": "changes the user's shell",
     "python -m venv ../audit": "makes an environment",
     "../audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip": "asks a service on the network",
+    "megatune evaluate out/first --tasks gsm8k --num_fewshot 5 --limit 100": "reads its questions from a hub",
+    "megatune evaluate --adapters out/lora --tasks my_task --include_path tasks/": _PLACEHOLDERS,
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32)": _CLUSTER,
     "export RAY_ADDRESS=FIRST:6379": _CLUSTER,
 }

@@ -76,7 +76,10 @@ def test_console_script_and_module() -> None:
     [
         ([], "usage: megatune"),
         (["trian"], "did you mean `megatune train`?"),
-        (["qqq"], "one of: train, sft, pt, dpo, kto, rm, plan, explain, families, data, verify, infer, serve, export"),
+        (
+            ["qqq"],
+            "families, data, verify, infer, evaluate, serve, export, rl",
+        ),
         (["run.yaml"], "megatune train run.yaml"),
         (["infer"], "megatune infer: model_name_or_path is missing"),
         (["infer", "x", "--promt", "y"], "did you mean --prompt?"),
@@ -200,7 +203,7 @@ def test_report_of_one_string() -> None:
     assert report(MegatuneError("no place to write")) == "no place to write"
 
 
-@pytest.mark.parametrize(("verb", "answer"), [("chat", "infer"), ("api", "serve"), ("eval", "--metric acc")])
+@pytest.mark.parametrize(("verb", "answer"), [("chat", "infer"), ("api", "serve"), ("eval", "megatune evaluate MODEL")])
 def test_verbs_of_llama_factory_get_an_answer(verb: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "model.yaml"]) == ExitCode.SETTINGS
     assert answer in capsys.readouterr().err

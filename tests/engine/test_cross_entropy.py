@@ -18,7 +18,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import groups
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.cross_entropy import Head, VocabularyPart, token_losses
+from megatune.engine.layers.cross_entropy import Head, VocabularyPart, likeliest_tokens, token_losses
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -95,6 +95,19 @@ def test_entropies_are_those_at_the_temperature(monkeypatch, temperature, rows):
     expected_values = (expected, *(each.grad for each in inputs))
     for mine, other in zip(wide, expected_values, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [40, 3])
+def test_the_likeliest_tokens_are_those_of_argmax(monkeypatch, rows):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 37 * 4)
+    problem = Problem(7, 2, 37)
+    problem.weight[20] = problem.weight[11] = 9 * problem.hidden_states[2, 1]  # equal, and the largest there
+    problem.labels[1, 2] = 0
+    weight = with_padding(problem.weight, 5).nan_to_num(1e9)
+    found = likeliest_tokens(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37))
+    expected = (problem.hidden_states.transpose(0, 1) @ problem.weight.t()).argmax(-1)
+    assert torch.equal(found.long(), expected * (problem.labels >= 0))
+    assert found[1, 2] == 11
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,10 +13,12 @@ from PIL import Image
 from tiny_models import tiny_model
 
 from megatune.cli.main import main
+from megatune.data import text_scores
+from megatune.data.questions import read_questions
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.generation import dataset
-from megatune.generation.dataset import Outcome, open_datasets, read_questions
+from megatune.generation.dataset import Outcome, open_datasets
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions
 
@@ -199,7 +201,10 @@ def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "q.jsonl", {"messages": messages, "tools": [tool]})
     generator = Generator.load(make_checkpoint("qwen3", tmp_path / "m", num_layers=1), GenerationOptions())
     ((_, prompt),) = dataset._prompted(
-        generator, read_questions(open_datasets([str(rows)], ""), Outcome(), {}, pictures=False), Outcome(), ""
+        generator,
+        read_questions(open_datasets([str(rows)], ""), {}, Outcome().leave_out, pictures=False),
+        Outcome(),
+        "",
     )
     schema = {"type": "function", "function": tool}
     expected = generator.tokenizer.apply_chat_template(messages[:3], tools=[schema], add_generation_prompt=True)
@@ -224,7 +229,11 @@ def test_data_sets_that_cannot_be_answered(
     )
     assert "--prompt: has no effect" in said
     assert "--max_batch_size: has no effect" in said
-    assert "--metric: rouge is not supported" in refused(ExitCode.SETTINGS, "--metric", "rouge", "--prompt", "x")
+    assert "--metric: has no effect" in refused(ExitCode.SETTINGS, "--metric", "acc", "--prompt", "x")
+    monkeypatch.setattr(text_scores, "LIBRARIES", {"no_such_module": "no-such-library"})
+    said = refused(ExitCode.UNAVAILABLE, "--val_dataset", str(texts), "--metric", "rouge")
+    assert "--metric rouge: no-such-library not installed" in said
+    assert "fix: pip install 'megatune[evaluate]'" in said
 
 
 def _refused(capsys: pytest.CaptureFixture[str], model: Path, code: ExitCode, *flags: str) -> str:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from megatune.data.text_scores import chosen_letter, last_boxed
 from megatune.rl.rewards import math_rule
 from megatune.rl.rewards.answer import Answer, RewardError
-from megatune.rl.rewards.choice import CrossThinkQA, GeneralValidation, MultipleChoice, chosen_letter
+from megatune.rl.rewards.choice import CrossThinkQA, GeneralValidation, MultipleChoice
 from megatune.rl.rewards.instructions.reward import GeneralRule, is_kept
 from megatune.rl.rewards.math_rule import MathRule
 from megatune.rl.rewards.process import judged
 from megatune.rl.rewards.shape import Format, Length
-from megatune.rl.rewards.text import after_thought, last_boxed, repeated_share
+from megatune.rl.rewards.text import after_thought, repeated_share
 
 
 def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 0) -> Answer:

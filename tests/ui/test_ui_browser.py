@@ -302,6 +302,9 @@ def test_the_page_in_chinese(page: Page) -> None:
 
 def test_a_report_needs_no_server(driver: webdriver.Chrome, folder: Path, tmp_path: Path) -> None:
     runs = [str(folder / "runs" / name) for name in ("lr-1e-4", "lr-3e-4")]
+    answer = {"step": 600, "id": 0, "where": "row 1", "prompt": "Who?", "response": "me", "label": "Tuna", "score": 0.0,
+              "tokens": 2, "finish": "stop"}  # fmt: skip
+    (folder / "runs" / "lr-1e-4" / "generations.jsonl").write_text(json.dumps(answer) + "\n")
     assert main(["report", *runs, "-o", str(tmp_path / "report.html")]) == ExitCode.DONE
     report = Page(driver, (tmp_path / "report.html").as_uri())
     report.errors()
@@ -311,6 +314,7 @@ def test_a_report_needs_no_server(driver: webdriver.Chrome, folder: Path, tmp_pa
     report.find("tbody tr", "0.0003")
     for tab in ("plan", "checkpoints", "logs", "samples"):
         report.click(f"#tab-{tab}")
+    report.find(".sample .row", "Tuna")
     report.click("#tab-checkpoints")
     report.find("td", "checkpoint-600")
     assert not driver.find_elements(By.CSS_SELECTOR, ".verify, #tab-start, #tab-machine")

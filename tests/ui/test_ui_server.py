@@ -19,6 +19,7 @@ from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.training.storage.files import OutputLock
+from megatune.training.storage.json_lines import json_line
 from megatune.ui.app import App
 
 JSON = {"Content-Type": "application/json"}
@@ -107,6 +108,22 @@ def test_samples_of_reinforcement_learning(client: TestClient, root: Path) -> No
     assert client.get("/api/samples", params={"run": "rl", "step": "1"}).json()["samples"][0]["response"] == "1"
     keys = {each["key"]: each["origin"] for each in client.get("/api/settings", params={"run": "rl"}).json()}
     assert keys["actor.lr"] == "flag"
+
+
+def test_answers_that_were_written_during_training(client: TestClient, root: Path) -> None:
+    run = write_run(root / "answers")
+    answers = [{"step": step, "id": number, "prompt": "1+1", "response": f"{step}.{number}", "label": None,
+                "score": None} for step in (10, 20) for number in (0, 1)]  # fmt: skip
+    whole = "".join(map(json_line, answers))
+    (run / "generations.jsonl").write_text(whole + '{"step": 30, "id": 0, "prompt')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json_line({"step": 20, "eval_loss": None, "eval_exact_match": 0.5, "eval_seconds": 1.0}))
+    last = client.get("/api/samples", params={"run": "answers"}).json()
+    assert (last["steps"], [each["response"] for each in last["samples"]]) == ([10, 20], ["20.0", "20.1"])
+    first = client.get("/api/samples", params={"run": "answers", "step": "10"}).json()
+    assert [each["response"] for each in first["samples"]] == ["10.0", "10.1"]
+    (entry,) = [each for each in client.get("/api/runs").json()["runs"] if each["id"] == "answers"]
+    assert entry["eval_loss"] == 1.5
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +10,7 @@ from pydantic import Field
 from megatune.cli.command import Command
 from megatune.config.options import Flag, Given
 from megatune.config.setting import Count, Group
+from megatune.data.text_scores import ROUGES, Scored, require_libraries, text_scores
 from megatune.errors import ExitCode, Finding
 from megatune.generation.options import WriterOptions
 
@@ -31,11 +30,9 @@ class PromptOptions(Group):
     """show the model this video, where the prompt has <video>, else before its text; may be repeated"""
 
 
-class DatasetOptions(Group):
+class RowOptions(Group):
     """data sets."""
 
-    val_dataset: Annotated[list[str], Flag("D ...")] = Field(default=[])
-    """answer these: names, files or ids as in training; NAME#N draws N rows"""
     dataset_dir: Annotated[str, Flag("DIR")] = "data"
     """the folder of dataset_info.json, and of files that are not found from here"""
     result_path: Annotated[str | None, Flag("FILE")] = None
@@ -46,8 +43,15 @@ class DatasetOptions(Group):
     """what {{name}} in the rows becomes; two texts: in Chinese rows, in others (from MODEL's run.yaml)"""
     model_author: Annotated[list[str] | None, Flag("TEXT ...")] = None
     """what {{author}} in the rows becomes, likewise"""
+
+
+class DatasetOptions(RowOptions):
+    """data sets."""
+
+    val_dataset: Annotated[list[str], Flag("D ...")] = Field(default=[])
+    """answer these: names, files or ids as in training; NAME#N draws N rows"""
     metric: Literal["acc", "rouge"] | None = None
-    """acc: print the share of answers that equal the row's own"""
+    """acc: print the share of answers that equal the row's own; rouge: print ROUGE and BLEU, too"""
 
 
 class InferOptions(WriterOptions, DatasetOptions, PromptOptions):
@@ -83,52 +87,35 @@ def answer(given: Given[InferOptions]) -> int:
                 if entry.key in ("image", "video")]  # fmt: skip
     from megatune.generation.asked import checked
 
+    if options.metric == "rouge":
+        require_libraries("--metric rouge")
     findings, has_rows = _findings(options, bool(pictures)), bool(options.val_dataset)
     asked = checked(given, findings, pictures, brings_pictures=has_rows)
-    sources = []
-    if options.val_dataset:
-        from megatune.generation.dataset import open_datasets
-
-        sources = open_datasets(options.val_dataset, options.dataset_dir)
-
-    from megatune.generation.inputs import find_model
-    from megatune.generation.opening import backend_loader, model_dir
-
-    folder = find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
-
     from megatune.generation import answering
-    from megatune.generation.generator import Generator
-    from megatune.generation.results import ResultFile, default_path
 
-    path = Path(options.result_path) if options.result_path else None
-    if sources and path is None:
-        own = Path(asked.name)  # a hub's cache is no place for answers
-        path = default_path(own if own.is_dir() else Path("result") / own.name)
-    with ExitStack() as stack:
-        results = stack.enter_context(ResultFile(path)) if path else None
-        generator = Generator.load(
-            folder, asked.options, asked.adapted.adapters,
-            load_backend=backend_loader(asked.vllm), brings_pictures=bool(sources),
-        )  # fmt: skip
-        if sources:
-            assert results is not None
-            names = {"model_name": options.model_name, "model_author": options.model_author}
-            answering.answer_datasets(
-                generator, sources, results, answering.placeholders_of(Path(asked.name), names),
-                batch_size=options.max_batch_size, media_dir=options.dataset_dir, stream=bool(options.stream),
-                shows_accuracy=options.metric is not None,
-            )  # fmt: skip
-        else:
-            stream = False if options.stream is None and asked.vllm is not None else options.stream
-            answering.answer(generator, options.prompt, results, stream=stream)
+    if options.val_dataset:
+        outcome, _ = answering.answer_named(asked, options.val_dataset, options, stream=bool(options.stream))
+        if options.metric is not None:
+            print("\n".join(_scores(outcome.scored, options.metric)))
+    else:
+        stream = False if options.stream is None and asked.vllm is not None else options.stream
+        answering.answer(asked, options, options.prompt, stream=stream)
     return ExitCode.DONE
+
+
+def _scores(answers: Sequence[Scored], metric: str) -> Iterator[str]:
+    """Yield the lines of what --metric asks for."""
+    if not answers:
+        yield f"{metric}: no row has an answer of its own"
+        return
+    scores = text_scores(answers)
+    yield f"acc: {scores['exact_match']:.4f}"
+    if metric == "rouge":
+        yield from (f"{name}: {scores[name]:.4f}" for name in (*ROUGES, "bleu"))
 
 
 def _findings(options: InferOptions, has_pictures: bool) -> Iterator[Finding]:
     """Yield which options of data sets contradict others."""
-    if options.metric == "rouge":
-        why = "the file of answers has response and labels, which any ROUGE library compares"
-        yield Finding("rouge is not supported", "--metric", why, "--metric acc, or leave it out")
     if options.val_dataset:
         for flag, used in (("--prompt", options.prompt), ("--image, --video", has_pictures), ("--raw", options.raw)):
             if used:
@@ -138,7 +125,7 @@ def _findings(options: InferOptions, has_pictures: bool) -> Iterator[Finding]:
             why = "rows are answered one by one where each is printed as it is written"
             yield Finding("has no effect", "--max_batch_size", why, "drop it or --stream")
     else:
-        for flag, used in (("--max_batch_size", options.max_batch_size > 1), ("--metric", options.metric == "acc")):
+        for flag, used in (("--max_batch_size", options.max_batch_size > 1), ("--metric", options.metric)):
             if used:
                 yield Finding("has no effect", flag, "there are no rows to answer", "add --val_dataset NAME")
     if options.stream and options.infer_backend == "vllm":

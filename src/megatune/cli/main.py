@@ -26,8 +26,7 @@ _NOT_BUILT = {
 _LLAMAFACTORY = {
     "chat": "`megatune infer MODEL` chats with a model",
     "api": "`megatune serve MODEL` answers the OpenAI API",
-    "eval": "`megatune infer MODEL --val_dataset NAME --metric acc` compares answers with those of a data set; "
-    "eval_dataset and eval_strategy of a training file measure the loss during training",
+    "eval": "`megatune evaluate MODEL --tasks TASK` runs benchmarks of lm_eval, `--dataset NAME` scores answers",
     "webchat": "`megatune infer MODEL` chats on the terminal, and `megatune serve MODEL` answers clients over HTTP",
     "webui": "`megatune ui` shows, starts and stops runs on a web page; `megatune explain --all` lists settings",
     "env": "`megatune doctor` shows versions and checks the machine",

@@ -16,6 +16,7 @@ VERBS = {
     "data": ("data", "look at the data: preview rows, count tokens"),
     "verify": ("verify", "compare a layout with Transformers: logits, loss, gradients"),
     "infer": ("infer", "chat, complete, or answer data sets, from a Hugging Face or a training checkpoint"),
+    "evaluate": ("evaluate", "score a model: its answers to a data set, or benchmarks of lm_eval"),
     "serve": ("serve", "serve a model over HTTP with OpenAI's API"),
     "export": ("export", "merge adapters into their model, or convert from and to Megatron-Core's checkpoints"),
     "rl": ("rl", "reinforcement learning with verifiable rewards, on Ray"),
@@ -37,10 +38,10 @@ GROUPS = {
     "look": "families data explain ui report doctor",
     "plan": "plan rehearse verify",
     "train": "new train sft pt dpo kto rm rl sweep",
-    "use": "infer serve",
+    "use": "infer evaluate serve",
     "convert": "export demo-model megatron swift shims completion",
 }
 
 # The verbs that run something, which take --quiet.
-RUNS = "train sft pt dpo kto rm rl new sweep rehearse verify infer export demo-model megatron swift"
+RUNS = "train sft pt dpo kto rm rl new sweep rehearse verify infer evaluate export demo-model megatron swift"
 QUIET = "--quiet"

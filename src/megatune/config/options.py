@@ -87,6 +87,7 @@ class Options(Generic[G]):
 
         rows = table("options", self.system) if self.system else {}
         known = training_rows() if self.ignores_training else {}
+        rows = {key: row for key, row in rows.items() if not (row.unsupported and key in self.own)}
         return {**{key: row for key, row in known.items() if key not in self.own}, **rows}
 
     @cached_property

@@ -55,6 +55,11 @@ class Settings(Group):
         return [name for name in TRACKERS if name in asked or "all" in asked]
 
     @property
+    def generates(self) -> bool:
+        """Whether answers are written during training."""
+        return self.evaluation.predict_with_generate or self.evaluation.eval_generate_steps is not None
+
+    @property
     def eval_interval(self) -> int:
         """Steps between evaluations with eval_strategy: steps."""
         return self.evaluation.eval_steps or self.logging.logging_steps

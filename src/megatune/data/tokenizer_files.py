@@ -106,3 +106,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}  # what reads it says what is wrong with it
     return content if isinstance(content, dict) else {}
+
+
+def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
+    """Return what ends a response: the tokenizer's end, and those of generation_config.json."""
+    path = source / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ids = [found] if isinstance(found, int) else list(found or ())
+    return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))

@@ -131,7 +131,8 @@ class DecoderModel(GPTModel):
 
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
-            [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`), or logits
+            [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`, or in its place
+            the likeliest token, see `likeliest_tokens`), or logits
             [b, s / cp, padded vocabulary / tp]; of a reward model the score of each token, fp32 [b, s / cp], with
             labels or without.
         """

@@ -241,6 +241,13 @@ def token_log_probs(
 
 
 @torch.no_grad()
+def likeliest_tokens(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return the token that the model holds for the likeliest at each label of each micro-batch, int64 [b, s], 0 where
+    there is no label; see `token_log_probs`."""
+    return [found.long() for found in _collect(model, batches, Head(greedy=True))]
+
+
+@torch.no_grad()
 def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return a reward model's scores of the tokens of each micro-batch, fp32 [b, s]; see `token_log_probs`."""
     return logits(model, batches)

@@ -3,37 +3,80 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatune.config.settings import DataSettings
+from megatune.data.questions import read_questions
 from megatune.data.samples import Replacements, replacements
-from megatune.data.sources import DatasetSource
+from megatune.generation.asked import Asked
 from megatune.generation.chat import answer_prompts, chat, print_reply
-from megatune.generation.dataset import Outcome, answer_rows, read_questions
+from megatune.generation.dataset import Outcome, answer_rows, open_datasets
 from megatune.generation.generator import Generator
-from megatune.generation.results import ResultFile
+from megatune.generation.inputs import find_model
+from megatune.generation.opening import backend_loader, model_dir
+from megatune.generation.results import ResultFile, default_path
 
 
-def answer(generator: Generator, prompt: str | None, results: ResultFile | None, *, stream: bool | None) -> None:
+def answer(asked: Asked, options: Any, prompt: str | None, *, stream: bool | None) -> None:
     """Answer a prompt, lines of input, or a user at the terminal.
 
     Args:
+        options: with model_revision, cache_dir and result_path.
         stream: print answers while they are written; None where somebody is at the terminal.
     """
-    at_terminal = sys.stdin.isatty() if prompt is None else sys.stdout.isatty()
-    stream = at_terminal if stream is None else stream
-    if prompt is not None:
-        print_reply(generator, prompt, stream=stream, results=results)
-    elif at_terminal:
-        chat(generator, stream=stream, results=results)
-    else:
-        answer_prompts(generator, sys.stdin, stream=stream, results=results)
+    folder = model_folder(asked, options)
+    with ExitStack() as stack:
+        results = stack.enter_context(ResultFile(Path(options.result_path))) if options.result_path else None
+        generator = _load(asked, folder)
+        at_terminal = sys.stdin.isatty() if prompt is None else sys.stdout.isatty()
+        stream = at_terminal if stream is None else stream
+        if prompt is not None:
+            print_reply(generator, prompt, stream=stream, results=results)
+        elif at_terminal:
+            chat(generator, stream=stream, results=results)
+        else:
+            answer_prompts(generator, sys.stdin, stream=stream, results=results)
     if results is not None:
         print(f"answers are in {results.path}", file=sys.stderr)
+
+
+def answer_named(asked: Asked, names: Sequence[str], options: Any, *, stream: bool) -> tuple[Outcome, Path]:
+    """Answer the rows of data sets, say what became of them, and return it with the file of the answers.
+
+    Args:
+        options: with those of `cli.infer.RowOptions`, model_revision and cache_dir.
+    """
+    sources, folder = open_datasets(names, options.dataset_dir), model_folder(asked, options)
+    own = Path(asked.name)  # a hub's cache is no place for answers
+    default = default_path(own if own.is_dir() else Path("result") / own.name)
+    path = Path(options.result_path) if options.result_path else default
+    placeholders = placeholders_of(own, {name: getattr(options, name) for name in ("model_name", "model_author")})
+    outcome = Outcome()
+    with ResultFile(path) as results:
+        generator = _load(asked, folder, brings_pictures=True)
+        rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.pictures is not None)
+        size, media_dir = options.max_batch_size, options.dataset_dir
+        answer_rows(generator, rows, results, outcome, batch_size=size, media_dir=media_dir, show=stream)
+    left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
+    print(f"{outcome.answered} answers are in {path}{left_out}", file=sys.stderr)
+    return outcome, path
+
+
+def model_folder(asked: Asked, options: Any) -> Path:
+    """Return the folder of the model, fetched where it is on a hub."""
+    return find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
+
+
+def _load(asked: Asked, folder: Path, *, brings_pictures: bool = False) -> Generator:
+    return Generator.load(
+        folder, asked.options, asked.adapted.adapters,
+        load_backend=backend_loader(asked.vllm), brings_pictures=brings_pictures,
+    )  # fmt: skip
 
 
 def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:
@@ -46,25 +89,3 @@ def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:
                 known = written if isinstance(written, dict) else {}
                 values = {name: value or known.get(name) for name, value in values.items()}
     return replacements(DataSettings(**values))
-
-
-def answer_datasets(
-    generator: Generator,
-    sources: list[DatasetSource],
-    results: ResultFile,
-    placeholders: Replacements,
-    *,
-    batch_size: int,
-    media_dir: str,
-    stream: bool,
-    shows_accuracy: bool,
-) -> None:
-    """Answer the rows of data sets, and say what became of them."""
-    outcome = Outcome()
-    rows = read_questions(sources, outcome, placeholders, pictures=generator.pictures is not None)
-    answer_rows(generator, rows, results, outcome, batch_size=batch_size, media_dir=media_dir, show=stream)
-    left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
-    print(f"{outcome.answered} answers are in {results.path}{left_out}", file=sys.stderr)
-    if shows_accuracy:
-        share = "no row has an answer of its own" if outcome.accuracy is None else f"{outcome.accuracy:.4f}"
-        print(f"acc: {share}")

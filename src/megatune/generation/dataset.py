@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Conversation, RowPicture, fill_placeholders, texts
-from megatune.data.conversation import Message as TextMessage
-from megatune.data.formats import Question, to_question
-from megatune.data.formats.pictures import TAG, check_inside
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import RowPicture
+from megatune.data.formats import Question
+from megatune.data.formats.pictures import TAG
 from megatune.data.media.sources import picture_source
-from megatune.data.readers import RawRow
-from megatune.data.samples import Replacements, drawn_rows, not_filled, values_for
+from megatune.data.questions import Asked
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
 from megatune.data.templates.tools import tool_schema
+from megatune.data.text_scores import Scored
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.generator import Generator
 from megatune.generation.pictures import Picture
@@ -27,34 +26,19 @@ from megatune.generation.prompt import Prompt, Reply
 from megatune.generation.prompter import Message
 from megatune.generation.results import ResultFile
 
-_SEED = 42  # of the rows that NAME#N draws, as in training
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A row of a data set.
-
-    Attributes:
-        where: its place, as reports name it.
-    """
-
-    where: str
-    question: Question
-
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the rows: answered, equal to the row's own answer, with an answer of their own, left out."""
+    """What became of the rows: how many were answered and left out, and the answers to those with one of their own."""
 
     answered: int = 0
-    equal: int = 0
-    labelled: int = 0
     left_out: int = 0
+    scored: list[Scored] = field(default_factory=list)
 
-    @property
-    def accuracy(self) -> float | None:
-        """The share of answers that are the row's own; None where no row has one."""
-        return self.equal / self.labelled if self.labelled else None
+    def leave_out(self, where: str, why: object) -> None:
+        """Count a row that is not answered, and name it on stderr."""
+        self.left_out += 1
+        print(f"{where}: left out: {why}", file=sys.stderr)
 
 
 def open_datasets(names: Sequence[str], dataset_dir: str) -> list[DatasetSource]:
@@ -64,51 +48,6 @@ def open_datasets(names: Sequence[str], dataset_dir: str) -> list[DatasetSource]
         MegatuneError: as `resolve_datasets`.
     """
     return resolve_datasets(names, dataset_dir, "sft")
-
-
-def read_questions(
-    sources: Sequence[DatasetSource], outcome: Outcome, placeholders: Replacements, *, pictures: bool
-) -> Iterator[Asked]:
-    """Yield what the rows ask; those that cannot be read are named on stderr and counted.
-
-    Args:
-        placeholders: what {{name}} and {{author}} become, as in training.
-        pictures: whether the model takes some.
-
-    Raises:
-        MegatuneError: (SETTINGS) a data set asks nothing, or what the model does not take, or has a placeholder
-            without a value; a file cannot be read.
-    """
-    for source in sources:
-        for row, _, copies in drawn_rows(source, _SEED):
-            try:
-                if row.error is not None:
-                    raise row.error
-                question = _filled(to_question(row.fields, source, pictures=pictures), row, placeholders)
-                if source.fetched:
-                    check_inside(question.conversation.pictures)
-            except RowError as error:
-                _leave_out(row.where, error, outcome)
-                continue
-            except UnsupportedRow as unsupported:
-                what = f"{source.name} cannot be answered: {unsupported}"
-                raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
-            yield from [Asked(row.where, question)] * copies
-
-
-def _filled(question: Question, row: RawRow, placeholders: Replacements) -> Question:
-    label = () if question.label is None else (TextMessage("assistant", question.label),)
-    whole = replace(question.conversation, messages=(*question.conversation.messages, *label))
-    if not any("{{" in text for text in texts(whole)):
-        return question
-    filled, missing = fill_placeholders(whole, values_for(row.fields, placeholders))
-    if missing:
-        raise not_filled(dict.fromkeys(missing, row.where))
-    assert isinstance(filled, Conversation)
-    *messages, last = filled.messages
-    if not label:
-        return Question(filled, None)
-    return Question(replace(filled, messages=tuple(messages)), last.content)
 
 
 def answer_rows(
@@ -140,8 +79,8 @@ def answer_rows(
         for (asked, _), reply in zip(batch, replies, strict=True):
             label = asked.question.label
             outcome.answered += 1
-            outcome.labelled += label is not None
-            outcome.equal += label == reply.text
+            if label is not None:
+                outcome.scored.append(Scored(reply.text, label))
             results.add(_line(asked.question, reply))
     if not outcome.answered:
         what = f"no row could be answered, of {outcome.left_out}"
@@ -157,9 +96,9 @@ def _prompted(
         try:
             prompt = _prompt(generator, template, asked.question, media_dir)
         except RowError as error:
-            _leave_out(asked.where, error, outcome)
+            outcome.leave_out(asked.where, error)
         except MegatuneError as error:
-            _leave_out(asked.where, "; ".join(f"{each.what}: {each.why}" for each in error.findings), outcome)
+            outcome.leave_out(asked.where, "; ".join(f"{each.what}: {each.why}" for each in error.findings))
         else:
             yield asked, prompt
 
@@ -229,8 +168,3 @@ def _name(picture: RowPicture) -> str | None:
     """Return the path of a picture, None of one that the row holds itself."""
     value = picture.value.get("path") if isinstance(picture.value, dict) else picture.value
     return str(value) if isinstance(value, str | Path) and len(str(value)) < 4096 else None  # longer ones are base64
-
-
-def _leave_out(where: str, why: object, outcome: Outcome) -> None:
-    outcome.left_out += 1
-    print(f"{where}: left out: {why}", file=sys.stderr)

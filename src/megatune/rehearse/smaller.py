@@ -16,6 +16,7 @@ _TEXT, _WITH_PICTURES = 256, 1024  # tokens
 _PIXELS = 128 * 128
 _ROWS = 96
 _EVALUATED = 8
+_ANSWER = 4  # tokens
 _LOOK_SECONDS = 300  # of one collective operation
 
 
@@ -100,6 +101,11 @@ def _steps(settings: Settings) -> _Changes:
     if evaluation.eval_strategy != "no":
         yield "evaluation.eval_strategy", "steps", f"an evaluation at step {saved}"
         yield "evaluation.eval_steps", saved, f"an evaluation at step {saved}"
+    if settings.generates:
+        if evaluation.eval_generate_steps:
+            yield "evaluation.eval_generate_steps", saved, f"answers at step {saved}"
+        yield "evaluation.eval_generate_samples", min(evaluation.eval_generate_samples, _EVALUATED), "few answers"
+        yield "evaluation.eval_generate_tokens", min(evaluation.eval_generate_tokens, _ANSWER), "short answers"
     yield "logging.logging_steps", 1, "every step is compared"
 
 

@@ -58,6 +58,13 @@ class Loaders:
         steps = PreparedSteps(rows, sizes[0] * sizes[1] * self.place.dp_size, group_by_length=True)
         return steps, self._once(steps, *sizes)
 
+    @property
+    def share(self) -> Share | None:
+        """Which pictures of a micro-batch this rank decodes: the ranks of the first stage deal them."""
+        place = self.place
+        shared = place.tp_size * place.cp_size
+        return None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared)
+
     def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
         # Without pictures processes cost more to start than they save.
         num_workers = self.num_workers if self.vision is not None else 0
@@ -67,7 +74,6 @@ class Loaders:
         self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
     ) -> StepLoader:
         parallel, place = self.settings.parallel, self.place
-        shared = place.tp_size * place.cp_size  # ranks of the first stage, which deal its pictures
         return StepLoader(
             rows,
             Collator(
@@ -87,7 +93,7 @@ class Loaders:
             same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
-            share=None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared),
+            share=self.share,
             num_workers=num_workers,
             pin_memory=self.settings.data.dataloader_pin_memory,
         )

@@ -9,8 +9,8 @@ import gc
 import math
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +28,7 @@ from megatune.launch.context import RankContext
 from megatune.objectives.base import TrainingObjective, check_first_step
 from megatune.plan.run.record import RankMemory
 from megatune.progress import say
+from megatune.training.answers import Answerer
 from megatune.training.bad_rows import without_unreadable
 from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
@@ -73,6 +74,7 @@ class Trainer:
         source: the folder of the model that the run started from.
         memory: what this rank holds.
         bad_steps: judges steps, and what becomes of those that are bad.
+        answerer: writes answers; None where none are asked for.
         budget: the time that the run may take.
     """
 
@@ -91,6 +93,7 @@ class Trainer:
     source: Path
     memory: MemoryLog
     bad_steps: BadSteps
+    answerer: Answerer | None = None
     budget: TimeBudget = field(default_factory=lambda: TimeBudget(None, 0.0))
     _saver: CheckpointSaver = field(init=False)
     _first_step: int = field(default=0, init=False)
@@ -301,13 +304,16 @@ class Trainer:
         """Do what the schedule, or a rank, asks for after a step."""
         if votes.settle:
             self._settle()
-        if self.schedule.evaluates_at(self.state.step):
-            self._evaluate()
+        report = self._evaluate() if self.schedule.evaluates_at(self.state.step) else None
+        if self.schedule.generates_at(self.state.step):
+            report = self._generate(report)
+        if report is not None:
+            self.callbacks.on_evaluate(report)
         ends = votes.stop or self.state.step == self.schedule.total_steps
         if ends or votes.save or self.schedule.saves_at(self.state.step):
             self._save(background=self.settings.checkpoint.async_save and not ends)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> EvalReport:
         """Compute the loss over all evaluation rows, in their order."""
         assert self.feed.evaluation is not None, "refused by the settings' rules"
         step, began, unreadable = self.state.step, time.monotonic(), 0
@@ -332,7 +338,7 @@ class Trainer:
         found = evaluate(model, prepared(), self.objective)
         if self.state.best_loss is None or found.loss < self.state.best_loss:
             self.state.best_loss, self.state.best_step = found.loss, step
-        report = EvalReport(
+        return EvalReport(
             step=step,
             epoch=self._epoch,
             loss=found.loss,
@@ -342,7 +348,24 @@ class Trainer:
             unreadable_pictures=unreadable,
             metrics=self.objective.reported(found.metrics),
         )
-        self.callbacks.on_evaluate(report)
+
+    def _generate(self, report: EvalReport | None) -> EvalReport:
+        """Write answers, and return their scores, added to the report of the loss where there is one."""
+        assert self.answerer is not None, "made where the settings ask for answers"
+        step, began = self.state.step, time.monotonic()
+        answers = self.answerer.write(
+            self.assembly.model, lambda number: self.context.beat(f"token {number + 1} of answers", step)
+        )
+        report = report or EvalReport(
+            step=step, epoch=self._epoch, loss=None, perplexity=None, num_tokens=sum(map(len, answers)), seconds=0.0
+        )
+        scores: Mapping[str, float] = {}
+        if self.context.rank == 0:  # which has the callbacks
+            generated = self.answerer.report(step, answers)
+            self.callbacks.on_generate(generated)
+            scores = generated.scores
+        seconds = report.seconds + time.monotonic() - began
+        return replace(report, seconds=seconds, metrics={**report.metrics, **scores})
 
     @property
     def best_checkpoint(self) -> Path | None:

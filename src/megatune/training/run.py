@@ -29,6 +29,7 @@ from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
 from megatune.progress import say
 from megatune.training.agreement import on_rank_0
+from megatune.training.answers import Answerer
 from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import Start, banner, summary
 from megatune.training.base import digest_base
@@ -206,7 +207,12 @@ def _build_trainer(
     ]
     limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
     feed = data.feed(schedule, limits)
-    loaders, note = _loaders(context, settings, source, place, feed)
+    tokenizer = load_tokenizer(source)
+    loaders, note = _loaders(context, settings, tokenizer, source, place, feed)
+    answerer = None
+    if settings.generates:
+        answerer = Answerer.open(settings, source, tokenizer, feed.evaluation, loaders, limits.positions)
+        feed = replace(feed, lines=[*feed.lines, answerer.line], warnings=[*feed.warnings, *answerer.left_out()])
     begin(schedule)
 
     def load() -> LoadedModel:
@@ -243,14 +249,14 @@ def _build_trainer(
         source=source,
         memory=memory,
         bad_steps=bad_steps,
+        answerer=answerer,
     )
 
 
 def _loaders(
-    context: RankContext, settings: Settings, source: Path, place: RankCoordinates, feed: Feed
+    context: RankContext, settings: Settings, tokenizer: Any, source: Path, place: RankCoordinates, feed: Feed
 ) -> tuple[Loaders, str | None]:
     """Return what makes micro-batches, and what to say of its processes."""
-    tokenizer = load_tokenizer(source)
     vision = load_vision_input(source, tokenizer, settings.data)
     num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
     return Loaders(settings, place, padding_token(tokenizer), vision, num_workers), note

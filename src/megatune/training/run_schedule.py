@@ -21,7 +21,7 @@ class RunSchedule:
     Attributes:
         global_batch_size: rows per optimizer step.
         steps_per_epoch: the last of them may be a short one; None where data is streamed and the number is not known.
-        save_every, evaluate_every: steps; 0 for never (the last step is always saved).
+        save_every, evaluate_every, generate_every: steps; 0 for never (the last step is always saved).
     """
 
     global_batch_size: int
@@ -29,6 +29,7 @@ class RunSchedule:
     total_steps: int
     save_every: int
     evaluate_every: int
+    generate_every: int = 0
 
     @classmethod
     def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> RunSchedule:
@@ -44,7 +45,8 @@ class RunSchedule:
         save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch or 0, "no": 0}
         evaluate = {"steps": settings.eval_interval, "epoch": per_epoch or 0, "no": 0}
         every = save[settings.checkpoint.save_strategy], evaluate[settings.evaluation.eval_strategy]
-        return cls(size, per_epoch, total, *every)
+        generate = settings.evaluation.eval_generate_steps or (every[1] if settings.generates else 0)
+        return cls(size, per_epoch, total, *every, generate)
 
     @property
     def num_epochs(self) -> float | None:
@@ -61,7 +63,14 @@ class RunSchedule:
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether an evaluation follows this step."""
-        return bool(self.evaluate_every and (step % self.evaluate_every == 0 or step == self.total_steps))
+        return self._is_due(step, self.evaluate_every)
+
+    def generates_at(self, step: int) -> bool:
+        """Return whether answers are written after this step."""
+        return self._is_due(step, self.generate_every)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return bool(every and (step % every == 0 or step == self.total_steps))
 
 
 class TimeBudget:

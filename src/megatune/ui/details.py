@@ -1,10 +1,14 @@
-"""What one run left behind, as JSON values: settings, plan and measurement, checkpoints, logs, samples of RL."""
+"""What one run left behind, as JSON values: settings, plan and measurement, checkpoints, logs, answers."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ from megatune.plan.run.trouble import diagnose
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.training.storage.manifest import added_files, problem_of, read_manifest
 from megatune.training.storage.store import list_checkpoints
-from megatune.ui.runs import RUN_YAML, read_json
+from megatune.ui.runs import GENERATIONS, RUN_YAML, read_json
 
+_STEP = re.compile(rb'\{"step": ([0-9]+),')  # what a line of generations.jsonl begins with
 _LOG_BYTES = 1 << 17  # of a log that are sent at once
 _MOST_SAMPLES = 200
 _MOST_YAML = 1 << 22
@@ -160,22 +165,38 @@ def log_text(folder: Path, name: str, start: int | None = None) -> dict[str, Any
 
 
 def samples_of(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Return the samples of one step of reinforcement learning, by default the last that was dumped, and all steps
-    there are; none where rollout_dump_dir was not set."""
+    """Return what was written at one step, by default the last one, and all steps there are: answers of a run that
+    writes some (generations.jsonl), samples of reinforcement learning where rollout_dump_dir was set, or none."""
+    lines = _answers(folder / GENERATIONS) or _dumped(folder)
+    chosen = max(lines, default=None) if step not in lines else step
+    samples = [] if chosen is None else [json.loads(line) for line in islice(lines[chosen](), _MOST_SAMPLES)]
+    return {"steps": sorted(lines), "step": chosen, "samples": samples}
+
+
+_Lines = Callable[[], Iterable[bytes]]
+
+
+def _answers(path: Path) -> dict[int, _Lines]:
+    """Return what reads the answers of each step. A line begins with its step, so that few are read as JSON."""
+    found: dict[int, list[bytes]] = {}
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if (head := _STEP.match(line)) and line.endswith(b"\n"):
+                found.setdefault(int(head[1]), []).append(line)
+    return {step: partial(iter, lines) for step, lines in found.items()}
+
+
+def _dumped(folder: Path) -> dict[int, _Lines]:
+    """Return what reads the samples of each step of reinforcement learning."""
     settings = {each["key"]: each["value"] for each in settings_of(folder)}
     dumps = _dump_dir(folder, settings.get("rollout_dump_dir", ""))
-    files = (
-        {number: path for path in dumps.glob("step-*.jsonl") if (number := _by_number(path)[1]) >= 0} if dumps else {}
-    )
-    chosen = max(files, default=None) if step not in files else step
-    samples: list[Any] = []
-    if chosen is not None:
-        with files[chosen].open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if len(samples) == _MOST_SAMPLES:
-                    break
-                samples.append(json.loads(line))
-    return {"steps": sorted(files), "step": chosen, "samples": samples}
+    files = sorted(dumps.glob("step-*.jsonl")) if dumps else []
+    return {number: partial(_lines, path) for path in files if (number := _by_number(path)[1]) >= 0}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from file
 
 
 def _dump_dir(folder: Path, written: str) -> Path | None:

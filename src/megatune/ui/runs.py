@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-RUN_YAML, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".megatune.lock"
+RUN_YAML, METRICS, GENERATIONS, LOCK = "run.yaml", "metrics.jsonl", "generations.jsonl", ".megatune.lock"
 _MOST_RUNS = 2000
 _DEPTH = 5
 _SCAN_SECONDS = 5.0  # between two walks of the folders
@@ -125,7 +125,7 @@ def entry_of(folder: Path, alive: bool) -> dict[str, Any]:
     stage, model = _head_of(folder / RUN_YAML)
     records = list(_records(_read(folder / METRICS, -_TAIL)))
     log: dict[str, Any] = next((each for each in reversed(records) if "num_steps" in each), {})
-    evaluation: dict[str, Any] = next((each for each in reversed(records) if "eval_seconds" in each), {})
+    evaluation: dict[str, Any] = next((each for each in reversed(records) if each.get("eval_loss") is not None), {})
     report = read_json(folder / "launch" / "report.json")
     outcome = str(report.get("outcome", ""))
     if alive:

@@ -21,6 +21,10 @@ _ROWS = Needs(
     fix="write `val_size: 0.1` to hold out a tenth of the rows, name an `eval_dataset`, or write `eval_strategy: no`",
     otherwise=Needs("data.eval_dataset"),
 )
+_GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
+_WRITES = Needs(
+    "run.stage", ("pt", "sft", "dpo", "kto"), "a reward model writes no text", "remove `{name}`", off=(False,)
+)
 _WHOLE_MODEL = Needs(
     "finetuning.finetuning_type",
     ("full", "freeze"),
@@ -229,3 +233,29 @@ class EvaluationSettings(Group):
     How: The final model in output_dir is copied from that checkpoint, which is never deleted.
     When: Where more epochs than needed are run and the evaluation loss turns up again. save_strategy must be
     eval_strategy."""
+    predict_with_generate: Annotated[bool, _WRITES] = False
+    """Write answers at every evaluation, and score them, beside the loss.
+    How: The prompts of held-out rows, or eval_generate_prompts, are answered by the weights as they are on all
+    processes, greedily. generations.jsonl keeps the answers, metrics.jsonl and trackers the scores: exact_match,
+    choice_accuracy where all answers are letters, rouge1, rouge2, rougeL and bleu.
+    When: To read what a run learns. Needs pip install "megatune[evaluate]" for ROUGE and BLEU."""
+    eval_generate_steps: Annotated[Count, "steps", STEPS, _WRITES] | None = None
+    """Write answers every so many steps, and at the end; as predict_with_generate does. null leaves it to that.
+    How: Evaluation of the loss keeps its own steps, and is not needed. Training has no cache of keys and values: each
+    token of the longest answer costs one forward pass over all prompts that are not answered yet.
+    When: 100 to 1000, so that answers take a small part of the time."""
+    eval_generate_samples: Annotated[Count, "prompts", _GENERATES] = 16
+    """How many prompts are answered: the first ones.
+    How: They are dealt to the data-parallel processes, in micro-batches of per_device_eval_batch_size.
+    When: Raise it for scores that say something: with 16 prompts one answer moves exact_match by 0.06."""
+    eval_generate_tokens: Annotated[Count, "tokens", _GENERATES] = 64
+    """Tokens of such an answer at most.
+    How: An answer ends before that at a token of the model's generation_config.json. All answers that have ended cost
+    nothing more.
+    When: As long as the answers that are wanted; twice as many take about twice as long."""
+    eval_generate_prompts: Annotated[str, Mark.NAME, _GENERATES] | None = None
+    """A file or data set with the prompts, in place of held-out rows: as eval_dataset names one, or a .txt file with a
+    prompt a line.
+    How: Rows are read as those of training, and written by the same template. An answer of their own is what scores
+    compare with; of rows without one the answers are only kept. In stage pt texts are continued.
+    When: For a fixed set of questions that says what the model is for, also where nothing is held out."""

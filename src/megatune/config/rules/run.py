@@ -48,12 +48,41 @@ def own_folder(context: Context) -> Iterator[Problem]:
 
 def evaluation(context: Context) -> Iterator[Problem]:
     """Rows are held out only where something evaluates them."""
-    data = context.settings.data
-    if context.settings.evaluation.eval_strategy == "no" and (data.val_size or data.eval_dataset):
+    data, settings = context.settings.data, context.settings
+    answered = settings.evaluation.eval_generate_steps and not settings.evaluation.eval_generate_prompts
+    if settings.evaluation.eval_strategy == "no" and not answered and (data.val_size or data.eval_dataset):
         key = "val_size" if data.val_size else "eval_dataset"
         why = "the held-out rows would be neither trained on nor evaluated" if data.val_size else "it would not be read"
         fix = f"write `eval_strategy: epoch`, or remove `{key}`"
         yield Problem((key, "eval_strategy"), f"`{key}` with `eval_strategy no`", why, fix)
+
+
+def answers(context: Context) -> Iterator[Problem]:
+    """Answers are written at some steps, to prompts that there are."""
+    settings, data, evaluation = context.settings, context.settings.data, context.settings.evaluation
+    if not settings.generates or settings.run.stage == "rm":
+        return
+    key = "eval_generate_steps" if evaluation.eval_generate_steps is not None else "predict_with_generate"
+    if key == "predict_with_generate" and evaluation.eval_strategy == "no":
+        what, why = "`predict_with_generate: true` with `eval_strategy no`", "answers are written at evaluations"
+        yield Problem((key, "eval_strategy"), what, why, "write `eval_generate_steps: 100`, or an `eval_strategy`")
+    tokens, architecture = evaluation.eval_generate_tokens, context.architecture
+    if architecture is not None and tokens >= architecture.max_position_embeddings:
+        longest = architecture.max_position_embeddings
+        what, why = f"`eval_generate_tokens {tokens}` of {longest} positions", "prompts have no room in the model"
+        yield Problem(("eval_generate_tokens",), what, why, f"write `eval_generate_tokens: {max(1, longest // 2)}`")
+    if evaluation.eval_generate_prompts:
+        return
+    prompts = "name questions: `eval_generate_prompts: FILE`"
+    if not (data.val_size or data.eval_dataset):
+        why = "there are no held-out rows, whose prompts it would answer"
+        yield Problem((key, "val_size"), f"`{key}` without prompts", why, f"{prompts}, or write `val_size: 0.1`")
+    elif settings.run.stage == "pt":
+        why = "held-out texts of stage pt have no prompts"
+        yield Problem((key, "stage"), f"`{key}` with `stage pt`", why, prompts)
+    elif data.train_on_prompt:
+        why = "rows do not say where their answers begin"
+        yield Problem((key, "train_on_prompt"), f"`{key}` with `train_on_prompt: true`", why, prompts)
 
 
 def best_model(context: Context) -> Iterator[Problem]:
@@ -230,6 +259,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 RULES = (
     needs_of("run", "model", "batch", "logging", "checkpoint", "evaluation"),
-    *(megatron_form, output, own_folder, evaluation, best_model, reports, hub, profiler),
+    *(megatron_form, output, own_folder, evaluation, answers, best_model, reports, hub, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, steps, cutoff),
 )

@@ -47,12 +47,15 @@ class OutputLayer(ColumnParallelLinear):
         trained: Tensor | None = None,
         head: Head | None = None,
     ) -> tuple[Tensor, None]:
-        """Compute logits, or with `labels` and `trained` token losses; see `token_losses`."""
+        """Compute logits, or with `labels` and `trained` token losses or what the head asks for in their place; see
+        `token_losses` and `likeliest_tokens`."""
         if labels is None or trained is None:
             return super().forward(input_, weight)
         weight = self.weight if weight is None else weight
         first = self.tp_group.rank() * weight.shape[0]
         part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)
+        if head is not None and head.greedy:
+            return likeliest_tokens(input_, weight, labels, trained, part), None
         return token_losses(input_, weight, labels, trained, part, head or PLAIN), None
 
 
@@ -63,10 +66,12 @@ class Head:
     Attributes:
         temperature: logits are divided by it, in fp32, so that probabilities are those that tokens were sampled with.
         entropy: compute the entropy of every trained token's distribution, too, with its gradient.
+        greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
     """
 
     temperature: float = 1.0
     entropy: bool = False
+    greedy: bool = False
 
 
 PLAIN = Head()
@@ -124,6 +129,34 @@ def token_losses(
     found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
     kept = found.shape[1:]
     return found.new_zeros(b * s, *kept).index_copy(0, trained, found).view(b, s, *kept)
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart
+) -> Tensor:
+    """Find the token with the largest logit, the first of several that are equal, as `torch.argmax` does.
+
+    Args: as of `token_losses`.
+
+    Returns:
+        fp32 [b, s], which holds every number of a token exactly; 0 where a token has no label. One collective of 2 · n
+        numbers.
+    """
+    b, s = labels.shape
+    inputs = _gather(hidden_states, part)
+    rows = trained % s * b + trained // s
+    best = inputs.new_full((2, len(rows)), -torch.inf, dtype=torch.float32)  # logits, and their tokens
+    for chunk in part.chunks(len(rows)):
+        logits = inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t()
+        columns = logits.argmax(1)
+        best[0, chunk] = logits.gather(1, columns[:, None])[:, 0].float()
+        best[1, chunk] = (columns + part.first).float()
+    if part.size > 1 and len(rows):
+        parts = best.new_empty(part.size, *best.shape)
+        torch.distributed.all_gather_into_tensor(parts.view(-1, len(rows)), best, group=part.group)
+        best = parts.gather(0, parts[:, 0].argmax(0).expand(1, 2, -1))[0]
+    return best.new_zeros(b * s).index_copy(0, trained, best[1]).view(b, s)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
+from megatune.data.tokenizer_files import stop_tokens
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
@@ -17,7 +18,7 @@ from megatune.rl.pipeline.dumps import dump_samples
 from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.scoring import PoolScorer
-from megatune.rl.pipeline.startup import start_engines, stop_tokens, with_own_weights
+from megatune.rl.pipeline.startup import start_engines, with_own_weights
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients

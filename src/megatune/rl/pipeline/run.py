@@ -14,6 +14,7 @@ from typing import Any
 from megatune.config.named import named
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
+from megatune.data.tokenizer_files import stop_tokens
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.torchrun import handle_stops
@@ -26,7 +27,7 @@ from megatune.rl.pipeline.lines import start_lines
 from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
-from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, stop_tokens, with_folders
+from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, with_folders
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,14 +103,6 @@ def _judge(role: InferRole) -> InferRole:
     """Return a judge with a folder for its model, whose weights no transfer brings."""
     config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
     return _sampled(role).model_copy(update={"config": config})
-
-
-def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """Return what ends a response: the tokenizer's end, and those of generation_config.json."""
-    path = source / "generation_config.json"
-    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    ids = [found] if isinstance(found, int) else list(found or ())
-    return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))
 
 
 def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:

@@ -7,17 +7,12 @@ the padded width as the length of every response: computed rightly here.
 
 from __future__ import annotations
 
-import re
-
+from megatune.data.text_scores import chosen_letter
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.text import END_OF_THINK, last_boxed, repeated_share
+from megatune.rl.rewards.text import repeated_share
 
 SHORT, LONG = 100, 400  # tokens: shorter responses than LONG are penalised by response_length_penalty_coef
 REPETITION_PENALTY = 0.5
-
-_ALONE = re.compile(r"(?<![A-Za-z])([A-Z])(?![A-Za-z'])")
-_STATED = re.compile(r"answer\s*(?:is|:)", re.IGNORECASE)
-_AT_START = re.compile(r"[\s*_(\[${:\\]*([A-Z])(?![A-Za-z'])")
 
 # Scores by (the letter is right, it is in \\boxed{}).
 _SCORES = {
@@ -25,24 +20,6 @@ _SCORES = {
     "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
     "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
 }
-
-
-def chosen_letter(text: str) -> tuple[str | None, bool]:
-    """Return the letter that was chosen, and whether it is in a box.
-
-    Without a box it is the letter after the last "answer is" or "answer:", or one that the last line begins with.
-    """
-    read = text.rpartition(END_OF_THINK)[2]
-    boxed = last_boxed(read)
-    if boxed is not None:
-        plain = re.sub(r"\\\w+\s*", " ", boxed)  # \text{B}
-        found = _ALONE.search(plain)
-        return (found.group(1) if found else None), True
-    stated = list(_STATED.finditer(read))
-    lines = read.strip().splitlines()
-    place = read[stated[-1].end() :] if stated else (lines[-1] if lines else "")
-    found = _ALONE.search(place) if stated else _AT_START.match(place)
-    return (found.group(1) if found else None), False
 
 
 def _is_right(answer: Answer) -> tuple[bool, bool]:

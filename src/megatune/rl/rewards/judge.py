@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatune.data.text_scores import END_OF_THINK
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
 from megatune.rl.rewards.http import post_json
-from megatune.rl.rewards.text import END_OF_THINK
 
 # Asks the judging model: messages as of OpenAI's API -> what it says.
 Ask = Callable[[list[dict[str, str]]], str]

@@ -12,8 +12,9 @@ import logging
 import re
 from typing import Any
 
+from megatune.data.text_scores import last_boxed
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.text import after_thought, last_boxed, repeated_share
+from megatune.rl.rewards.text import after_thought, repeated_share
 
 FORMAT = r"^<think>.*?</think>.*?<answer>.*?</answer>$"
 SECONDS = 5  # for each of parsing and comparing; math-verify's alarm works in a main thread only

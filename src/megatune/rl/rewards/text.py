@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-THINK, END_OF_THINK = "<think>", "</think>"
-_BOXED = "\\boxed{"
+from megatune.data.text_scores import END_OF_THINK
+
+THINK = "<think>"
 
 
 def after_thought(text: str, prompt: str = "") -> str | None:
@@ -23,26 +24,6 @@ def after_thought(text: str, prompt: str = "") -> str | None:
     if text.count(END_OF_THINK) > 1 or ((opened or THINK in text) and END_OF_THINK not in text):
         return None
     return text.rpartition(END_OF_THINK)[2].strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return what is in the last \boxed{} whose braces are closed; None where there is none.
-
-    Escaped braces, \{ and \}, are text.
-    """
-    end = len(text)
-    while (start := text.rfind(_BOXED, 0, end)) >= 0:
-        depth, place = 1, start + len(_BOXED)
-        while place < len(text) and depth:
-            if text[place] == "\\":
-                place += 2
-                continue
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            place += 1
-        if not depth:
-            return text[start + len(_BOXED) : place - 1]
-        end = start
-    return None
 
 
 def repeated_share(text: str, words: int = 3) -> float:

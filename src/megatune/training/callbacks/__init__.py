@@ -12,11 +12,19 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.plan.run.record import PLAN_NAME
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
+from megatune.training.callbacks.base import (
+    Callback,
+    EvalReport,
+    Generated,
+    LogReport,
+    Notice,
+    StepReport,
+    TrainSummary,
+)
 from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.console import DETAILS_NAME, Console
 from megatune.training.callbacks.hub_push import HubPush
-from megatune.training.callbacks.metrics import Metrics, Prediction, Results, TensorBoard, TrainerLog
+from megatune.training.callbacks.metrics import Generations, Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.records import Shown, evaluation_record, log_record, notice_record
 from megatune.training.callbacks.trackers import Trackers
@@ -55,6 +63,8 @@ def build_callbacks(
         TrainerLog(output_dir, resume_step),
         Results(output_dir),
     ]
+    if settings.generates:
+        callbacks.append(Generations(output_dir, resume_step))
     if (output_dir / PLAN_NAME).exists():
         callbacks.append(Prediction(output_dir))
     if quarantine is not None:
@@ -112,6 +122,9 @@ class CallbackList(Callback):
     def on_evaluate(self, report: EvalReport) -> None:
         self._call("on_record", evaluation_record(report))
         self._call("on_evaluate", report)
+
+    def on_generate(self, generated: Generated) -> None:
+        self._call("on_generate", generated)
 
     def on_save(self, path: Path) -> None:
         self._call("on_save", path)

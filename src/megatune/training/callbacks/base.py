@@ -135,6 +135,25 @@ class EvalReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """Answers that were written with the weights after a step.
+
+    Attributes:
+        rows: the lines of generations.jsonl: step, id, where, prompt, response, label, score, tokens and finish.
+        scores: of all of them, by name.
+    """
+
+    step: int
+    rows: Sequence[Mapping[str, Any]]
+    scores: Mapping[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were written."""
+        return sum(row["tokens"] for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSummary:
     """A run that ends, in whatever way.
 
@@ -179,6 +198,9 @@ class Callback:
 
     def on_evaluate(self, report: EvalReport) -> None:
         """After every evaluation."""
+
+    def on_generate(self, generated: Generated) -> None:
+        """After answers were written, and before `on_evaluate` with their scores."""
 
     def on_save(self, path: Path) -> None:
         """After a checkpoint is committed at `path`."""

@@ -12,11 +12,20 @@ from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.report import counted
 from megatune.progress import BARS, Bars, Progress, is_quiet
-from megatune.training.callbacks.base import Callback, EvalReport, LogReport, Notice, StepReport, TrainSummary
+from megatune.training.callbacks.base import (
+    Callback,
+    EvalReport,
+    Generated,
+    LogReport,
+    Notice,
+    StepReport,
+    TrainSummary,
+)
 from megatune.training.callbacks.records import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
 DETAILS_NAME = "start.log"  # in output_dir: all that is known of a run before its first step
+_SHOWN_ANSWERS, _SHOWN_CHARACTERS = 2, 70
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
 # Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
 # fifth step of a process on and without its first two, in which workers start and files are read for the first time.
@@ -100,6 +109,10 @@ class Console(Callback):
     def on_evaluate(self, report: EvalReport) -> None:
         self._tell(evaluation_line(report, self._shown))
 
+    def on_generate(self, generated: Generated) -> None:
+        for row in generated.rows[:_SHOWN_ANSWERS]:
+            self._tell(f"answer {row['id']}  {_one_line(row['prompt'], last=True)} -> {_one_line(row['response'])}")
+
     def on_save(self, path: Path) -> None:
         self._tell(f"saved {path}")
 
@@ -158,6 +171,14 @@ def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
     if report.unreadable_pictures:
         parts.append(f"unreadable media {report.unreadable_pictures}")
     return "  ".join([*parts, f"{report.num_tokens:,} tokens in {report.seconds:.1f} s"])
+
+
+def _one_line(text: str, *, last: bool = False) -> str:
+    """Return the beginning of a text, or its end, as a short line."""
+    line = " ".join(text.split())
+    if len(line) <= _SHOWN_CHARACTERS:
+        return repr(line)
+    return repr(f"…{line[-_SHOWN_CHARACTERS:]}" if last else f"{line[:_SHOWN_CHARACTERS]}…")
 
 
 def _throughput(report: LogReport) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The files of numbers: every logged step and evaluation as JSON lines and for TensorBoard, and the outcome of a run.
 
-metrics.jsonl and plan.json are ours; the others are where Transformers' and LLaMA-Factory's users look for them.
+metrics.jsonl, generations.jsonl and plan.json are ours; the others are where Transformers' and LLaMA-Factory's users
+look for them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatune.engine import device
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
-from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
+from megatune.training.callbacks.base import Callback, Generated, StepReport, TrainSummary
 from megatune.training.callbacks.records import (
     SHOW_ALL,
     Record,
@@ -33,7 +34,7 @@ from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import write_atomically
 from megatune.training.storage.json_lines import json_line, read_json_lines
 
-METRICS_NAME = "metrics.jsonl"
+METRICS_NAME, GENERATIONS_NAME = "metrics.jsonl", "generations.jsonl"
 _WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
 
 
@@ -70,6 +71,17 @@ class Metrics(_JsonLines):
 
     def on_record(self, record: Record) -> None:
         self.append(record)
+
+
+class Generations(_JsonLines):
+    """generations.jsonl: each answer that was written, with its prompt."""
+
+    def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
+        super().__init__(output_dir / GENERATIONS_NAME, "step", resume_step)
+
+    def on_generate(self, generated: Generated) -> None:
+        for row in generated.rows:
+            self.append(row)
 
 
 class TrainerLog(_JsonLines):
@@ -111,7 +123,7 @@ class Results(Callback):
 
     def on_record(self, record: Record) -> None:
         if is_evaluation(record):
-            self._evaluation = evaluation_results(record)
+            self._evaluation |= evaluation_results(record)  # the loss and answers may be evaluated at other steps
 
     def on_train_end(self, summary: TrainSummary) -> None:
         records = read_json_lines(self._output_dir / METRICS_NAME)

@@ -149,9 +149,9 @@ export function Samples({ run }) {
   const samples = isSorted ? [...found.samples].sort((one, other) => other.score - one.score) : found.samples;
   return html`<div class="bar"><label>${t("step")} <select value=${found.step} onChange=${(event) => setStep(+event.target.value)}>${found.steps.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>
       <label><input type="checkbox" checked=${isSorted} onChange=${() => setSorted(!isSorted)} /> ${t("sort_score")}</label></div>
-    ${samples.map((each) => html`<section class="card sample"><h3><span class="score ${each.score > 0 ? "good" : ""}">${t("score")} ${number(each.score)}</span>
-        <span class="dim">${each.domain} · ${each.id} · ${each.tokens} ${t("tokens")} · ${each.finish}${Object.entries(each).filter(([key]) => key.startsWith("reward/")).map(([key, value]) => ` · ${key} ${typeof value === "number" ? number(value) : value}`)}</span></h3>
-      <div class="pair"><div><h4>${t("prompt_of")}</h4><pre class="row">${each.prompt}</pre></div><div><h4>${t("response_of")}</h4><pre class="row trained">${each.response}</pre></div></div></section>`)}`;
+    ${samples.map((each) => html`<section class="card sample"><h3>${each.score === null ? "" : html`<span class="score ${each.score > 0 ? "good" : ""}">${t("score")} ${number(each.score)}</span>`}
+        <span class="dim">${each.domain || each.where} · ${each.id} · ${each.tokens} ${t("tokens")} · ${each.finish}${Object.entries(each).filter(([key]) => key.startsWith("reward/")).map(([key, value]) => ` · ${key} ${typeof value === "number" ? number(value) : value}`)}</span></h3>
+      <div class="pair"><div><h4>${t("prompt_of")}</h4><pre class="row">${each.prompt}</pre></div><div><h4>${t("response_of")}</h4><pre class="row trained">${each.response}</pre>${each.label ? html`<h4>${t("wanted")}</h4><pre class="row">${each.label}</pre>` : ""}</div></div></section>`)}`;
 }
 
 const Gauge = ({ name, part, text }) => html`<div class="line"><span>${name}</span><div class="stack"><i class=${part > 0.9 ? "hot" : ""} style=${{ width: `${100 * part}%` }}></i></div><b>${text}</b></div>`;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatune.rl.rewards.text import END_OF_THINK
+from megatune.data.text_scores import END_OF_THINK
 
 SOLUTION = "<|begin_of_solution|>"
 PYTHON = ("python", "python3", "py")

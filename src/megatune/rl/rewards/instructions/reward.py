@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.data.text_scores import END_OF_THINK
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
 from megatune.rl.rewards.instructions.checks import CHECKS
-from megatune.rl.rewards.text import END_OF_THINK, repeated_share
+from megatune.rl.rewards.text import repeated_share
 
 REPETITION_PENALTY = 0.5
 

@@ -1,0 +1,139 @@
+"""Prompts as tokens, and the answers that are wanted: cut from token rows, or read from files of questions and
+written by a run's template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatune.config.settings import Settings
+from megatune.data.bad_rows import RowError
+from megatune.data.conversation import Message
+from megatune.data.encode import make_encoder
+from megatune.data.formats import Question
+from megatune.data.pictures import DocumentPicture
+from megatune.data.questions import read_questions
+from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
+from megatune.data.samples import replacements
+from megatune.data.sources import resolve_datasets
+from megatune.data.vision import VisionInput
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_ANSWER = "-"  # stands for the answer of a question without one, until it is cut off
+
+
+class AnswerPrompt(NamedTuple):
+    """What is to be answered.
+
+    Attributes:
+        token_ids: int32 [p], up to the place where the answer begins.
+        label_ids: int32 [r], the answer that is wanted; None where there is none.
+        pictures: of the prompt.
+        where: the row that it is of, in words.
+    """
+
+    token_ids: np.ndarray
+    label_ids: np.ndarray | None
+    pictures: tuple[DocumentPicture, ...]
+    where: str
+
+
+def prompts_of_rows(rows: TokenRows, count: int) -> list[AnswerPrompt]:
+    """Cut the first documents of rows before their last answers; of pairs the chosen one's is wanted, and of judged
+    answers only those that are.
+
+    Args:
+        count: documents at most.
+    """
+    return list(islice(_cut_rows(rows), count))
+
+
+def _cut_rows(rows: TokenRows) -> Iterator[AnswerPrompt]:
+    for number, documents in enumerate(rows):
+        extras = rows.extras([number])
+        for place, document in enumerate(documents):
+            if rows.is_pairs and place % 2:
+                continue
+            is_wanted = DESIRABLE not in extras or bool(extras[DESIRABLE].values[place])
+            if (found := _cut(document, f"row {number + 1}")) is not None:
+                yield found if is_wanted else found._replace(label_ids=None)
+
+
+def _cut(document: Document, where: str) -> AnswerPrompt | None:
+    """Cut a document before its last run of trained tokens; None where it begins with that, or has none."""
+    trained = np.flatnonzero(document.labels != IGNORE_INDEX)
+    if not len(trained):
+        return None
+    stop = int(trained[-1]) + 1
+    (masked,) = np.nonzero(document.labels[:stop] == IGNORE_INDEX)
+    if not len(masked):
+        return None
+    start = int(masked[-1]) + 1
+    pictures = tuple(each for each in document.pictures if each.start < start)
+    return AnswerPrompt(np.array(document.input_ids[:start]), np.array(document.input_ids[start:stop]), pictures, where)
+
+
+def prompts_of_file(
+    settings: Settings, name: str, count: int, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None
+) -> list[AnswerPrompt]:
+    """Read the first questions of a data set, or of a text file a question a line, as the run's template writes them;
+    in stage pt its texts, to be continued.
+
+    Args:
+        name: as eval_dataset names one.
+        count: questions at most.
+
+    Raises:
+        MegatuneError: the data set or its template is not there (exit codes 64 and 66), or has no question that can be
+            asked (65).
+    """
+    data = settings.data
+    sources = resolve_datasets([name], data.dataset_dir, "sft", data.columns, all_columns=False)
+    bad: list[str] = []
+    questions = read_questions(
+        sources,
+        replacements(data),
+        lambda where, why: bad.append(f"{where}: {why}"),
+        pictures=vision is not None,
+        takes_texts=True,
+    )
+    asked = ((each.question, each.where) for each in questions)
+    is_text = settings.run.stage == "pt"
+    written = _texts(tokenizer, asked) if is_text else _questions(settings, tokenizer, vision, asked, bad)
+    if found := list(islice(written, count)):
+        return found
+    what, why = f"eval_generate_prompts: no question of {name} can be asked", bad[0] if bad else "it has none"
+    raise MegatuneError(Finding(what, why=why, fix="correct the rows, or name another file"), ExitCode.DATA)
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Question, str]]) -> Iterator[AnswerPrompt]:
+    for question, where in asked:
+        text = question.conversation.messages[-1].content
+        yield AnswerPrompt(np.array(tokenizer(text)["input_ids"], np.int32), None, (), where)
+
+
+def _questions(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionInput | None,
+    asked: Iterable[tuple[Question, str]],
+    bad: list[str],
+) -> Iterator[AnswerPrompt]:
+    """Encode questions as rows that train, and cut the answers off."""
+    encoder = replace(make_encoder(settings, tokenizer, vision), train_on_prompt=False)
+    for question, where in asked:
+        answer = Message("assistant", question.label or _NO_ANSWER)
+        whole = replace(question.conversation, messages=(*question.conversation.messages, answer))
+        (encoded,) = encoder.encode([whole])
+        found = None if isinstance(encoded, RowError) else _cut(encoded.documents[0], where)
+        if found is None:
+            bad.append(f"{where}: {encoded if isinstance(encoded, RowError) else 'it has no question'}")
+        else:
+            yield found if question.label else found._replace(label_ids=None)

@@ -1,0 +1,187 @@
+"""Answers that the model writes while it is trained, with its weights as they are on all ranks, in any layout.
+
+Decoding is greedy, by passes that only run forward over whole rows: training keeps no cache of keys and values, so that
+each token of an answer costs one pass over all rows that are not done. What ranks find is added up: every rank knows
+every answer, and all deal the rows that are left in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatune.config.settings import Settings
+from megatune.data.batch_pictures import Share
+from megatune.data.batches import Collator
+from megatune.data.prompts import AnswerPrompt, prompts_of_file, prompts_of_rows
+from megatune.data.report import counted
+from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
+from megatune.data.text_scores import Scored, is_equal, missing_libraries, text_scores
+from megatune.data.tokenizer_files import stop_tokens
+from megatune.engine import device, groups
+from megatune.engine.groups import RankCoordinates
+from megatune.engine.model import Chunk
+from megatune.engine.step import evaluating, likeliest_tokens
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.training.agreement import on_rank_0
+from megatune.training.callbacks.base import Generated
+from megatune.training.loaders import Loaders
+
+
+@dataclass(slots=True)
+class _Row:
+    """A prompt and what was written so far."""
+
+    prompt: AnswerPrompt
+    ids: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def document(self) -> Document:
+        """Its tokens, and one more that stands for the next one: the only label."""
+        tokens = np.concatenate((self.prompt.token_ids, np.array([*self.ids, 0], np.int32)))
+        labels = np.full(len(tokens), IGNORE_INDEX, np.int32)
+        labels[-1] = 0
+        return Document(tokens, labels, self.prompt.pictures)
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """Writes the answers of a run.
+
+    Attributes:
+        share: of the pictures, what this rank decodes.
+        stops: tokens that end an answer.
+        most: tokens of an answer at most.
+    """
+
+    prompts: Sequence[AnswerPrompt]
+    tokenizer: PreTrainedTokenizerBase
+    collator: Collator
+    place: RankCoordinates
+    share: Share | None
+    stops: tuple[int, ...]
+    most: int
+
+    @classmethod
+    def open(
+        cls,
+        settings: Settings,
+        source: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        held_out: TokenRows | None,
+        loaders: Loaders,
+        context: int,
+    ) -> Answerer:
+        """Find what is to be answered. Collective.
+
+        Args:
+            source: the folder of the model.
+            held_out: rows that are not trained on, from which prompts are cut where no file has them.
+            context: tokens of a prompt and its answer at most.
+
+        Raises:
+            MegatuneError: a file of prompts cannot be used, see `prompts_of_file`; there is no prompt (DATA).
+        """
+        evaluation, file = settings.evaluation, settings.evaluation.eval_generate_prompts
+        count = evaluation.eval_generate_samples
+        if file is not None:
+            prompts = on_rank_0(lambda: prompts_of_file(settings, file, count, tokenizer, loaders.vision))
+        else:
+            assert held_out is not None, "refused by the settings' rules"
+            prompts = prompts_of_rows(held_out, count)
+        if not (prompts := [each for each in prompts if len(each.token_ids) < context]):
+            what, why = "there is no prompt to answer", f"held-out rows have none of fewer than {context} tokens"
+            fix = "raise val_size, or name questions: eval_generate_prompts: FILE"
+            raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.DATA)
+        stops, parallel = stop_tokens(source, tokenizer.eos_token_id), settings.parallel
+        collator = Collator(
+            micro_batch_size=settings.batch.per_device_eval_batch_size,
+            packed=False,
+            sequence_multiple=parallel.sequence_multiple,
+            document_multiple=parallel.document_multiple,
+            pad_token_id=loaders.pad_token_id,
+            vision=loaders.vision,
+        )
+        longest = max(len(each.token_ids) for each in prompts)
+        most = min(evaluation.eval_generate_tokens, context - longest)
+        return cls(prompts, tokenizer, collator, loaders.place, loaders.share, stops, most)
+
+    @property
+    def line(self) -> str:
+        """What is written, in a line of the start."""
+        prompts, tokens = counted(len(self.prompts), "prompt"), counted(self.most, "token")
+        return f"answers: {prompts}, up to {tokens} each, of which each takes a pass over whole rows"
+
+    def left_out(self) -> list[str]:
+        """Return what to say of scores that are not computed."""
+        fix = "pip install 'megatune[evaluate]'"
+        missing = " and ".join(missing_libraries())
+        return [f"answers are not compared by ROUGE and BLEU: {missing} not installed; {fix}"] if missing else []
+
+    def write(self, model: list[Chunk], beat: Callable[[int], None]) -> list[list[int]]:
+        """Return the tokens of every answer, on every rank, the token that ends it included. Collective.
+
+        Args:
+            model: computed in eval mode, with its newest weights.
+            beat: called before each token, with its number.
+        """
+        rows = [_Row(prompt) for prompt in self.prompts]
+        with evaluating(model):
+            for number in range(self.most):
+                beat(number)
+                if not (left := [row for row in rows if not row.stopped]):
+                    break
+                for row, token in zip(left, self._next_tokens(model, left), strict=True):
+                    row.ids.append(token)
+                    row.stopped = token in self.stops
+        return [row.ids for row in rows]
+
+    def _next_tokens(self, model: list[Chunk], rows: Sequence[_Row]) -> list[int]:
+        """Return the likeliest next token of every row, on every rank."""
+        place, size = self.place, self.collator.micro_batch_size
+        found = torch.zeros(len(rows), dtype=torch.int64, device=device.current())
+        # Tensor- and context-parallel ranks of the last stage hold the same tokens.
+        keeps = place.is_last_stage and place.tp_rank == place.cp_rank == 0
+        at_once = size * place.pp_size * place.dp_size
+        for start in range(0, len(rows), at_once):
+            numbers = range(start, min(start + at_once, len(rows)))
+            documents = [rows[number].document for number in numbers]
+            length = self.collator.length([len(each.input_ids) for each in documents])
+            mine = numbers[place.dp_rank :: place.dp_size]
+            parts = [mine[part * size : (part + 1) * size] for part in range(place.pp_size)]
+            batches = [
+                self.collator([documents[number - start] for number in part], length, share=self.share)
+                for part in parts
+            ]
+            for part, tokens in zip(parts, likeliest_tokens(model, batches), strict=False):
+                if keeps and part:
+                    ends = [len(documents[number - start].input_ids) - 2 for number in part]
+                    found[part.start : part.stop : part.step] = tokens[range(len(part)), ends]
+        groups.add_up(found)
+        return [int(token) for token in found.tolist()]
+
+    def report(self, step: int, answers: Sequence[Sequence[int]]) -> Generated:
+        """Return answers as texts, with their scores."""
+        rows, scored = [], []
+        for number, (prompt, ids) in enumerate(zip(self.prompts, answers, strict=True)):
+            text = self._text(ids)
+            label = None if prompt.label_ids is None else self._text(prompt.label_ids.tolist())
+            if label is not None:
+                scored.append(Scored(text, label))
+            rows.append({
+                "step": step, "id": number, "where": prompt.where,
+                "prompt": self.tokenizer.decode(prompt.token_ids.tolist()), "response": text, "label": label,
+                "score": None if label is None else float(is_equal(text, label)), "tokens": len(ids),
+                "finish": "stop" if ids and ids[-1] in self.stops else "length",
+            })  # fmt: skip
+        mean = sum(map(len, answers)) / max(1, len(answers))
+        return Generated(step=step, rows=rows, scores={"answer_tokens": mean, **text_scores(scored)})
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()

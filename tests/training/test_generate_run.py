@@ -1,0 +1,157 @@
+"""Answers that are written during training: the tokens that Transformers writes greedily with the checkpoint of that
+step, in every kind of layout; their scores, files and prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from runs import evaluations, run, settings_of, train
+from transformers import AutoModelForCausalLM
+
+from megatune.config.settings import Settings
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.answers import Answerer
+from megatune.training.storage.json_lines import read_json_lines
+
+QUESTIONS = [
+    {"instruction": "Who are you?", "output": "Tuna."},
+    {"instruction": "Is the sky blue at noon, or is it rather green?", "output": ""},
+    {"instruction": "A or B?", "output": "A"},
+]
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "1": ("qwen3", 1, {}),
+    "packed": ("qwen3", 1, {"packing": True}),
+    "tp2 sp": ("qwen3", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": ("qwen3", 2, {"pipeline_model_parallel_size": 2}),
+    "pp2 vpp2": ("qwen3", 2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "cp2": ("qwen3", 2, {"context_parallel_size": 2}),
+    "dp2, overlaps": ("qwen3", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "ep2": ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+    "lora": ("qwen3", 1, {"finetuning_type": "lora", "lora_rank": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(family, folder / family) for family in ("qwen3", "qwen3_moe")}
+
+
+def answering(model: Path, output_dir: Path, **changes: Any) -> Settings:
+    """Two steps, with answers to five held-out rows after each."""
+    values = {
+        "max_steps": 2, "save_steps": 1, "val_size": 5, "eval_generate_steps": 1, "eval_generate_tokens": 9,
+        "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2, "learning_rate": 5e-3,
+    }  # fmt: skip
+    return settings_of(model, output_dir, **{**values, **changes})
+
+
+def train_and_note(settings: Settings, folder: Path) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """One rank's run: prompts and answers of each time, as this rank has them."""
+    written, write = [], Answerer.write
+
+    def note(answerer: Answerer, *args: Any) -> list[list[int]]:
+        answers = write(answerer, *args)
+        written.append(([each.token_ids.tolist() for each in answerer.prompts], answers))
+        return answers
+
+    Answerer.write = note  # type: ignore[method-assign]
+    try:
+        train(settings, folder)
+    finally:
+        Answerer.write = write  # type: ignore[method-assign]
+    return written
+
+
+def greedy(checkpoint: Path, prompts: list[list[int]], most: int) -> list[list[int]]:
+    """What Transformers' generate answers, prompt by prompt; adapters are applied by peft."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most)
+        found.append(whole[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_are_those_of_the_checkpoint(
+    layout: str, pool: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    family, world_size, changes = LAYOUTS[layout]
+    settings = answering(models[family], tmp_path / "out", **changes)
+    by_rank = pool.run(world_size, train_and_note, settings, tmp_path)
+    assert all(each == by_rank[0] for each in by_rank)
+    assert len(by_rank[0]) == 2
+    for step, (prompts, answers) in enumerate(by_rank[0], 1):
+        assert len({len(prompt) for prompt in prompts}) > 1
+        assert answers == greedy(tmp_path / "out" / f"checkpoint-{step}", prompts, 9)
+    lines = read_json_lines(tmp_path / "out" / "generations.jsonl")
+    assert [(line["step"], line["id"]) for line in lines] == [(step, row) for step in (1, 2) for row in range(5)]
+    assert [line["tokens"] for line in lines[5:]] == [len(answer) for answer in by_rank[0][1][1]]
+
+
+def test_scores_are_logged_and_a_resume_goes_on(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Questions of a file, of which two have an answer; the loss is evaluated at other steps."""
+    (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))
+    changes = {
+        "eval_generate_prompts": tmp_path / "questions.json", "max_steps": 30, "save_steps": 15, "eval_steps": 30,
+        "eval_strategy": "steps", "eval_generate_steps": 15, "learning_rate": 5e-3, "val_size": 8,
+    }  # fmt: skip
+    settings = answering(models["qwen3"], tmp_path / "out", **changes)
+    run(pool, 1, settings, tmp_path, crash_at=17)
+    run(pool, 1, settings, tmp_path)
+    lines = read_json_lines(tmp_path / "out" / "generations.jsonl")
+    assert [(line["step"], line["id"], line["label"]) for line in lines] == [
+        (step, row, label) for step in (15, 30) for row, label in enumerate(("Tuna.", None, "A"))
+    ]
+    assert all("Who are you?" in line["prompt"] and line["prompt"].endswith("\n") for line in lines[::3])
+    logged = evaluations(tmp_path / "out")
+    assert logged[15]["eval_loss"] is None
+    assert logged[30]["eval_loss"] > 0
+    for record in logged.values():
+        assert 0 <= record["eval_exact_match"] <= 1
+        assert 0 < record["eval_answer_tokens"] <= 9
+        assert "eval_choice_accuracy" not in record
+    results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert {"eval_loss", "eval_exact_match"} <= results.keys()
+
+
+def test_a_learned_answer_is_exact(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """What was trained until it is known is answered so, and ends by itself."""
+    (tmp_path / "rows.json").write_text(json.dumps(QUESTIONS[:1]))
+    changes = {
+        "dataset": tmp_path / "rows.json", "eval_generate_prompts": tmp_path / "rows.json", "val_size": 0,
+        "max_steps": 40, "eval_generate_steps": 40, "save_steps": 40, "learning_rate": 1e-2,
+    }  # fmt: skip
+    run(pool, 1, answering(models["qwen3"], tmp_path / "out", **changes), tmp_path)
+    (line,) = read_json_lines(tmp_path / "out" / "generations.jsonl")
+    assert (line["response"], line["score"], line["finish"]) == ("Tuna.", 1.0, "stop")
+    assert evaluations(tmp_path / "out")[40]["eval_exact_match"] == 1
+
+
+def test_texts_are_continued(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"The sea {n}. " * 9}) + "\n" for n in range(20)))
+    (tmp_path / "prompts.txt").write_text("The sea\nOnce upon\n")
+    changes = {
+        "stage": "pt", "template": None, "dataset": tmp_path / "texts.jsonl", "val_size": 0,
+        "eval_generate_prompts": tmp_path / "prompts.txt", "eval_generate_steps": 2,
+    }  # fmt: skip
+    run(pool, 1, answering(models["qwen3"], tmp_path / "out", **changes), tmp_path)
+    lines = read_json_lines(tmp_path / "out" / "generations.jsonl")
+    assert [(line["prompt"], line["label"]) for line in lines] == [("The sea", None), ("Once upon", None)]
+
+
+def test_chosen_answers_are_wanted_of_pairs(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(12)]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    changes = {"stage": "dpo", "dataset": tmp_path / "pairs.json", "val_size": 3, "eval_generate_steps": 2}
+    run(pool, 1, answering(models["qwen3"], tmp_path / "out", **changes), tmp_path)
+    lines = read_json_lines(tmp_path / "out" / "generations.jsonl")
+    assert len(lines) == 3
+    assert all(line["label"].startswith("yes") for line in lines)
