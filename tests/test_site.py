@@ -75,10 +75,11 @@ def test_chinese_pages_are_of_the_present_english_ones(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"[\u4e00-\u9fff]", text)) > 300
     english = page.with_name(page.name.replace(".zh.md", ".md")).read_text(encoding="utf-8")
-    blocks = [
-        re.findall(r"^```(?:bash)?\n(megatune .*?)^```", each, re.DOTALL | re.MULTILINE) for each in (english, text)
+    pattern = re.compile(r"^```(?:bash\n|\n(?=megatune ))(.*?)^```", re.DOTALL | re.MULTILINE)
+    typed = [
+        [re.sub(r" +# .*", "", line) for line in "".join(pattern.findall(each)).splitlines()]
+        for each in (english, text)
     ]
-    typed = [[re.sub(r" +# .*", "", line) for block in each for line in block.splitlines()] for each in blocks]
     assert typed[0] == typed[1], "both have the same commands"
 
 
