@@ -190,6 +190,7 @@ class Expected:
         weights, gradients: whole, by the engine's names.
         outputs, hidden_gradients: [dp, b, s, h].
         balance, z: means over micro-batches, weighted by trained tokens.
+        load: choices of the busiest expert, against the mean.
     """
 
     weights: dict[str, Tensor]
@@ -198,13 +199,21 @@ class Expected:
     hidden_gradients: Tensor
     balance: float
     z: float
+    load: float
 
 
 def expect(family: str, rows: Rows, experts: ExpertSettings) -> Expected:
     """Transformers' block, and the plain auxiliary losses."""
     block = transformers_block(family)
     hidden = rows.hidden.clone().requires_grad_()
+    chosen: list[Tensor] = []
+    block.experts.register_forward_pre_hook(lambda module, arguments: chosen.append(arguments[1]))
     outputs = torch.stack([block(part) for part in hidden])
+    counts = torch.zeros(NUM_EXPERTS)
+    for choices, batch in zip(chosen, rows.batches, strict=True):
+        by_row = choices.view(*batch.input_ids.shape, -1)
+        for row, tokens in documents(batch):
+            counts += by_row[row, tokens].flatten().bincount(minlength=NUM_EXPERTS)
     loss = (outputs * rows.weights).sum()
     kind = experts.moe_router_load_balancing_type
     sums = torch.zeros(2, dtype=torch.float64)
@@ -219,7 +228,13 @@ def expect(family: str, rows: Rows, experts: ExpertSettings) -> Expected:
     assert hidden.grad is not None
     balance, z = (sums / max(1, sum(batch.num_trained for batch in rows.batches))).tolist()
     return Expected(
-        engine_weights(block.state_dict()), engine_weights(gradients), outputs.detach(), hidden.grad, balance, z
+        engine_weights(block.state_dict()),
+        engine_weights(gradients),
+        outputs.detach(),
+        hidden.grad,
+        balance,
+        z,
+        float(counts.max() * NUM_EXPERTS / counts.sum().clamp(min=1)),
     )
 
 
@@ -242,12 +257,12 @@ class Case:
         return self.layout.settings().model_copy(update=groups)
 
 
-def auxiliary_losses(model: Sequence[Any]) -> dict[str, float]:
-    """Means over all ranks of the auxiliary losses since they were last asked for; collective."""
-    from megatune.engine.layers.moe.router import auxiliary_metrics
+def reported_of(model: Sequence[Any]) -> dict[str, float]:
+    """Means over all ranks of what routers report since they were last asked; collective."""
+    from megatune.engine.layers.moe.router import router_metrics
 
     found = {}
-    for name, sums in auxiliary_metrics(model).items():
+    for name, sums in router_metrics(model).items():
         torch.distributed.all_reduce(sums)
         found[name] = (sums[0] / sums[1]).item()
     return found

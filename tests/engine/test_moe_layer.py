@@ -20,9 +20,9 @@ from moe_cases import (
     Expected,
     Rows,
     architecture,
-    auxiliary_losses,
     expect,
     make_rows,
+    reported_of,
 )
 from torch import Tensor
 
@@ -148,7 +148,7 @@ def measure(family: str, case: Case, rows: Rows, expected: Expected, loss_scale:
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
         errors[name] = relative(grad, expected.gradients[name][parts[name]])
-    return Measured(errors, auxiliary_losses([layer]))
+    return Measured(errors, reported_of([layer]))
 
 
 def check(pool: Any, family: str, case: Case, rows: Rows, **arguments: Any) -> None:
@@ -158,6 +158,7 @@ def check(pool: Any, family: str, case: Case, rows: Rows, **arguments: Any) -> N
     coeffs = case.experts.get("moe_aux_loss_coeff"), case.experts.get("moe_z_loss_coeff")
     reported = {name: value for name, value, coeff in zip(
         ("load_balancing_loss", "z_loss"), (expected.balance, expected.z), coeffs, strict=True) if coeff}  # fmt: skip
+    reported["expert_load"] = expected.load
     for answer in answers:
         worst = max(answer.errors, key=lambda name: answer.errors[name])
         assert answer.errors[worst] <= TOLERANCE, (worst, answer.errors)

@@ -61,7 +61,7 @@ def test_gradients_have_one_norm_in_every_layout(pool, model_dir, layout, coeff)
         return pool.run(layout.world_size, norm_and_losses, model, settings, samples)
 
     ((expected_norm, expected_losses, _),) = run(Layout(1))
-    assert set(expected_losses) == ({"load_balancing_loss", "z_loss"} if coeff else set())
+    assert set(expected_losses) == {"expert_load", *(("load_balancing_loss", "z_loss") if coeff else ())}
     for norm, losses, later in run(LAYOUTS[layout]):
         assert norm == pytest.approx(expected_norm, rel=1e-6)
         assert losses == pytest.approx(expected_losses, rel=1e-5)

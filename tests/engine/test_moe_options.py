@@ -11,9 +11,9 @@ from moe_cases import (
     NUM_EXPERTS,
     Case,
     Rows,
-    auxiliary_losses,
     engine_weights,
     make_rows,
+    reported_of,
     transformers_block,
 )
 from test_moe_layer import LAYOUTS, build_layer, check, local, relative, rows_for
@@ -207,7 +207,7 @@ def packed_and_not(case: Case, weights: dict[str, torch.Tensor]) -> list[bool]:
         output, _ = layer(mine, padding_mask=local_batch(rows.batches[0]).sequences)
         # The auxiliary losses alone.
         output.backward(torch.zeros_like(output))
-        reported = auxiliary_losses([layer])
+        reported = reported_of([layer])
         found.append((mine.grad.transpose(0, 1).reshape(hidden.shape), layer.router.weight.grad.clone(), reported))
         layer.zero_grad()
     (packed, of_packed, reported_packed), (rows, of_rows, reported_rows) = found

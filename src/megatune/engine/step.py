@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatune.engine.layers.cross_entropy import PLAIN, Head
-from megatune.engine.layers.moe.router import auxiliary_metrics
+from megatune.engine.layers.moe.router import router_metrics
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 from megatune.engine.waiting import BusyTime
@@ -171,7 +171,7 @@ def forward_backward(
         for chunk in model:
             chunk.zero_grad_buffer()
     reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
-    own, routers = objective.metric_names, {} if forward_only else auxiliary_metrics(model)
+    own, routers = objective.metric_names, {} if forward_only else router_metrics(model)
     device = torch.cuda.current_device()
     num_values = 6 + 2 * (len(own) + len(routers))
     num_ranks = 0 if busy is None else torch.distributed.get_world_size()

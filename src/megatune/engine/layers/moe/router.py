@@ -46,6 +46,9 @@ class Router(TopKRouter):
         # Balance loss, z-loss and weight of the micro-batches since they were last reported.
         sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
         self.register_buffer("auxiliary_sums", sums, persistent=False)
+        # Choices of each expert since they were last reported, before any is dropped.
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        self.register_buffer("choices", counts, persistent=False)
 
     def forward(self, input: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Route tokens.
@@ -117,10 +120,13 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, experts: Tensor, is_real: Tensor) -> None:
-        """Count choices for Megatron-Core's update of the bias."""
+        """Count choices, for `router_metrics` and for Megatron-Core's update of the bias."""
+        counts = is_real[:, None].expand_as(experts).reshape(-1)
+        self.choices.scatter_add_(0, experts.reshape(-1), counts.to(self.choices.dtype))
         if self.enable_expert_bias and self.weight.requires_grad:  # the bias of a frozen router stays
-            counts = is_real[:, None].expand_as(experts).reshape(-1).to(self.local_tokens_per_expert.dtype)
-            self.local_tokens_per_expert.scatter_add_(0, experts.reshape(-1), counts)
+            self.local_tokens_per_expert.scatter_add_(
+                0, experts.reshape(-1), counts.to(self.local_tokens_per_expert.dtype)
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Take the weight to another dtype, but no buffer: the bias is fp32, and counts are inexact in 16 bits."""
@@ -153,27 +159,37 @@ def expert_biases(model: Sequence[torch.nn.Module]) -> list[Tensor]:
     return [module.expert_bias for module in modules if isinstance(module, Router) and module.weight.requires_grad]
 
 
-def auxiliary_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Take what the routers of this rank summed up of the auxiliary losses in use since they were last asked.
+def router_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Take what the routers summed up since they were last asked. Collective over ranks that have the same layers.
 
-    Added up over all ranks, sum / count is a mean over expert layers, and over micro-batches weighted by their
-    normalizers; without coefficients.
+    Added up over all ranks, sum / count is a mean over expert layers, and for the losses over micro-batches weighted by
+    their normalizers.
 
     Returns:
-        "load_balancing_loss", 1 where experts are equally busy, and "z_loss": fp64 [2] each, sum and count.
+        "expert_load", how many choices the busiest expert of a layer has, 1 where all are equally busy; of the
+        auxiliary losses those in use, without coefficients: "load_balancing_loss", 1 where experts are equally busy,
+        and "z_loss": fp64 [2] each, sum and count.
     """
     config: Any = model[0].config
     if config.num_moe_experts is None:
         return {}
+    routers = [module for chunk in model for module in chunk.modules() if isinstance(module, Router)]
     sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
-    for chunk in model:
-        for module in chunk.modules():
-            if isinstance(module, Router):
-                sums += module.auxiliary_sums
-                module.auxiliary_sums.zero_()
+    loads = sums.new_zeros(2)
+    if routers:
+        counts = torch.stack([router.choices for router in routers])
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        counts = _summed(counts, group).double()
+        sums += torch.stack([router.auxiliary_sums for router in routers]).sum(0)
+        loads[0] = (counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).sum()
+        loads[1] = len(routers)
+    for router in routers:
+        router.auxiliary_sums.zero_()
+        router.choices.zero_()
     balance, z, weight = sums
     in_use = {"load_balancing_loss": (balance, balance_coeff_of(config)), "z_loss": (z, config.moe_z_loss_coeff)}
-    return {name: torch.stack((total, weight)) for name, (total, coeff) in in_use.items() if coeff}
+    losses = {name: torch.stack((total, weight)) for name, (total, coeff) in in_use.items() if coeff}
+    return {"expert_load": loads, **losses}
 
 
 def balance_loss(
