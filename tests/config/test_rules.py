@@ -442,52 +442,52 @@ def test_nearest_and_multiples():
     assert multiples_around(3, 4) == (4,)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["predict_with_generate=true", "eval_generate_prompts=q.txt"],
-            "predict_with_generate: true with eval_strategy no\n"
-            "    why: answers are written at evaluations\n"
-            "    fix: write eval_generate_steps: 100, or an eval_strategy",
-        ),
-        (
-            ["eval_generate_steps=10"],
-            "eval_generate_steps without prompts\n"
-            "    why: there are no held-out rows, whose prompts it would answer\n"
-            "    fix: name questions: eval_generate_prompts: FILE, or write val_size: 0.1",
-        ),
-        (
-            ["eval_generate_steps=10", "eval_dataset=e", "stage=pt"],
-            "eval_generate_steps with stage pt\n"
-            "    why: held-out texts of stage pt have no prompts\n"
-            "    fix: name questions: eval_generate_prompts: FILE",
-        ),
-        (
-            ["predict_with_generate=true", "eval_strategy=epoch", "val_size=5", "train_on_prompt=true"],
-            "predict_with_generate with train_on_prompt: true\n"
-            "    why: rows do not say where their answers begin\n"
-            "    fix: name questions: eval_generate_prompts: FILE",
-        ),
-        (
-            ["eval_generate_steps=10", "val_size=5", "stage=rm"],
-            "eval_generate_steps: 10 with stage: rm\n"
-            "    why: a reward model writes no text\n"
-            "    fix: remove eval_generate_steps",
-        ),
-        (
-            ["eval_generate_steps=10", "val_size=5", "eval_generate_tokens=5000"],
-            "eval_generate_tokens 5000 of 4096 positions\n"
-            "    why: prompts have no room in the model\n"
-            "    fix: write eval_generate_tokens: 2048",
-        ),
-        (
-            ["eval_generate_steps=10", "eval_generate_prompts=q.txt", "val_size=5"],
-            "val_size with eval_strategy no\n"
-            "    why: the held-out rows would be neither trained on nor evaluated\n"
-            "    fix: write eval_strategy: epoch, or remove val_size",
-        ),
-    ],
-)
+WRONG_ANSWERS = [
+    (
+        ["predict_with_generate=true", "eval_generate_prompts=q.txt"],
+        "predict_with_generate: true with eval_strategy no\n"
+        "    why: answers are written at evaluations\n"
+        "    fix: write eval_generate_steps: 100, or an eval_strategy",
+    ),
+    (
+        ["eval_generate_steps=10"],
+        "eval_generate_steps without prompts\n"
+        "    why: there are no held-out rows, whose prompts it would answer\n"
+        "    fix: name questions: eval_generate_prompts: FILE, or write val_size: 0.1",
+    ),
+    (
+        ["eval_generate_steps=10", "eval_dataset=e", "stage=pt"],
+        "eval_generate_steps with stage pt\n"
+        "    why: held-out texts of stage pt have no prompts\n"
+        "    fix: name questions: eval_generate_prompts: FILE",
+    ),
+    (
+        ["predict_with_generate=true", "eval_strategy=epoch", "val_size=5", "train_on_prompt=true"],
+        "predict_with_generate with train_on_prompt: true\n"
+        "    why: rows do not say where their answers begin\n"
+        "    fix: name questions: eval_generate_prompts: FILE",
+    ),
+    (
+        ["eval_generate_steps=10", "val_size=5", "stage=rm"],
+        "eval_generate_steps: 10 with stage: rm\n"
+        "    why: a reward model writes no text\n"
+        "    fix: remove eval_generate_steps",
+    ),
+    (
+        ["eval_generate_steps=10", "val_size=5", "eval_generate_tokens=5000"],
+        "eval_generate_tokens 5000 of 4096 positions\n"
+        "    why: prompts have no room in the model\n"
+        "    fix: write eval_generate_tokens: 2048",
+    ),
+    (
+        ["eval_generate_steps=10", "eval_generate_prompts=q.txt", "val_size=5"],
+        "val_size with eval_strategy no\n"
+        "    why: the held-out rows would be neither trained on nor evaluated\n"
+        "    fix: write eval_strategy: epoch, or remove val_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), WRONG_ANSWERS)
 def test_answers_have_prompts_and_steps(overrides: list[str], expected: str) -> None:
     assert messages(*overrides) == [expected]

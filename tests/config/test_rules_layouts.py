@@ -6,17 +6,11 @@ import re
 
 import pytest
 from test_rules import BASE, QWEN
-from test_rules import WRONG as WRONG_IN_RUNS
-from test_rules_data import WRONG as WRONG_IN_DATA
-from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
-from test_rules_preference import MOE
-from test_rules_preference import WRONG as WRONG_IN_PREFERENCE
-from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
 from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, Vision
 from megatune.config.load import load
 from megatune.config.names import plain
-from megatune.config.rules import RULES, check, pipeline, trained
+from megatune.config.rules import check, pipeline
 from megatune.config.rules.pipeline import deepstack
 from megatune.config.rules.problem import Context
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
@@ -499,14 +493,3 @@ def test_layouts_that_deepstack_is_told_are_valid(num_layers):
             assert [each.what for rule in pipeline.RULES for each in rule(context)] == [], problem.fix
             refused += 1
     assert refused
-
-
-def test_every_rule_is_tested():
-    elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA, *WRONG_IN_QUANTIZATION)]
-    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG, *WRONG_IN_FINETUNING))]
-    wrong += [(MOE, overrides) for overrides, _ in WRONG_IN_PREFERENCE]
-    wrong.append((QWEN, ["max_steps=2000000000"]))  # each limit: test_rules_limits.py
-    loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]
-    contexts = [Context(each.settings, model, None, each.written) for model, each in loaded]
-    untested = [rule for rule in RULES if not any(list(rule(context)) for context in contexts)]
-    assert [rule.__name__ for rule in untested if rule not in trained.RULES] == []  # test_plan_trainable.py

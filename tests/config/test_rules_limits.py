@@ -1,10 +1,19 @@
-"""Numbers beyond what any machine can use are refused with the bound and its reason; published ones pass."""
+"""Numbers beyond what any machine can use are refused with the bound and its reason; published ones pass. And no rule
+is without a test."""
 
 import pytest
-from test_rules import BASE
+from test_rules import BASE, QWEN, WRONG_ANSWERS
+from test_rules import WRONG as WRONG_IN_RUNS
+from test_rules_data import WRONG as WRONG_IN_DATA
+from test_rules_finetuning import WRONG as WRONG_IN_FINETUNING
+from test_rules_layouts import WRONG as WRONG_IN_LAYOUTS
+from test_rules_preference import MOE
+from test_rules_preference import WRONG as WRONG_IN_PREFERENCE
+from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
 from megatune.config.load import load
-from megatune.config.rules import check
+from megatune.config.rules import RULES, check, trained
+from megatune.config.rules.problem import Context
 from megatune.config.settings import all_settings
 
 PUBLISHED = ["preprocessing_num_workers=256", "dataloader_num_workers=64", "ddp_timeout=180000000", "max_steps=1000000"]
@@ -38,3 +47,15 @@ def test_all_that_is_absurd_is_said_at_once():
 def test_the_bound_itself_passes(name, most):
     assert not any(f"{name} " in each and "is more than" in each for each in findings(f"{name}={most}"))
     assert any(each.startswith(f"{name} {most + 1:,}") for each in findings(f"{name}={most + 1}"))
+
+
+def test_every_rule_is_tested():
+    elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA, *WRONG_IN_QUANTIZATION)]
+    elsewhere += [(QWEN, overrides) for overrides, _ in WRONG_ANSWERS]
+    wrong = [*elsewhere, *((model, overrides) for model, overrides, _ in (*WRONG_IN_LAYOUTS, *WRONG_IN_FINETUNING))]
+    wrong += [(MOE, overrides) for overrides, _ in WRONG_IN_PREFERENCE]
+    wrong.append((QWEN, ["max_steps=2000000000"]))  # each limit: above
+    loaded = [(model, load(overrides=[*BASE, *overrides])) for model, overrides in wrong]
+    contexts = [Context(each.settings, model, None, each.written) for model, each in loaded]
+    untested = [rule for rule in RULES if not any(list(rule(context)) for context in contexts)]
+    assert [rule.__name__ for rule in untested if rule not in trained.RULES] == []  # test_plan_trainable.py

@@ -29,6 +29,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
+from megatune.families import load_architecture
 from megatune.rl.pictures import check_pictures, model_arguments, vision_of
 from megatune.rl.problems import read_problems
 from megatune.rl.rollout.builtin import BuiltinEngine
@@ -242,14 +243,17 @@ def test_rows_of_verl_are_read(model, images):
     assert (found.tag, found.row["ground_truth"], found.shown is not None) == ("colours", "7", True)
 
 
-def test_which_parts_are_trained_is_as_in_roll():
-    def frozen(*changed: str) -> tuple[bool, bool]:
-        found = read_roll(EXAMPLE, changed).require_valid().actor_train.settings.finetuning
+def test_which_parts_are_trained_is_as_in_roll(model):
+    changed = "actor_train.model_args.freeze_module_prefix"
+
+    def frozen(value: str) -> tuple[bool, bool]:
+        read = read_roll(EXAMPLE, [f"{changed}={value}"], lambda settings: load_architecture(model))
+        found = read.require_valid().actor_train.settings.finetuning
         return found.freeze_vision_tower, found.freeze_multi_modal_projector
 
-    assert frozen() == (False, False)
-    assert frozen("actor_train.model_args.freeze_module_prefix=vision_model") == (True, True)
-    wrong = read_roll(EXAMPLE, ["actor_train.model_args.freeze_module_prefix=language_model"]).findings
+    assert frozen("null") == frozen("none") == (False, False)
+    assert frozen("vision_model") == (True, True)
+    wrong = read_roll(EXAMPLE, [f"{changed}=language_model"]).findings
     assert any("vision_model" in str(each) for each in wrong)
 
 

@@ -17,7 +17,6 @@ from megatune.config.rl.role import Validation
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
-from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rollout.builtin import BuiltinEngine
 
@@ -174,7 +173,7 @@ def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
     )
     rollout = found.rollout.model_copy(update={"prompt_length": 99, "global_template": "chatml"})
     found = replace(found, data=data, rollout=rollout)
-    (problem,) = read(found, load_tokenizer(model))[0].all()
+    (problem,) = read(found, model)[0].all()
     assert problem.prompt == "<|im_start|>user\n1=<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -62,8 +62,6 @@ def read_engine(part: Part, reader: Reader, *, trains: bool) -> Loaded:
         model.append(_default_dtype(part))
     if not any(entry.key == "expert_tensor_parallel_size" for entry in entries):
         model.append(SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default"))
-    if trains and not any(entry.key in ("lora_target", "freeze_module_prefix") for entry in entries):
-        model.append(SettingEntry("freeze_module_prefix", Value("none", "none"), part.at, "default"))  # as in ROLL
     return _loaded(reader, model, training, strategy)
 
 

@@ -11,6 +11,7 @@ from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.dialects.roll_run import reported
 from megatune.config.dialects.table import AUX_LOSS
+from megatune.config.load import Loaded
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.settings import ModelRole
@@ -33,6 +34,8 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     architecture = roles.model_of(settings) if roles.model_of is not None and has_name else None
     if AUX_LOSS not in loaded.entries and trains and architecture is not None:
         settings = _with_aux_loss(roles, settings, architecture)
+    if trains and architecture is not None and architecture.vision is not None:
+        settings = _with_encoder(loaded, settings)
     check_engine(loaded, settings, roles.reader, architecture, len(devices))
     _positions(roles, architecture)
     _world(roles, settings, part, devices)
@@ -92,6 +95,14 @@ def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture)
         return settings
     roles.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
     return with_settings(settings, {AUX_LOSS: weight})
+
+
+def _with_encoder(loaded: Loaded, settings: Settings) -> Settings:
+    """Train the encoder of pictures too where nothing freezes it, as ROLL does; adapters are of the language model."""
+    frozen = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
+    if settings.finetuning.finetuning_type == "lora" or not loaded.entries.keys().isdisjoint(frozen):
+        return settings
+    return with_settings(settings, dict.fromkeys(frozen, False))
 
 
 def _positions(roles: Roles, architecture: Architecture | None) -> None:
