@@ -25,7 +25,8 @@ NEEDED_BY = {
     "triton": "megatron.core",
 }
 BROUGHT_BY_USERS = {"vllm", "sglang", "langdetect"}  # engines have a build for each device; a rule of one reward
-OTHER_SYSTEMS = {"swift", "torchvision"}  # what records tests/swift_golden runs in an environment of ms-swift
+# What records tests/swift_golden runs in an environment of ms-swift; of Transformer Engine there is a stand-in.
+OTHER_SYSTEMS = {"swift", "torchvision", "transformer-engine"}
 PINNED_BY_TORCH = {"triton"}
 TOOLS = {"pytest-xdist", "ruff", "mypy", "ipykernel"}  # of the Makefile; what runs the cells of a notebook
 

@@ -444,8 +444,9 @@ def test_a_name_that_the_models_own_template_serves() -> None:
             66,
             "template: null does not fit this model's tokenizer\n    why: the tokenizer has no chat template\n"
             "    fix: train a model whose tokenizer has a chat template or the tokens of one of qwen, "
-            "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, qwen3_5, qwen3_5_nothink, llama3, mistral, "
-            "mistral_small, ministral3, deepseek, deepseek3, deepseekr1, chatml, default",
+            "qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, qwen3_vl_nothink, intern_vl, qwen3_5, qwen3_5_nothink, llama3, "
+            "mistral, mistral_small, ministral3, deepseek, deepseek3, deepseekr1, gpt_oss, gpt, moonlight, kimi_k2, "
+            "gemma, gemma3, chatml, default",
         ),
         (
             "qwen",
@@ -462,7 +463,7 @@ def test_a_name_that_the_models_own_template_serves() -> None:
             "template: llama3 does not fit this model's tokenizer\n    why: the tokenizer does not have a bos_token, "
             "<|start_header_id|>, <|end_header_id|>, <|eot_id|> as one token\n"
             "    fix: templates that fit it: null, qwen, qwen2_vl, qwen3, qwen3_nothink, qwen3_vl, "
-            "qwen3_vl_nothink, qwen3_5, qwen3_5_nothink, chatml",
+            "qwen3_vl_nothink, intern_vl, qwen3_5, qwen3_5_nothink, chatml",
         ),
         (
             None,

@@ -6,6 +6,8 @@ import pytest
 from tokenizer_kit import (
     deepseek_tokenizer,
     gemma_tokenizer,
+    gpt_oss_tokenizer,
+    kimi_tokenizer,
     llama3_tokenizer,
     mistral_small_tokenizer,
     mistral_tokenizer,
@@ -94,13 +96,14 @@ def test_another_end_than_eos_is_noted() -> None:
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_every_template_ends_its_answers(name: str) -> None:
     makers = (qwen_tokenizer, llama3_tokenizer, deepseek_tokenizer, mistral_tokenizer, mistral_small_tokenizer)
-    for tokenizer in (make() for make in makers):
+    for tokenizer in (make() for make in (*makers, gemma_tokenizer, gpt_oss_tokenizer, kimi_tokenizer)):
         try:
             template = load_template(name, tokenizer)
         except MegatuneError as error:
             assert "does not have" in str(error)  # noqa: PT017 - most templates fit one of the tokenizers
             continue
-        assert stop_note(template, tokenizer) == ""
+        said = stop_note(template, tokenizer)  # Gemma's turns end with another token than its texts
+        assert said == "" or (name.startswith("gemma") and said.startswith("answers end with <end_of_turn>"))
         return
     pytest.fail("fits no tokenizer")
 
