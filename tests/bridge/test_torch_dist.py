@@ -42,7 +42,10 @@ def test_there_and_back(family: str, tied: bool, model_dir: MakeModel, tmp_path:
     assert len(list(folder.glob("iter_0000001/*.distcp"))) > 1
     (tmp_path / "hf").mkdir()
     MergedModel(folder, []).write(tmp_path / "hf", 5 * 10**9)
-    assert_same_bits(tensors(tmp_path / "hf"), tensors(model))
+    written = tensors(tmp_path / "hf")
+    if family == "gemma3":  # by the names of the published files, which Transformers reads, too
+        written = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in written.items()}
+    assert_same_bits(written, tensors(model))
 
 
 def test_plain_torch_reads_it(model_dir: MakeModel, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
         "adam_epsilon": 1e-8,
-        "max_grad_norm": 1.0,
+        "max_grad_norm": 0.5,
     },
     "sgd": {
         "optimizer": "sgd",

@@ -46,6 +46,8 @@ def real_model(family: str, **changes: Any) -> RealModel:
         text = {**config["text_config"], **experts, "model_type": "qwen3_vl_moe_text"}
         vision = {**config["vision_config"], "out_hidden_size": text["hidden_size"]}
         config = {**config, "model_type": family, "text_config": text, "vision_config": vision}
+    if family == "internvl":  # the published models, unlike the default of Transformers' class, have these biases
+        config = {**config, "vision_config": {**config["vision_config"], "attention_bias": True}}
     config = {**config, **changes}
     return RealModel(family, config, where, read_architecture(config, where))
 
