@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from megatune.bridge.auto import register_types
 from megatune.cli import demo_model
 from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
@@ -32,9 +33,10 @@ def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None
     folder = make_checkpoint(
         name, tmp_path / "model", **SMALL, num_attention_heads=8, num_query_groups=kv_heads, max_position_embeddings=512
     )
+    assert json.loads((folder / "config.json").read_text())["model_type"] == family.model_type
+    register_types()
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
-    assert config.model_type == family.model_type
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 32, 48)
     assert (config.num_attention_heads, config.num_key_value_heads) == (8, kv_heads)
     assert (config.vocab_size, config.max_position_embeddings) == (300, 512)

@@ -77,10 +77,11 @@ def test_a_classifier_of_several_kinds_is_no_reward_model(tmp_path: Path) -> Non
     )
 
 
-def test_vision_language_models_have_none(tmp_path: Path) -> None:
-    assert refused(tmp_path, tiny_config("qwen3_vl").to_dict(), "rm") == (
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "gemma3"])
+def test_vision_language_models_have_none(tmp_path: Path, family: str) -> None:
+    assert refused(tmp_path, tiny_config(family).to_dict(), "rm") == (
         ExitCode.SETTINGS,
-        "stage rm with a qwen3_vl\n"
-        "    why: Transformers has no sequence classification of this family, in which a reward model could be saved\n"
+        f"stage rm with a {family}\n"
+        "    why: reward models are made from language models that read text only\n"
         "    fix: name a language model of another family",
     )

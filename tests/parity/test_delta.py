@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 from computing import LENGTHS, differences, failures, parameter_names
-from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS, Layout
 
 from megatune.verify.samples import random_samples
 
-ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS}
-_MIXED = ("1", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "packed", "tp2 sp, packed", "cp2, packed", "cp2 tp2 sp")
+# One key head and two value heads on each rank, which has parts of several documents before its heads are gathered.
+TP4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+ALL = {
+    **LAYOUTS,
+    **MORE_LAYOUTS,
+    **SEQUENCE_LAYOUTS,
+    **EXPERT_LAYOUTS,
+    "tp4 sp, packed": Layout(4, TP4, packed=True),
+}
+_MIXED = (
+    "1", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "packed", "tp2 sp, packed", "cp2, packed", "cp2 tp2 sp", "tp4 sp, packed",
+)  # fmt: skip
 _SPARSE = ("1", "ep2 etp1 tp2 sp", "ep2 pp2", "ep2, packed", "cp2 ep2, packed")
 CASES = [*_MIXED, *(layout for layout in _SPARSE if layout not in _MIXED)]
 

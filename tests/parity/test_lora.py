@@ -112,6 +112,7 @@ CASES = [
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
     *(("gpt_oss", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "ep2, recompute selective")),
+    ("kimi_k2", False, "LoRA", "ep2 etp2 tp2 sp"),
 ]
 
 
@@ -143,7 +144,17 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 # Linear layers of these are those of llama, or of deepseek_v3, by the same names.
-_AS_OTHERS = ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "olmo3", "deepseek_v2", "glm4_moe_lite")
+_AS_OTHERS = (
+    "mistral",
+    "ministral3",
+    "seed_oss",
+    "granite",
+    "smollm3",
+    "olmo3",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "kimi_k2",
+)
 
 
 @pytest.mark.extended("packed", "recompute selective", "etp2", "rsLoRA", *_AS_OTHERS)
@@ -282,6 +293,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
         ("qwen3_moe", False, "LoRA", "ep4 dp4", 16.0),
         ("deepseek_v3", False, "LoRA", "ep2 pp2", 1.0),
         ("gpt_oss", False, "LoRA", "ep2 etp2 tp2 sp", 1.0),
+        ("kimi_k2", False, "LoRA", "ep2 etp2 tp2 sp", 1.0),
     ],
 )
 def test_three_steps_equal_pefts(

@@ -40,7 +40,8 @@ OVERLAPPED = Layout(
     experts={"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True},
 )  # fmt: skip
 ALL = {"shared experts overlap": OVERLAPPED, **LAYOUTS, **MORE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
-_NEVER = re.compile(r".*(embed_tokens|lm_head|norm|mlp\.gate|shared_expert_gate)\.weight")
+_NEVER = re.compile(r".*((embed_tokens|lm_head|norm|mlp\.(gate|router)|shared_expert_gate)\.weight|_proj_bias)")
+_OF_EXPERTS = re.compile(r".*\.experts\.(gate_up|down)_proj")
 FORMS: dict[str, tuple[dict[str, Any], QuantizedForm]] = {
     "nf4": ({"quantization_bit": 4}, QuantizedForm("nf4", double=True)),
     "int8": ({"quantization_bit": 8}, QuantizedForm("int8")),
@@ -69,7 +70,9 @@ def dequantize_checkpoint(model: Path, folder: Path, form: QuantizedForm) -> Pat
     folder.mkdir()
     tensors = load_file(model / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and not _NEVER.fullmatch(name):
+        if _OF_EXPERTS.fullmatch(name):  # each expert's by itself, as a linear layer has it
+            tensors[name] = torch.stack([dequantized(each.T.contiguous(), form).T for each in tensor])
+        elif tensor.dim() == 2 and not _NEVER.fullmatch(name):
             tensors[name] = dequantized(tensor, form)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -127,6 +130,7 @@ EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
         ("qwen3_moe", ATTENTION, ("1", "tp2 sp", "ep2", "pp2", "ep2 etp1 tp2 sp")),
         ("qwen2_moe", ATTENTION, ("tp2 sp",)),
         ("deepseek_v3", ["q_b_proj", "kv_b_proj", "o_proj"], ("1", "tp2 sp")),
+        ("gpt_oss", ATTENTION, ("1", "tp2 sp", "ep2 etp2 tp2 sp")),
     ],
 )
 def test_logits_and_gradients_are_those_of_peft_around_the_same_values(

@@ -17,6 +17,7 @@ from megatune.demo.sizes import ModelSizes, check_sizes
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.demo.vision import write_processors
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES, load_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -70,7 +71,6 @@ def make_checkpoint(
 def summarize_checkpoint(folder: Path) -> CheckpointSummary:
     """Count what is in a checkpoint, from the headers of its weight files."""
     from safetensors import safe_open
-    from transformers import AutoConfig
 
     num_parameters = 0
     weight_files = sorted(Path(folder).glob("*.safetensors"))
@@ -78,7 +78,7 @@ def summarize_checkpoint(folder: Path) -> CheckpointSummary:
         with safe_open(weight_file, framework="pt") as tensors:
             names = tensors.keys()  # safe_open is no mapping
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-    vocab_size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    vocab_size = load_architecture(folder).vocab_size
     return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
 
 
@@ -88,7 +88,8 @@ def _random_model(
     import torch
     from transformers import AutoConfig, GenerationConfig
 
-    config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
+    model_type = FAMILIES[family.model_type].computed_as or family.model_type
+    config = AutoConfig.for_model(model_type, **config_arguments(family, sizes, tokenizer))
     model = random_model(config, seed, has_vision=family.vision is not None)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -131,6 +132,8 @@ def _write(
     replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
     try:
         model.save_pretrained(beside, max_shard_size=max_shard_size)
+        if FAMILIES[family.model_type].computed_as:
+            _rewrite(beside / "config.json", model_type=family.model_type)
         tokenizer.save_pretrained(beside)
         publish_tokenizer_config(beside, family.tokenizer_class)
         if family.vision is not None:
@@ -150,10 +153,7 @@ def publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
 
     Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
     """
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    settings |= {"tokenizer_class": tokenizer_class, "unk_token": None}
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    _rewrite(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class, unk_token=None)
 
 
 def _publish_experts(folder: Path) -> None:
@@ -168,10 +168,13 @@ def _publish_experts(folder: Path) -> None:
         for name in (name for name in tensors if ".mlp.experts." in name):
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, path, metadata={"format": "pt"})
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["transformers_version"] = "4.57.0"  # the last arrangement's, by which readers tell square experts apart
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # The last arrangement's, by which readers tell square experts apart.
+    _rewrite(folder / "config.json", transformers_version="4.57.0")
+
+
+def _rewrite(path: Path, **values: Any) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8")) | values
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager

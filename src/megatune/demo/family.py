@@ -420,6 +420,20 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(
+        _DEEPSEEK_V3,
+        model_type="kimi_k2",
+        chat_template="kimi_k2.jinja",
+        added_tokens=_special(
+            "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[PAD]"
+        ),
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="[PAD]",
+        stop_tokens=("<|im_end|>",),
+        rope_theta=50_000.0,
+        own={"n_group": 1, "topk_group": 1},
+    ),
     "qwen3_next": replace(
         _QWEN3,
         model_type="qwen3_next",

@@ -10,6 +10,7 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 STAGE = "rm"
+_TEXT_ONLY = "reward models are made from language models that read text only"
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -25,7 +26,7 @@ def score_problems(config: Mapping[str, Any], *, has_vision: bool) -> Iterator[t
     """Yield what keeps a classifier from being a reward model, and why."""
     count = num_labels(config)
     if count and has_vision:
-        yield f"it is a {config['architectures'][0]}", "reward models are made from language models that read text only"
+        yield f"it is a {config['architectures'][0]}", _TEXT_ONLY
     elif count > 1:
         yield f"{config['architectures'][0]} has {count} labels", "a reward model has one, the score of an answer"
 
@@ -40,6 +41,7 @@ def as_trained(architecture: Architecture, stage: str, where: str) -> Architectu
         if architecture.vision is not None or not architecture.has_classifier:
             what = f"stage rm with a {architecture.model_type}"
             why = "Transformers has no sequence classification of this family, in which a reward model could be saved"
+            why = why if architecture.vision is None else _TEXT_ONLY
             raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)
         return replace(architecture, num_labels=1, tie_word_embeddings=False)
     if architecture.num_labels:
