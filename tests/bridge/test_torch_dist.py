@@ -14,14 +14,14 @@ from pool import RankPool
 from torch.distributed import checkpoint as dcp
 from torch_dist_kit import to_mcore
 
-from megatune.bridge.assemble import load_model
+from megatune.bridge.assemble import load_model, open_checkpoint
 from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.torch_dist.files import TorchDistFiles
 from megatune.bridge.torch_dist.table import read_table
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.errors import MegatuneError
-from megatune.families import FAMILIES
+from megatune.families import FAMILIES, load_architecture
 
 # Megatron-Core has other orders of the rows of gated delta nets and of gated attention.
 REFUSED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "phi3", "gpt_oss")
@@ -31,6 +31,11 @@ REFUSED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_
 def test_other_orders_of_rows_are_refused(family: str, model_dir: MakeModel, tmp_path: Path) -> None:
     with pytest.raises(MegatuneError, match="neither read nor written in Megatron-Core's torch_dist format"):
         to_mcore(model_dir(family), tmp_path / "mcore")
+    # Nor are weights that somebody else has written: a run that starts from them ends before it reads any.
+    folder = to_mcore(model_dir("llama"), tmp_path / "other")
+    shutil.copy(model_dir(family) / "config.json", folder)
+    with pytest.raises(MegatuneError, match=f"a {family} is neither read nor written in Megatron-Core's torch_dist"):
+        open_checkpoint(folder, load_architecture(folder))
 
 
 @pytest.mark.parametrize(

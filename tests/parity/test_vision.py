@@ -175,12 +175,17 @@ def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout)
     assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])
 
 
-# Of qwen3_5_moe Transformers' own logits are 60 % off in 16 bits, as tokens go to other experts: a ratio says nothing.
+# With two of eight experts, rounding sends 22 of the 316 tokens to another one in Transformers itself: its logits are
+# 58 % off, a parameter's gradient 23 %, by chance. Where all experts are chosen nothing but rounding is compared.
+ALL_CHOSEN = {"qwen3_5_moe": {"num_experts_per_tok": 8}}
+
+
 @pytest.mark.extended("qwen2_vl", "qwen2_5_vl")
-@pytest.mark.parametrize("family", [family for family in OF_FAMILY if family != "qwen3_5_moe"])
+@pytest.mark.parametrize("family", OF_FAMILY)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
     """As the proof of text models, tests/parity/test_parity.py."""
-    model = model_dir(family, num_hidden_layers=NUM_LAYERS)
+    chosen = ALL_CHOSEN.get(family, {})
+    model = model_dir(family, num_hidden_layers=NUM_LAYERS, **chosen)
     samples, layout = samples_of(model, "mixed"), LAYOUTS["tp2 sp"][0]
     pool.run(2, measure_in_layout, model, layout.settings(precision={"bf16": True}), samples, tmp_path)
     truth = reference(model, samples, "bfloat16")
@@ -188,7 +193,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
     errors, stock_errors = (compare(each, truth, experts_together=True) for each in (Numbers(tmp_path), stock))
     found = judge(errors, stock_errors)
     assert not failures(found)
-    table.add_sixteen_bits(family, "tp2 sp; mixed", found)
+    table.add_sixteen_bits(family, "tp2 sp; mixed" + ", all experts" * bool(chosen), found)
 
 
 def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_path):

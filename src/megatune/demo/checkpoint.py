@@ -118,6 +118,10 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
             # So are a table of positions and a projection: pictures would not be seen.
             for zeros in (parameter for parameter in model.parameters() if parameter.dim() > 1 and not parameter.any()):
                 zeros.normal_(std=zeros.shape[0] ** -0.5 if zeros.dim() == 2 else 0.2)
+            # With Transformers' e^16 a token's decay is so fast that fp32 rounds it, and hides what is remembered.
+            for name, parameter in model.named_parameters():
+                if name.endswith(".A_log"):
+                    parameter.uniform_(-3, 0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatune.demo.family import DemoFamily
-from megatune.demo.sizes import ATTENTION_BIAS, ModelSizes
+from megatune.demo.sizes import ATTENTION_BIAS, DELTA_NORM_EPSILON, ModelSizes
 from megatune.demo.vision import mrope_parameters, vision_config
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         "max_position_embeddings": sizes.max_position_embeddings,
         "tie_word_embeddings": sizes.tie_word_embeddings,
         "rope_parameters": _rope_parameters(family, sizes),
-        "rms_norm_eps": family.norm_epsilon,
+        "rms_norm_eps": DELTA_NORM_EPSILON if family.has_delta_nets else family.norm_epsilon,
         # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
         "initializer_range": sizes.hidden_size**-0.5,
         "bos_token_id": tokenizer.bos_token_id,

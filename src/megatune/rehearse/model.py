@@ -114,6 +114,9 @@ class SmallModel:
         why = "the layout splits them as before"
         sizes = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
         yield Change("widths", _listed(real, sizes), _listed(small, sizes), why)
+        if (epsilon := small.norm_epsilon) != real.norm_epsilon:
+            why_larger = "norms of random gated delta nets make much of rounding"
+            yield Change("norm epsilon", f"{real.norm_epsilon:g}", f"{epsilon:g}", why_larger)
         if real.moe is not None and small.moe is not None:
             of = ("num_experts", "router_topk", "moe_ffn_hidden_size")
             yield Change("experts", _listed(real.moe, of), _listed(small.moe, of), why)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.settings import ParallelSettings
+from megatune.demo.sizes import DELTA_NORM_EPSILON
 from megatune.families.rope import FULL_ATTENTION, SLIDING_ATTENTION
 
 HEAD_DIM = 16  # even halves for rotary embeddings of three positions
@@ -78,6 +79,7 @@ def text_config(
         key_heads = tp * parallel.context_parallel_size
         small |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": 2 * key_heads}
         small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM)
+        small["rms_norm_eps"] = DELTA_NORM_EPSILON
     small |= _experts(config, architecture, parallel, hidden, num_layers)
     small |= {name: config[name][:num_layers] for name in _BY_LAYER if config.get(name)}
     small |= {"rope_parameters": _rope(config, architecture, head_dim), "max_window_layers": num_layers}
