@@ -71,6 +71,7 @@ def test_five_answers_start_a_training(folder: Path) -> None:
     text = (folder / "model-full.yaml").read_text()
     assert len(text.splitlines()) < 40
     assert "megatune train model-full.yaml" in text
+    assert "\nsave_total_limit: 2" in text
 
 
 def test_without_a_terminal_the_flags_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

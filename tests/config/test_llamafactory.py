@@ -133,6 +133,11 @@ UNKNOWN = [
     ("lr", "lr is a flag of Megatron-SWIFT; write learning_rate"),
     ("train_iters", "train_iters is a flag of Megatron-SWIFT; write max_steps"),
     ("train_itrs", "did you mean train_iters, a flag of Megatron-SWIFT?; write max_steps"),
+    ("base_model", "base_model is a key of Axolotl or Unsloth; write model_name_or_path"),
+    ("sample_packing", "sample_packing is a key of Axolotl or Unsloth; write packing"),
+    ("sequence_len", "sequence_len is a key of Axolotl or Unsloth; write cutoff_len"),
+    ("adapter", "adapter is a key of Axolotl or Unsloth; write finetuning_type"),
+    ("load_in_4bit", "load_in_4bit is a key of Axolotl or Unsloth; write quantization_bit"),
     ("adv_estimator", "adv_estimator is a key of ROLL, whose files `megatune rl` runs"),
     ("qqqq", "remove it; `megatune explain --all` lists every setting"),
 ]

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,12 @@ def test_plain_lines() -> None:
         "finished: 12 steps in 0:01:23",
         "best: out/checkpoint-12  eval_loss 2.1234",
     ]
+
+
+def test_one_row_is_a_row() -> None:
+    output = io.StringIO()
+    Console("demo", 0, RichConsole(file=output)).on_train_begin(replace(SCHEDULE, global_batch_size=1))
+    assert output.getvalue().startswith("run 'demo': 12 steps of 1 row, ")
 
 
 def test_a_resumed_run_that_stops_says_so() -> None:

@@ -13,7 +13,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.words import fullest, layout_words, percent, seconds
+from megatune.plan.pages.words import count, fullest, layout_words, percent, seconds
 
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
@@ -163,7 +163,9 @@ def planned_lines(estimate: Estimate) -> str:
 def _short(case: Case, user: Collection[str]) -> str:
     """Write only what differs from the defaults, and comments in place of what is not known."""
     settings = case.settings
-    lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {case.global_batch_size} rows"]
+    lines = [
+        f"# {case.model.name} on {case.world_size} processes, a global batch of {count(case.global_batch_size, 'row')}"
+    ]
     if missing := [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]:
         lines.append("# To be filled in:")
         lines += [

@@ -240,7 +240,7 @@ class QuestionReader(PlanReader):
             return settings, batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         if rows is None:
             rows = -(-_ROWS // world) * world
-            self.notes.append(f"{rows:,} rows a step (--global_batch)")
+            self.notes.append(f"{count(rows, 'row')} a step (--global_batch)")
         if not plans_own:
             return settings, rows
         size = batch.per_device_train_batch_size if self.file or "batch" in self.written else 1

@@ -14,6 +14,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
+from megatune.data.report import counted
 from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers import transformer_engine
@@ -60,8 +61,8 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     architecture, place = assembly.architecture, assembly.place
     yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
     yield from (f"warning    {line}" for line in feed.warnings)
-    counted = _counts(settings, architecture)
-    yield f"model      {_model(settings)}: {architecture.model_type}, {counted}{_base(settings)}"
+    counts = _counts(settings, architecture)
+    yield f"model      {_model(settings)}: {architecture.model_type}, {counts}{_base(settings)}"
     if names := assembly.carried.names:
         yield f"kept       {len(names)} tensors that this model does not use ({names[0]}, ...): written back unchanged"
     layout = " × ".join(_layout(settings.parallel, place, architecture))
@@ -124,7 +125,7 @@ def _resume(trainer: Trainer, resumed: Path) -> str:
     fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
     named = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
     left = f" of {last}, so nothing is left to train: raise max_steps or num_train_epochs" if step >= last else ""
-    return f"{resumed}: {step} steps done{left}" + (f", with a new {named}" if named else "")
+    return f"{resumed}: {counted(step, 'step')} done{left}" + (f", with a new {named}" if named else "")
 
 
 def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
@@ -159,12 +160,13 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         yield f"loss       {loss}{_reference(trainer)}"
     batch = settings.batch
     yield (
-        f"batch      {batch.per_device_train_batch_size} rows × {batch.gradient_accumulation_steps} micro-batches × "
-        f"dp {place.dp_size} = {schedule.global_batch_size} rows a step"
+        f"batch      {counted(batch.per_device_train_batch_size, 'row')} × "
+        f"{batch.gradient_accumulation_steps} micro-batch{'es' * (batch.gradient_accumulation_steps != 1)} × "
+        f"dp {place.dp_size} = {counted(schedule.global_batch_size, 'row')} a step"
     )
     passes = schedule.num_epochs
     epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
-    yield f"schedule   {schedule.total_steps} steps{epochs}, into {settings.run.output_dir}"
+    yield f"schedule   {counted(schedule.total_steps, 'step')}{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
     if ranks := profiled_ranks(settings):

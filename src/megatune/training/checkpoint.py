@@ -31,6 +31,7 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
+from megatune.training.chat_template import write_chat_template
 from megatune.training.megatron import write_beside
 from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
 from megatune.training.storage.model_files import reward_config, small_files, with_dtype
@@ -118,6 +119,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
         names = [name for name in names if name not in _OF_MODEL]
     for name in names:
         shutil.copyfile(source / name, folder / name)
+    write_chat_template(settings, source, folder)
     if _has_adapters(settings):
         base, finetuning = settings.model.model_name_or_path, settings.finetuning
         write_adapter_config(folder, architecture, finetuning, base or str(source), dropout=finetuning.lora_dropout)

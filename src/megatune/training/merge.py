@@ -10,9 +10,11 @@ from pathlib import Path
 
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import Settings
+from megatune.data.templates import has_chat_template
 from megatune.families import read_config
 from megatune.hub.models import CONFIG
 from megatune.progress import amount
+from megatune.training.chat_template import CHAT_TEMPLATE
 from megatune.training.storage.model_files import reward_config, small_files
 from megatune.training.storage.new_folder import check_target, new_folder
 
@@ -48,6 +50,10 @@ def merge_adapters(
         merged = model.write(partial, max_file_bytes)
         for file in small_files(model_dir):
             shutil.copyfile(file, partial / file.name)
+        # Adapters that were trained with a named template may have a chat template that the model lacks.
+        written = [path for each in adapters if (path := each / CHAT_TEMPLATE).is_file()]
+        if written and not has_chat_template(model_dir):
+            shutil.copyfile(written[-1], partial / CHAT_TEMPLATE)
         if model.becomes_reward_model:
             _write_reward_config(partial)
     count, files = len(adapters), f"{merged.num_files} file{'s' * (merged.num_files > 1)}"

@@ -36,6 +36,7 @@ from megatune.training.base import digest_base
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
+from megatune.training.chat_template import chat_template_notes
 from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
 from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
@@ -213,6 +214,9 @@ def _build_trainer(
     if settings.generates:
         answerer = Answerer.open(settings, source, tokenizer, feed.evaluation, loaders, limits.positions)
         feed = replace(feed, lines=[*feed.lines, answerer.line], warnings=[*feed.warnings, *answerer.left_out()])
+    if context.rank == 0:
+        said, warned = chat_template_notes(settings, tokenizer)
+        feed = replace(feed, lines=[*feed.lines, *said], warnings=[*feed.warnings, *warned])
     begin(schedule)
 
     def load() -> LoadedModel:

@@ -80,7 +80,11 @@ def prepared_key(
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
     pictures = {} if vision is None else {"pictures": [repr(vision.processor), vision.media_dir]}
-    made_by = {"tokenizer": _tokenizer_digest(tokenizer), "template": _template_content(data.template), **pictures}
+    made_by = {
+        "tokenizer": _tokenizer_digest(tokenizer, data.template),
+        "template": _template_content(data.template),
+        **pictures,
+    }
     parts = {
         **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
         "the tokenizer": made_by["tokenizer"],
@@ -130,7 +134,9 @@ def _template_content(name: str | None) -> Any:
         return name  # what is wrong with the file is said where it is used
 
 
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    from megatune.data.templates.jinja import MARK
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -138,4 +144,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         # Before its vocabulary it has how it truncated and padded last.
         vocabulary = backend.to_str().partition('"added_tokens"')[2]
     special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
-    return hashlib.sha256("\0".join((vocabulary, str(tokenizer.chat_template), special)).encode()).hexdigest()
+    chat_template = str(tokenizer.chat_template)
+    if template is not None and chat_template.startswith(MARK):  # a checkpoint's, from which a run resumes
+        chat_template = str(None)
+    return hashlib.sha256("\0".join((vocabulary, chat_template, special)).encode()).hexdigest()

@@ -28,6 +28,7 @@ __all__ = [
     "Thinking",
     "Turn",
     "check_template",
+    "has_chat_template",
     "load_template",
     "render_all",
     "stop_note",
@@ -136,7 +137,7 @@ def check_template(name: str | None, folder: Path | None, *, is_swift: bool = Fa
     Raises:
         MegatuneError: as `load_template`.
     """
-    template, own = None, folder is not None and _has_chat_template(folder)
+    template, own = None, folder is not None and has_chat_template(folder)
     if is_swift:
         if name is not None:
             named_swift_template(name)
@@ -162,7 +163,8 @@ def check_template(name: str | None, folder: Path | None, *, is_swift: bool = Fa
         raise _refused(template.name, str(folder), _without(missing), fitting, has_own=own)
 
 
-def _has_chat_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
+    """Tell whether a folder's tokenizer has a chat template; True where its files cannot be read."""
     if any((folder / name).exists() for name in _CHAT_TEMPLATES):
         return True
     try:

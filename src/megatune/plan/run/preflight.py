@@ -22,6 +22,7 @@ from megatune.plan.changes.fixes import Fix, fix, savings, searched, warnings_of
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
+    count,
     fullest,
     host_words,
     largest_part,
@@ -197,7 +198,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
     case, time = planned.case, planned.time
     runs = case.machine.calibration.num_runs
     fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
-    rows = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size} = {case.global_batch_size} rows"
+    factors = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size}"
+    rows = f"{factors} = {count(case.global_batch_size, 'row')}"
     yield (
         f"plan       {layout_words(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
         f" {row_words(case)}"

@@ -71,7 +71,7 @@ class Console(Callback):
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
         number = schedule.num_epochs
         epochs = "" if number is None else f", {number:.3g} epoch{'s' * (number != 1)}"
-        rows = f" of {schedule.global_batch_size} rows"
+        rows = f" of {counted(schedule.global_batch_size, 'row')}"
         details = f"; details are in {self._details}" if self._details is not None else ""
         steps = counted(schedule.total_steps, "step")
         self._tell(f"run '{self._run_name}': {steps}{rows}{epochs}{resumed}{details}")

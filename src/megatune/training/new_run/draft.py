@@ -238,7 +238,8 @@ class _Drafting:
             return found.question.run_seconds(best)
         epochs = _EPOCHS[self.facts.stage]
         steps = int(epochs * -(-self.facts.rows // best.case.global_batch_size))
-        return steps * best.time.total, f"{steps:,} steps, {epochs:g} epochs of {self.facts.rows:,} rows"
+        passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of {counted(self.facts.rows, 'row')}"
+        return steps * best.time.total, f"{counted(steps, 'step')}, {passes}"
 
     def _too_large(self, found: Answer) -> WrongAnswersError:
         case, enough = found.question.case, found.enough

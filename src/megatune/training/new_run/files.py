@@ -35,7 +35,7 @@ def training_file(model: str, output_dir: str, decided: Mapping[str, Any], best:
         | {key: value for key, value in decided.items() if key not in of_training},
         "training and output": {key: decided[key] for key in of_training}
         | {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "output_dir": output_dir, "logging_steps": 1,
-           "save_strategy": "epoch", "plot_loss": True},
+           "save_strategy": "epoch", "save_total_limit": 2, "plot_loss": True},
         "layout, found by the planner": layout_settings(best.case),
     }  # fmt: skip
     notes = {
@@ -44,6 +44,7 @@ def training_file(model: str, output_dir: str, decided: Mapping[str, Any], best:
         "cutoff_len": "tokens; longer rows are cut",
         "learning_rate": "the first setting to vary",
         "save_strategy": "a checkpoint after every epoch",
+        "save_total_limit": "the newest are kept, older ones deleted; remove it to keep all",
         "output_dir": "checkpoints, logs, and at the end the model",
         "per_device_train_batch_size": f"a step has {counted(best.case.global_batch_size, 'row')} in all",
     }
