@@ -175,6 +175,8 @@ class Shell:
             words = [*words, "--max_new_tokens", "64" if self._trains else "4"]  # random models do not stop
         if words[0] == "train" and not self._trains and not any("resume" in word for word in words):
             words = [*words, "overwrite_output_dir=true"]  # the stand-in's run there has other settings
+        if words[0] == "sweep" and "--trials" in words:
+            words[words.index("--trials") + 1] = "2"  # each is a training of its own
         if words[0] == "train" and self._trains:
             words = [*words, "dataloader_num_workers=0"]  # ranks of the pool start no processes
         with contextlib.suppress(SystemExit):  # --version
