@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_sizes import model_class
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision, VisionLayers
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
 from megatune.families.weights import (
@@ -88,7 +88,8 @@ def encoders(draw: st.DrawFn) -> Vision:
         for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size",
                      "spatial_merge_size", "temporal_patch_size", "num_position_embeddings")
     }  # fmt: skip
-    return Vision(**sizes, deepstack_visual_indexes=tuple(range(draw(st.integers(0, 3)))))
+    layers = VisionLayers(1e-6, num_positions=draw(st.integers(1, 6)))
+    return Vision(**sizes, layers=layers, deepstack_visual_indexes=tuple(range(draw(st.integers(0, 3)))))
 
 
 @st.composite

@@ -147,7 +147,8 @@ def test_sums_of_documents_have_the_gradients_of_transformers(pool, model_dir, t
     answers = pool.run(ALL[layout].world_size, measure, model, ALL[layout].settings(), samples, tmp_path)
     for found, metrics in answers:
         assert found == pytest.approx(loss, rel=1e-6)
-        assert metrics == {"log_prob": pytest.approx(log_prob, rel=1e-6)}
+        assert metrics.keys() - {"expert_load"} == {"log_prob"}  # of experts their routers report
+        assert metrics["log_prob"] == pytest.approx(log_prob, rel=1e-6)
     folder = SafetensorsFolder(tmp_path, "gradient")
     assert folder.names() == {f"grad/{name}" for name in gradients}
     for name, gradient in gradients.items():

@@ -218,8 +218,9 @@ def held_parameters(
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
-        # Beside the sums a router has the bias and the tokens of each expert, both fp32.
-        sparse_buffer_bytes=_ROUTER_SUMS_BYTES + (8 * moe.num_experts if moe.expert_bias else 0) if moe else 0,
+        # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
+        # both fp32.
+        sparse_buffer_bytes=_ROUTER_SUMS_BYTES + 8 * moe.num_experts * (2 if moe.expert_bias else 1) if moe else 0,
     )
 
 
