@@ -49,8 +49,10 @@ def write_chat_template(settings: Settings, source: Path, folder: Path) -> None:
 
 
 def _other_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """Return what trains if it is not the tokenizer's own chat template; None of texts, too."""
-    if settings.run.stage == "pt":
+    """Return what trains if it is not the tokenizer's own chat template; None of texts, too, and of prompts of
+    reinforcement learning, which have keys of their own."""
+    data = settings.data
+    if settings.run.stage == "pt" or (data.template is None and not data.swift_version):
         return None
     template = make_encoder(settings, tokenizer).template
     return None if isinstance(template, ChatTemplate) else template
