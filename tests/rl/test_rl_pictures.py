@@ -207,6 +207,10 @@ def test_what_takes_no_pictures_is_refused(model, images, tmp_path):
     with pytest.raises(MegatuneError, match="different numbers of <image> tags") as error:
         problems(model, [row("<image><image>", "0.png"), row("", "0.png", videos=["0.mp4"])], images)
     assert "the row has videos" in str(error.value)
+    system = row("Which?")
+    system["messages"][0]["content"] = [{"type": "image", "image": "0.png"}]
+    with pytest.raises(MegatuneError, match="the system message has an image"):
+        problems(model, [system], images)
     text = make_checkpoint("qwen3", tmp_path / "text", num_layers=1, hidden_size=32)
     with pytest.raises(MegatuneError, match="the row has images, and the model reads text only"):
         problems(text, ROWS[:1], images)

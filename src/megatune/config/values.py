@@ -172,6 +172,11 @@ def is_long_name(value: Any) -> bool:
     return len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: "1 row", "1,200 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def is_variable(name: str) -> bool:
     """Tell whether a variable of the environment can be called so."""
     return bool(name) and "=" not in name

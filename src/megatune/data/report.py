@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from megatune.config.values import counted
 from megatune.data.bad_rows import TOO_LONG, RowError
 from megatune.data.pictures import PictureCounts
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -247,11 +248,6 @@ def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None
     most = data.max_bad_rows if data.on_bad_row != "error" else None
     if findings := [finding for report in reports if (finding := report.too_many_bad(most)) is not None]:
         raise MegatuneError(findings, ExitCode.DATA)
-
-
-def counted(number: int, noun: str) -> str:
-    """Write a number of things: "1 row", "1,200 rows"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from megatune.config.values import counted
 from megatune.data.order import steps_per_epoch
-from megatune.data.report import DataReport, DatasetReport, LengthReport, counted
+from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Arrangement, TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, Finding, MegatuneError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -30,7 +31,7 @@ class StartLosses(NamedTuple):
     wrong: list[str]
 
 
-class TrainingObjective:
+class TrainingObjective(ABC):
     """A loss (`engine.step.Objective`) as the training loop uses it. The defaults are those of a loss without a state.
 
     Attributes:
@@ -53,13 +54,17 @@ class TrainingObjective:
     def metric_names(self) -> tuple[str, ...]:
         return ()
 
+    @abstractmethod
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        raise NotImplementedError
+        """See `engine.step.Objective`."""
 
+    @abstractmethod
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        raise NotImplementedError
+        """See `engine.step.Objective`."""
 
-    def before_step(self, model: list[Chunk], companions: Iterable[Sequence[MicroBatch]]) -> None:
+    # A loss without a state does nothing in what follows.
+
+    def before_step(self, model: list[Chunk], companions: Iterable[Sequence[MicroBatch]]) -> None:  # noqa: B027
         """Prepare for a step or an evaluation. Collective.
 
         Args:
@@ -67,14 +72,14 @@ class TrainingObjective:
                 before a step, all of them before an evaluation.
         """
 
-    def after_step(self, totals: StepTotals) -> None:
+    def after_step(self, totals: StepTotals) -> None:  # noqa: B027
         """Learn from a step that changed the weights; `totals` are equal on all ranks."""
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resume needs."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:  # noqa: B027
         """Continue from what `state_dict` returned."""
 
     def reported(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -85,13 +90,16 @@ class TrainingObjective:
         """Name the terms of the loss with their weights; "" for cross-entropy, which needs no word."""
         return ""
 
-    # Of losses with a reference.
+
+class ComparedObjective(TrainingObjective):
+    """A loss that may compare the policy with a reference."""
 
     @property
+    @abstractmethod
     def reward_scale(self) -> float:
         """β, by which log-ratios are multiplied to be rewards."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start_losses(self, totals: StepTotals, apart: Sequence[float], bound: float) -> StartLosses:
         """Compare a first step's losses with those of a policy that is its reference.
 
@@ -99,7 +107,6 @@ class TrainingObjective:
             apart: by how much log-probabilities of each kind of answers may differ.
             bound: share of a log-probability that rounding explains.
         """
-        raise NotImplementedError
 
 
 def check_first_step(objective: TrainingObjective, totals: StepTotals, precision: PrecisionSettings) -> str:
@@ -111,6 +118,7 @@ def check_first_step(objective: TrainingObjective, totals: StepTotals, precision
     Raises:
         MegatuneError: NOT_FINITE, when they differ by more than rounding does.
     """
+    assert isinstance(objective, ComparedObjective), "a loss without a reference has nothing to compare"
     metrics, bound = totals.metrics, _BOUNDS[precision.params_dtype]
     wrong: list[str] = []
     apart: list[float] = []

@@ -16,7 +16,7 @@ from megatune.data.rows import DESIRABLE
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals, evaluate
-from megatune.objectives.base import StartLosses, TrainingObjective
+from megatune.objectives.base import ComparedObjective, StartLosses
 from megatune.objectives.preference import REFERENCE, answer_tokens
 
 
@@ -34,7 +34,7 @@ def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> T
 
 
 @dataclass(slots=True)
-class KTO(TrainingObjective):
+class KTO(ComparedObjective):
     """A sum of losses of answers, divided once by the global number of answers.
 
     Every context-parallel rank computes the whole loss, from the same sums.

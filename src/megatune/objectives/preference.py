@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
-from megatune.objectives.base import StartLosses, TrainingObjective
+from megatune.objectives.base import ComparedObjective, StartLosses
 from megatune.objectives.pair_losses import (
     SEPARABLE,
     WITHOUT_REFERENCE,
@@ -30,7 +30,7 @@ LOG_PROBS = ("logps/chosen", "logps/rejected")
 
 
 @dataclass(slots=True)
-class Preference(TrainingObjective):
+class Preference(ComparedObjective):
     """A weighted sum of losses of pairs, divided once by the global number of pairs.
 
     Every context-parallel rank computes the whole loss, from the same sums. Of BCO and another loss with weight w

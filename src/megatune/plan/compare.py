@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.page import Item, Page, Table
-from megatune.plan.pages.words import amount, bytes_unit, count, duration, layout_words, seconds
+from megatune.plan.pages.words import amount, bytes_unit, duration, layout_words, seconds
 from megatune.plan.question import Question
 from megatune.plan.search import search
 
@@ -122,7 +123,7 @@ def pages(found: Sequence[Offer]) -> Iterator[Page]:
 
 
 def _head(question: Question) -> Iterator[str]:
-    rows = f"{count(question.global_batch_size, 'row')} a step"
+    rows = f"{counted(question.global_batch_size, 'row')} a step"
     yield f"{question.case.model.name} on {question.case.world_size:,} GPUs of each kind, {rows}"
     if question.dataset_tokens is not None:
         yield f"{amount(question.dataset_tokens)} tokens"

@@ -9,11 +9,12 @@ from typing import Any
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.load import dump
 from megatune.config.settings import Settings, all_settings, setting_value
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.changes.table import FREE
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.words import count, fullest, layout_words, percent, seconds
+from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
@@ -163,9 +164,8 @@ def planned_lines(estimate: Estimate) -> str:
 def _short(case: Case, user: Collection[str]) -> str:
     """Write only what differs from the defaults, and comments in place of what is not known."""
     settings = case.settings
-    lines = [
-        f"# {case.model.name} on {case.world_size} processes, a global batch of {count(case.global_batch_size, 'row')}"
-    ]
+    rows = counted(case.global_batch_size, "row")
+    lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {rows}"]
     if missing := [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]:
         lines.append("# To be filled in:")
         lines += [

@@ -13,12 +13,13 @@ from megatune.config.of_model import of_model
 from megatune.config.rules import RULES, finetuning, preference, trained
 from megatune.config.rules.problem import Rule
 from megatune.config.settings import Settings, with_settings
+from megatune.config.values import counted
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.machine import Machine
-from megatune.plan.pages.words import amount, count
+from megatune.plan.pages.words import amount
 from megatune.plan.question import Question
 from megatune.plan.reader import PlanReader
 from megatune.plan.rows import RowLengths
@@ -194,9 +195,11 @@ class QuestionReader(PlanReader):
         own = written.batch.per_device_train_batch_size * written.batch.gradient_accumulation_steps * replicas
         if self.file is None or left or own == rows:
             return
-        by = f"the file's batch on {count(own_world, 'device')}"
+        by = f"the file's batch on {counted(own_world, 'device')}"
         why = "learning_rate, warmup and steps were chosen for those"
-        self.notes.append(f"a step has {count(rows, 'row')}, {own:,} by {by}: {why} (--global_batch {own} keeps them)")
+        self.notes.append(
+            f"a step has {counted(rows, 'row')}, {own:,} by {by}: {why} (--global_batch {own} keeps them)"
+        )
 
     def _tokens(self, settings: Settings, known: PlannedRows) -> float | None:
         """Return the tokens of the whole run: those that are stated, or of the data in all epochs."""
@@ -240,13 +243,13 @@ class QuestionReader(PlanReader):
             return settings, batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         if rows is None:
             rows = -(-_ROWS // world) * world
-            self.notes.append(f"{count(rows, 'row')} a step (--global_batch)")
+            self.notes.append(f"{counted(rows, 'row')} a step (--global_batch)")
         if not plans_own:
             return settings, rows
         size = batch.per_device_train_batch_size if self.file or "batch" in self.written else 1
         if rows % (size * replicas):
             near = max(1, round(rows / (size * replicas))) * size * replicas
-            why = f"{count(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
+            why = f"{counted(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
             self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
             return settings, rows
         steps = rows // (size * replicas)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings, with_settings
+from megatune.config.values import counted
 from megatune.data.bad_rows import BAD_ROWS_FILE, TOO_LONG
 from megatune.data.check import Checked, check_data
-from megatune.data.report import DataReport, counted
+from megatune.data.report import DataReport
 from megatune.data.templates import check_template
 from megatune.doctor.check import Verdict as Looked
 from megatune.doctor.folders import folders

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from megatune.data.report import counted
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _WIDTH = 118

@@ -93,6 +93,8 @@ def with_placeholders(
     if files_of(row.get(_VIDEOS)):
         raise RowError("videos", "the row has videos; prompts of reinforcement learning have images only")
     begin = int(messages[0]["role"] == "system" and len(messages) > 1)  # images without a tag go before the question
+    if begin and 0 in inline:
+        raise RowError("picture-in-system", "the system message has an image", "images belong to the question")
     said = [Message(each["role"], each["content"]) for each in messages[begin:]]  # type: ignore[arg-type]
     inside = {number - begin: values for number, values in inline.items()}
     asked, pictures = pictures_of(row, Columns(images=column, videos=None), said, inside, wanted=True)

@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatune.config.settings import Settings
+from megatune.config.values import counted
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Collator
 from megatune.data.prompts import AnswerPrompt, prompts_of_file, prompts_of_rows
-from megatune.data.report import counted
 from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
 from megatune.data.text_scores import Scored, is_equal, missing_libraries, text_scores
 from megatune.data.tokenizer_files import stop_tokens

@@ -14,7 +14,7 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.data.report import counted
+from megatune.config.values import counted
 from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers import transformer_engine

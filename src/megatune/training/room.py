@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
-from megatune.data.report import counted
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.checkpoint import checkpoint_bytes
 from megatune.progress import amount

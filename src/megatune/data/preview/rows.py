@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
+from megatune.config.values import counted
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
 from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
@@ -17,7 +18,6 @@ from megatune.data.encode import Encoder, load_tokenizer, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
-from megatune.data.report import counted
 from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
 from megatune.data.samples import RowReader, read_samples, replacements
 from megatune.data.sources import DatasetSource, datasets_of

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatune.config.values import counted
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS
 from megatune.data.media.images import open_image
 from megatune.data.media.video import decode_frames
 from megatune.data.pictures import DocumentPicture, unpacked
 from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
-from megatune.data.report import counted
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.settings import with_settings
+from megatune.config.values import counted
 from megatune.plan.answer import Answer
 from megatune.plan.case import Case
 from megatune.plan.changes.table import LOSSY
@@ -25,7 +26,7 @@ from megatune.plan.memory.estimate import (
     beyond_tensors,
 )
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
-from megatune.plan.pages.words import count, layout_words, picture_words, size
+from megatune.plan.pages.words import layout_words, picture_words, size
 from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
@@ -72,7 +73,7 @@ def standing_notes(case: Case) -> Iterator[str]:
             f"{ranks} expert-parallel ranks has {expert_imbalance(spread, moe):.2f} times an even share"
         )
     if runs := machine.calibration.num_runs:
-        yield f"efficiencies are fitted to {count(runs, 'run')} on this device"
+        yield f"efficiencies are fitted to {counted(runs, 'run')} on this device"
     else:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
 

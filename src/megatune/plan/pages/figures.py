@@ -6,18 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatune.config.values import counted
 from megatune.picture import as_png, new_figure
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.tables import spread, worth_seeing
-from megatune.plan.pages.words import (
-    bytes_unit,
-    count,
-    layout_words,
-    machine_words,
-    recompute_words,
-    row_words,
-    seconds_unit,
-)
+from megatune.plan.pages.words import bytes_unit, layout_words, machine_words, recompute_words, row_words, seconds_unit
 from megatune.plan.schedule import timeline
 from megatune.plan.search import SearchResult
 from megatune.plan.uncertainty import memory_bound, safe_bytes
@@ -59,7 +52,7 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None, recommend
 
     figure = new_figure(13, 6)
     axes, names = figure.subplots(1, 2, width_ratios=[3, 1.15])
-    rows = f"a global batch of {count(case.global_batch_size, 'row')} of {row_words(case)}"
+    rows = f"a global batch of {counted(case.global_batch_size, 'row')} of {row_words(case)}"
     figure.suptitle(f"{case.model.name} on {machine_words(case.machine, case.world_size)}, {rows}", fontsize=11)
 
     def places(estimates: Sequence[Estimate]) -> list[tuple[float, float]]:

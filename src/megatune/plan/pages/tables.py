@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
-from megatune.config.values import shown
+from megatune.config.values import counted, shown
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
 from megatune.plan.pages.page import Item, Table, time_table
@@ -17,7 +17,6 @@ from megatune.plan.pages.words import (
     TIME_WORDS,
     Unit,
     bytes_unit,
-    count,
     duration,
     largest_part,
     layout_words,
@@ -143,9 +142,9 @@ def refused_lines(result: SearchResult) -> Iterator[Item]:
         yield "What cannot be"
     for refusal in result.refused[:_MOST_REFUSED]:
         why = f" ({refusal.why})" if refusal.why else ""
-        yield f"  {count(refusal.count, 'layout')}: {refusal.what}{why}"
+        yield f"  {counted(refusal.count, 'layout')}: {refusal.what}{why}"
     if rest := result.refused[_MOST_REFUSED:]:
-        yield f"  {count(sum(refusal.count for refusal in rest), 'layout')} for {count(len(rest), 'other reason')}"
+        yield f"  {counted(sum(refusal.count for refusal in rest), 'layout')} for {counted(len(rest), 'other reason')}"
 
 
 def too_large_lines(result: SearchResult) -> Iterator[Item]:

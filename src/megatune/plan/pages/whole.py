@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatune.config.names import plain
+from megatune.config.values import counted
 from megatune.plan.answer import Answer
 from megatune.plan.changes.fixes import warning
 from megatune.plan.changes.table import ACROSS_MACHINES, LOSSY
@@ -25,7 +26,6 @@ from megatune.plan.pages.tables import (
 )
 from megatune.plan.pages.words import (
     amount,
-    count,
     host_words,
     layout_words,
     length_words,
@@ -96,13 +96,13 @@ def _head(found: Answer) -> Iterator[Item]:
     yield Entry("trained", trained_words(question.case))
     yield Entry("", slow_precision(question.case))
     yield Entry("devices", machine_words(question.case.machine, question.case.world_size))
-    rows = f"{count(question.global_batch_size, 'row')} a step"
+    rows = f"{counted(question.global_batch_size, 'row')} a step"
     if found.own is not None:
         case, parallel = found.own.case, found.own.case.settings.parallel
         layout = layout_words(case) + (", sequence parallel" if parallel.sequence_parallel else "")
         layout += ", gradient reduction overlapped" if parallel.overlap_grad_reduce else ""
         yield Entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
-        rows = f"{count(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
+        rows = f"{counted(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     if question.case.lengths is not None:
         yield Entry("batch", rows)
@@ -193,7 +193,7 @@ def _better(found: Answer, own: Estimate) -> Iterator[Item]:
             f"Perhaps: {layout_words(best.case)} is predicted to be {faster}, which is less than the uncertainty of a "
             f"plan, ±{percent(uncertainty)}: measure a few steps of both"
         )
-    rows = count(found.question.global_batch_size, "row")
+    rows = counted(found.question.global_batch_size, "row")
     yield f"{does}; {judged}. A step has {rows} as before. What to write:"
     yield from comparison_lines(own, best)
 

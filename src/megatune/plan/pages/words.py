@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
+from megatune.config.values import counted
 from megatune.families.adapter_words import adapted_modules, kind_of_adapters, whole_modules
 from megatune.families.trained import frozen_parts
 from megatune.plan.case import Case
@@ -93,11 +94,6 @@ def duration(seconds: float) -> str:
         if seconds >= (1.5 if name != "min" else 2) * size:
             return f"{seconds / size:.3g} {name}"
     return f"{seconds:.3g} s"
-
-
-def count(number: int, noun: str) -> str:
-    """Write a count with its noun: 1 stage, 4 stages."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
@@ -200,7 +196,7 @@ def machine_words(machine: Machine, world_size: int) -> str:
     nodes, left = divmod(world_size, per_node)
     within = f" of {per_node}{f' and 1 of {left}' if left else ''}"
     within += f", {machine.link.name} inside" if per_node > 1 else ""
-    return f"{world_size:,} × {device.name}: {count(nodes, 'node')}{within}, {machine.network.name} between"
+    return f"{world_size:,} × {device.name}: {counted(nodes, 'node')}{within}, {machine.network.name} between"
 
 
 def slow_precision(case: Case) -> str:
@@ -279,11 +275,11 @@ def picture_words(case: Case) -> str:
             else "rows have no images or videos"
         )
     if case.largest_picture is not None:
-        return f"rows hold at most {count(tokens, 'token')} of images or videos, of which one has {image:,}"
+        return f"rows hold at most {counted(tokens, 'token')} of images or videos, of which one has {image:,}"
     pixels = f"{case.settings.data.image_max_pixels:,} pixels"
     if tokens <= image:
-        return f"each row is assumed to have one image of {pixels}: {count(tokens, 'token')}"
-    return f"each row is assumed to have {count(tokens, 'token')} of images of {pixels}, {image:,} each"
+        return f"each row is assumed to have one image of {pixels}: {counted(tokens, 'token')}"
+    return f"each row is assumed to have {counted(tokens, 'token')} of images of {pixels}, {image:,} each"
 
 
 def trained_words(case: Case) -> str:

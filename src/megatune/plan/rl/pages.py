@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.config.values import counted
 from megatune.plan.case import Case
 from megatune.plan.changes.fixes import savings
 from megatune.plan.changes.variation import written
@@ -22,7 +23,6 @@ from megatune.plan.pages.words import (
     amount,
     bytes_unit,
     change,
-    count,
     duration,
     layout_words,
     machine_words,
@@ -87,7 +87,7 @@ def _head(found: RLAnswer) -> Iterator[Item]:
     yield Entry("models", _models(question))
     yield Entry("devices", machine_words(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
-    yield Entry("samples", f"{count(prompts, 'prompt')} × {count(group, 'response')} a step")
+    yield Entry("samples", f"{counted(prompts, 'prompt')} × {counted(group, 'response')} a step")
     longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
     mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
     yield Entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
@@ -131,7 +131,7 @@ def _layout(question: RLQuestion, role: ModelRole) -> tuple[str, str]:
 
 
 def _engine(found: RLAnswer, role: InferRole) -> tuple[str, str]:
-    engines = f"{role.engine}, {count(role.num_engines, 'engine')} of {role.devices_per_engine}"
+    engines = f"{role.engine}, {counted(role.num_engines, 'engine')} of {role.devices_per_engine}"
     at_once = found.seconds.rollout.at_once if role.name == "actor_infer" else role.infer_batch_size
     return engines, f"{at_once:.0f} at once"
 
@@ -201,7 +201,7 @@ def _rate(found: RLAnswer) -> float:
 
 def _rollout_words(found: RLAnswer) -> str:
     rollout, infer, engine = found.seconds.rollout, found.question.settings.actor_infer, found.engine
-    text = f"Rollouts: each of {count(infer.num_engines, 'engine')} samples {rollout.at_once:.0f} sequences at once"
+    text = f"Rollouts: each of {counted(infer.num_engines, 'engine')} samples {rollout.at_once:.0f} sequences at once"
     text += f" (its cache holds {engine.cached_tokens:,} tokens), {seconds(rollout.busy_step)} for a token of each"
     if found.seconds.overlaps:
         return f"{text}."

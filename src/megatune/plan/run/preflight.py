@@ -15,6 +15,7 @@ from megatune.config.names import plain, plain_finding
 from megatune.config.of_model import of_model
 from megatune.config.rules import declared, preference
 from megatune.config.settings import Settings, with_settings
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
@@ -22,7 +23,6 @@ from megatune.plan.changes.fixes import Fix, fix, savings, searched, warnings_of
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
-    count,
     fullest,
     host_words,
     largest_part,
@@ -199,7 +199,7 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
     runs = case.machine.calibration.num_runs
     fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
     factors = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size}"
-    rows = f"{factors} = {count(case.global_batch_size, 'row')}"
+    rows = f"{factors} = {counted(case.global_batch_size, 'row')}"
     yield (
         f"plan       {layout_words(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
         f" {row_words(case)}"

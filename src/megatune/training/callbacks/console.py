@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console as RichConsole
 
+from megatune.config.values import counted
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batch_pictures import Unreadable
-from megatune.data.report import counted
 from megatune.progress import BARS, Bars, Progress, is_quiet
 from megatune.training.callbacks.base import (
     Callback,

@@ -14,8 +14,7 @@ from megatune.config.load import load
 from megatune.config.options import Given
 from megatune.config.rules import DATA_RULES
 from megatune.config.settings import Settings
-from megatune.config.values import shown
-from megatune.data.report import counted
+from megatune.config.values import counted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer

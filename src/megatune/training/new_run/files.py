@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatune.config.values import shown
-from megatune.data.report import counted
+from megatune.config.values import counted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch_lines import layout_settings, planned_lines
