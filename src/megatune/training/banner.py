@@ -63,8 +63,7 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     yield from (f"warning    {line}" for line in feed.warnings)
     counts = _counts(settings, architecture)
     yield f"model      {_model(settings)}: {architecture.model_type}, {counts}{_base(settings)}"
-    if names := assembly.carried.names:
-        yield f"kept       {len(names)} tensors that this model does not use ({names[0]}, ...): written back unchanged"
+    yield from _kept(trainer)
     layout = " × ".join(_layout(settings.parallel, place, architecture))
     yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
     template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"
@@ -138,6 +137,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     )
     if (weights := settings.model.mcore_model) is not None and resumed is None:
         yield f"weights    {weights}, in Megatron-Core's format"
+    yield from _kept(trainer)
     if trained := _trained(settings, architecture):
         yield f"trained    {trained}"
     if begun := _begun(settings.finetuning, resumed):
@@ -174,6 +174,11 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         behind = "; before the step at which this run resumes, so not repeated" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
         yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+
+
+def _kept(trainer: Trainer) -> Iterator[str]:
+    if names := trainer.assembly.carried.names:
+        yield f"kept       {len(names)} tensors that this model does not use ({names[0]}, ...): written back unchanged"
 
 
 def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:

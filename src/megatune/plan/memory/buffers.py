@@ -87,3 +87,24 @@ def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: in
             else:
                 buckets[-1] += count * pad(parameter.numel, _PARAMETER_ALIGNMENT)
     return sum(pad(size, multiple) for size in buckets)
+
+
+def largest_share(buffers: Iterable[Sequence[Bucket]], shards: int) -> int:
+    """Return of the elements that are in no matrix those that one rank updates, at most: words lie at the two ends of
+    a buffer, and its ranks share every bucket in equal, contiguous parts.
+
+    Args:
+        buffers: the buckets of each chunk.
+        shards: ranks that share them.
+    """
+    found = [0] * shards
+    for bucket in (bucket for buckets in buffers for bucket in buckets):
+        share = (bucket.stop - bucket.start) // shards
+        for begin, parameter in bucket.parameters:
+            if parameter.is_matrix:
+                continue
+            end = begin + parameter.numel
+            for rank in range((begin - bucket.start) // share, (end - 1 - bucket.start) // share + 1):
+                start = bucket.start + rank * share
+                found[rank] += min(end, start + share) - max(begin, start)
+    return max(found)

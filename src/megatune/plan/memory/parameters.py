@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.memory.buffers import full_bucket, padded_size, shared_buckets
+from megatune.plan.memory.buffers import Bucket, full_bucket, largest_share, padded_size, shared_buckets
 from megatune.plan.memory.quantized import saved_bytes
 from megatune.plan.memory.tensors import (
     ChunkContent,
@@ -299,12 +299,21 @@ def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
                 buffers += _buffer_size(held, chunk, kind, shards, full)
         buffers = buffers if rules.is_sharded else trained
         updated = min(trained, buffers // rules.shards[kind.is_expert]) if rules.is_sharded else trained
-        # As much of its share as can be is of what has more state than matrices.
+        if rules.is_sharded and rules.optimizer.matrix_bytes != rules.optimizer.element_bytes:
+            others = largest_share(_chunk_buckets(rules, stage, kind), rules.shards[kind.is_expert])
         matrices = max(updated - others, 0)
         parts.append(
             Part(kind, size, trained, buffers, updated, matrices, int(rules.optimizer.host_fraction * updated))
         )
     return tuple(parts)
+
+
+def _chunk_buckets(rules: Rules, stage: int, kind: Kind) -> Iterator[list[Bucket]]:
+    """Yield the buckets of each of a stage's chunks under the distributed optimizer."""
+    held, shards = rules.held(), rules.shards[kind.is_expert]
+    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+        ours = trained_of(held.of_chunk(chunk), kind)
+        yield shared_buckets(ours, shards, rules.bucket_size(stage, virtual_stage))
 
 
 def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
