@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,7 @@ max_steps: 3
 save_steps: 2
 eval_steps: 2
 logging_steps: 1
+profiler_timeline: true
 rollout_batch_size: 8
 num_return_sequences_in_group: 4
 prompt_length: 8
@@ -69,6 +72,7 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "checkpoint-2", "checkpoint-3"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
+    _check_timeline(tmp_path / "out" / "profile")
     # Any checkpoint is evaluated as the run evaluates itself: with the same random numbers.
     words += ["--evaluate", str(tmp_path / "out" / "checkpoint-3")]
     done = subprocess.run(
@@ -89,6 +93,23 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
         assert line["response"] == tokenizer.decode(expected, skip_special_tokens=True)
     left = [process.name() for process in psutil.process_iter() if str(tmp_path) in " ".join(_words(process))]
     assert not left
+
+
+def _check_timeline(folder: Path) -> None:
+    """Every process has a row of its own; what it does in it begins after what came before has ended."""
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(names.values()) == {"driver", "actor_train-0", "actor_train-1", "actor_infer-0"}
+    spans = [event for event in events if event["ph"] == "X"]
+    done = {(names[event["pid"]], event["name"]) for event in spans}
+    assert {("driver", "rollout"), ("driver", "sync"), ("actor_train-1", "train"), ("actor_infer-0", "build")} <= done
+    assert {event["args"]["step"] for event in spans if (event["pid"], event["name"]) == (0, "rollout")} == {1, 2, 3}
+    for one in {(event["pid"], event["tid"]) for event in spans}:
+        own = sorted((event["ts"], event["dur"]) for event in spans if (event["pid"], event["tid"]) == one)
+        assert all(began + lasted <= after + 1 for (began, lasted), (after, _) in pairwise(own))
+    with gzip.open(folder / "rank-0.json.gz") as trace:  # of the second step alone
+        assert b"aten::" in trace.read()
+    assert not (folder / "rank-1.json.gz").exists()
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -148,6 +148,18 @@ def reported(run: RLRunSettings) -> dict[str, Any]:
     }
 
 
+def profiled(run: RLRunSettings) -> dict[str, Any]:
+    """Return the settings, by "group.name", that let the trainer profile one step: the second, if there is one."""
+    if not run.profiler_timeline:
+        return {}
+    first = min(1, run.max_steps - 1)
+    return {
+        "logging.profile": True,
+        "logging.profile_step_start": first,
+        "logging.profile_step_end": first + 1,
+    }
+
+
 def tracker_variables(top: Part, reader: Reader) -> dict[str, str]:
     """Return variables of the environment that say the rest of it, the account's key among them."""
     run = top.of(RLRunSettings)

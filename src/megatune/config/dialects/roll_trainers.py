@@ -9,7 +9,7 @@ from megatune.architecture import Architecture
 from megatune.config.dialects.roll_engine import check_engine, read_engine
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
-from megatune.config.dialects.roll_run import reported
+from megatune.config.dialects.roll_run import profiled, reported
 from megatune.config.dialects.table import AUX_LOSS
 from megatune.config.load import Loaded
 from megatune.config.rl.algorithm import AlgorithmSettings
@@ -78,6 +78,7 @@ def _settings(
         changes["parallel.sequence_parallel"] = False
     if trains:
         changes |= reported(top) | {"optimizer.max_grad_norm": roles.top.of(AlgorithmSettings).max_grad_norm}
+        changes |= profiled(top) if name == "actor_train" else {}
     else:
         changes["batch.per_device_train_batch_size"] = keys.infer_batch_size
         changes["batch.gradient_accumulation_steps"] = parallel.pipeline_model_parallel_size

@@ -157,6 +157,12 @@ class RLRunSettings(Group):
     - swanlab: SwanLab
     - mlflow: MLflow
     - stdout: the console alone"""
+    profiler_timeline: bool = False
+    """Whether the times of all processes are written, and what the trainer computes in its second step.
+    How: output_dir/profile/timeline.json has what each process did and when, rank-0.json.gz the operators of that step
+    on actor_train's first rank; ui.perfetto.dev opens both. timeline.json is written at the end of a run, also of one
+    that fails.
+    When: For a few steps, where a step is slower than planned: it shows who waits for whom."""
     num_gpus_per_node: Annotated[Count, "GPUs"] = 8
     """GPUs of one machine: device N of a device_mapping is number N % num_gpus_per_node of its machine.
     How: ROLL overwrites it by what the driver's machine has. Here it says which roles share a machine, and what

@@ -22,6 +22,7 @@ from megatune.launch.failure import Failure, describe_failure, error_path, write
 from megatune.launch.rank_main import print_failure
 from megatune.launch.world import RankEnv
 from megatune.rl.cluster.buckets import PackedBucket, pack, unpack
+from megatune.rl.cluster.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Host:
         self._context = RankContext(config.env, config.run_dir, role=config.role)
         self._log = _open_log(config)
         set_process_name(f"{config.role}-{config.env.rank}")
+        self._timeline = Timeline(config.run_dir, f"{config.role}-{config.env.rank}")
         error_path(config.run_dir, config.env.rank, config.role).unlink(missing_ok=True)
         self._object: Any = None
 
@@ -100,10 +102,11 @@ class Host:
         """
         self._context.beat(method, self._context.step)
         try:
-            for bucket in getattr(self._object, method)(*args):
-                if bucket:
-                    yield pack(bucket)
-                    self._context.beat(method, self._context.step)
+            with self._timeline.span(method):
+                for bucket in getattr(self._object, method)(*args):
+                    if bucket:
+                        yield pack(bucket)
+                        self._context.beat(method, self._context.step)
         except Exception as error:
             raise StreamError(self._role, self._fail(error)) from None
         self._context.beat("idle", self._context.step)
@@ -121,7 +124,8 @@ class Host:
     def _guarded(self, phase: str, work: Any) -> Any:
         self._context.beat(phase, self._context.step)
         try:
-            answer = work()
+            with self._timeline.span(phase):
+                answer = work()
         except Exception as error:
             return self._fail(error)
         self._context.beat("idle", self._context.step)

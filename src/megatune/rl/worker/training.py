@@ -22,6 +22,7 @@ from megatune.training.agreement import on_rank_0
 from megatune.training.base import digest_base
 from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
+from megatune.training.profiling import StepProfiler
 from megatune.training.resume import choose_checkpoint
 from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.files import writing
@@ -117,6 +118,7 @@ class TrainedWorker(ModelWorker):
             self.state = load_checkpoint(resumed, self.loaded, settings)
         self.step = self.state.step
         self.learning_rate = self._schedule()
+        self._profiler = StepProfiler(self.settings, self.context.rank)
         self._saver = CheckpointSaver(CheckpointStore(self.output_dir), self.loaded, settings, source)
         return self._ready()
 
@@ -154,12 +156,14 @@ class TrainedWorker(ModelWorker):
         # Without gradients Adam would still move the weights: by its moments, and by weight decay.
         plan = [samples for samples in plan if any(counts[sample] for sample in samples)]
         results: list[StepResult] = []
+        self._profiler.begin(step)
         for number, samples in enumerate(plan, 1):
             self.context.beat(f"train, update {number} of {len(plan)}", step)
             rate = self.learning_rate.at(self.state.updates)
             results.append(self._update(rollouts, samples, rate, step))
             self.state.updates += 1
         self.step = self.state.step = step + 1
+        self._profiler.end(self.step)
         return _summed(results, rate)
 
     def _update(self, rollouts: Rollouts, samples: Sequence[int], learning_rate: float, step: int) -> StepResult:

@@ -1,0 +1,86 @@
+"""When each process of a run did what, as a trace of Chrome's, which Perfetto opens.
+
+Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FOLDER = "timeline"
+
+
+class Timeline:
+    """Notes what one process does, in a file of its own; nothing in a run that has no `new_timeline`.
+
+    Args:
+        run_dir: of the run, on a disk that all its machines see.
+        name: of the process, such as actor_train-0.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        folder = run_dir / _FOLDER
+        self._path = folder / f"{name}.jsonl" if folder.is_dir() else None
+        self._phase: tuple[str, int, float] | None = None
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note what is done inside, and for how long."""
+        began = time.time()
+        try:
+            yield
+        finally:
+            self._write(name, began, {})
+
+    def begin(self, phase: str, step: int) -> None:
+        """Note that one phase is over, and another one begins."""
+        self.end()
+        self._phase = phase, step, time.time()
+
+    def end(self) -> None:
+        """Note that the phase that was begun last is over."""
+        if self._phase is not None:
+            phase, step, began = self._phase
+            self._write(phase, began, {"step": step})
+            self._phase = None
+
+    def _write(self, name: str, began: float, details: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        event = {"name": name, "ts": began * 1e6, "dur": (time.time() - began) * 1e6, "args": details}
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full disk ends no run
+            file.write(json.dumps(event) + "\n")
+
+
+def new_timeline(run_dir: Path, *, wanted: bool) -> None:
+    """Forget what an earlier run has noted; processes that start from here on note theirs where that is wanted."""
+    shutil.rmtree(run_dir / _FOLDER, ignore_errors=True)
+    if wanted:
+        (run_dir / _FOLDER).mkdir(parents=True)
+
+
+def write_timeline(run_dir: Path, target: Path) -> None:
+    """Write what all processes have noted as one file: a process of the trace for each, the driver first.
+
+    What a process does at the same time is in several rows, as few as hold it.
+    """
+    notes = sorted((run_dir / _FOLDER).glob("*.jsonl"), key=lambda path: (path.stem != "driver", path.stem))
+    events: list[dict[str, Any]] = []
+    for number, path in enumerate(notes):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": path.stem}})
+        ends: list[float] = []  # of rows
+        for event in sorted(
+            map(json.loads, path.read_text(encoding="utf-8").splitlines()), key=lambda each: each["ts"]
+        ):
+            row = next((row for row, end in enumerate(ends) if end <= event["ts"]), len(ends))
+            ends[row : row + 1] = [event["ts"] + event["dur"]]
+            events.append({"ph": "X", "cat": "role", "pid": number, "tid": row, **event})
+    if notes:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
