@@ -58,6 +58,17 @@ def found(run: dict[str, Any], **changes: Any) -> tuple[list[str], list[int], li
     return [finding.what for finding in findings], [int(error.exit_code) for error in checked.errors], checked.lines
 
 
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset", "eval_generate_prompts"])
+def test_what_is_not_there_is_said_of_its_setting(run: dict[str, Any], key: str) -> None:
+    more = (
+        {"eval_strategy": "epoch"} if key == "eval_dataset" else {"eval_generate_steps": 2} if "prompts" in key else {}
+    )
+    assert said(run, **more, **{key: "none.txt"}) == (
+        f"{key}: no such file or folder: none.txt\n"
+        "    fix: correct the path, which begins at the current folder or at dataset_dir"
+    )
+
+
 def test_nothing_is_wrong_and_unused_fields_are_named(run: dict[str, Any]) -> None:
     assert found(run) == ([], [], ["data       rows: fields that are not used: system, id"])
     entry = {"file_name": "rows.json", "columns": {"prompt": "instruction", "response": "output", "system": "system"}}

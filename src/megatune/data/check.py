@@ -15,7 +15,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError, no_rows
 from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
-from megatune.data.sources import DatasetSource, datasets_of
+from megatune.data.sources import DatasetSource, datasets_of, prompt_sources
 from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
 from megatune.data.templates import check_template
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -65,6 +65,8 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
             checked.lines.append(f"data       preprocessing_num_workers {asked}: {usable} are started, as {why}")
     if set(_OF_DATA) & set(invalid):
         return
+    if settings.generates and (prompts := settings.evaluation.eval_generate_prompts):
+        checked.run(partial(prompt_sources, settings, prompts, hubs=False))
     for evaluation in (False, True):
         sources = checked.run(partial(datasets_of, settings, evaluation=evaluation, hubs=False))
         for source in sources or ():

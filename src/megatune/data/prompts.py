@@ -19,7 +19,7 @@ from megatune.data.pictures import DocumentPicture
 from megatune.data.questions import read_questions
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.samples import replacements
-from megatune.data.sources import resolve_datasets
+from megatune.data.sources import prompt_sources
 from megatune.data.vision import VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -95,7 +95,7 @@ def prompts_of_file(
             asked (65).
     """
     data = settings.data
-    sources = resolve_datasets([name], data.dataset_dir, "sft", data.columns, all_columns=False)
+    sources = prompt_sources(settings, name)
     bad: list[str] = []
     questions = read_questions(
         sources,

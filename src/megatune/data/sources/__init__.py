@@ -29,7 +29,15 @@ from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
-__all__ = ["DATASET_INFO", "DatasetSource", "SourcePosition", "datasets_of", "media_dir_of", "resolve_datasets"]
+__all__ = [
+    "DATASET_INFO",
+    "DatasetSource",
+    "SourcePosition",
+    "datasets_of",
+    "media_dir_of",
+    "prompt_sources",
+    "resolve_datasets",
+]
 
 ONLINE = "ONLINE"
 REMOTE = "REMOTE:"
@@ -41,7 +49,19 @@ def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = Tr
     names = data.eval_dataset if evaluation else data.dataset
     stage, version, all_columns = settings.run.stage, data.swift_version, not evaluation
     return resolve_datasets(
-        names, data.dataset_dir, stage, data.columns, swift_version=version, all_columns=all_columns, hubs=hubs
+        *(names, data.dataset_dir, stage, data.columns),
+        key="eval_dataset" if evaluation else "dataset",
+        swift_version=version,
+        all_columns=all_columns,
+        hubs=hubs,
+    )
+
+
+def prompt_sources(settings: Settings, name: str, *, hubs: bool = True) -> list[DatasetSource]:
+    """Resolve what eval_generate_prompts names: see `resolve_datasets`."""
+    data = settings.data
+    return resolve_datasets(
+        *([name], data.dataset_dir, "sft", data.columns), key="eval_generate_prompts", all_columns=False, hubs=hubs
     )
 
 
@@ -51,11 +71,12 @@ def resolve_datasets(
     stage: str,
     columns: Mapping[str, str] | None = None,
     *,
+    key: str = "dataset",
     swift_version: int = 0,
     all_columns: bool = True,
     hubs: bool = True,
 ) -> list[DatasetSource]:
-    """Resolve the data sets that `dataset` or `eval_dataset` names, in order; those on a hub are fetched.
+    """Resolve the data sets that a setting names, in order; those on a hub are fetched.
 
     Each is looked up in DATASET_DIR/dataset_info.json; else it is a path, from here or from dataset_dir; else a hub's
     id. `parse_reference` has the syntax.
@@ -64,6 +85,7 @@ def resolve_datasets(
         stage: "dpo" and "rm" take preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything
             else.
         columns: own name -> usual name of columns of the data sets that have no entry.
+        key: the setting, for messages.
         swift_version: of ms-swift, if its rules read the rows of data sets that have no entry.
         all_columns: refuse a column that none of them has.
         hubs: False leaves out those that are on a hub, and asks none.
@@ -84,7 +106,8 @@ def resolve_datasets(
             if (source := _resolved(name, directory, told, hubs)) is not None:
                 sources.append(source)
         except MegatuneError as error:
-            errors.append(error)
+            findings = [replace(each, where=key) if each.where == "dataset" else each for each in error.findings]
+            errors.append(MegatuneError(findings, error.exit_code))
     if all_columns and not errors and len(sources) == len(names) and (wrong := told.unknown_columns()):
         errors.append(MegatuneError(wrong, ExitCode.SETTINGS))
     if errors:
