@@ -1,7 +1,7 @@
 # megatune on CPUs.
 #   docker build -f docker/cpu.Dockerfile -t megatune:cpu .
 #   docker run --rm -it -v "$PWD:/runs" megatune:cpu train run.yaml
-FROM python:3.11-slim-bookworm
+FROM python:3.12-slim-bookworm
 
 # The build without CUDA is not on the package index.
 ARG TORCH=2.13.0

@@ -3,7 +3,7 @@
 #   docker run --rm -it --gpus all --ipc host --ulimit memlock=-1 -v "$PWD:/runs" megatune:cuda train run.yaml
 #
 # The whole image, not the slim one: torch.compile asks for a C compiler.
-FROM python:3.11-bookworm
+FROM python:3.12-bookworm
 
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -94,8 +95,7 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     """Of torch and Megatron-Core constraints.txt has them: one build, and one version, is at hand."""
     lines = (ROOT / "versions" / "oldest.txt").read_text(encoding="utf-8").splitlines()
     oldest = {_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if "==" in line}
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {_name(line.partition("==")[0]): line.partition("==")[2] for line in constraints if "==" in line}
+    pinned = pinned_for("3.11")
     bounds = {
         _name(match[1]): match[2]
         for requirement in PROJECT["dependencies"]
@@ -115,8 +115,27 @@ def test_the_newest_versions_are_within_the_bounds() -> None:
     assert not {name: version for name, version in newest.items() if version not in asked[name]}
 
 
-def test_every_requirement_is_pinned() -> None:
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_requirement_is_pinned(python: str) -> None:
+    """To one version, within its bounds."""
+    pinned, requirements = (
+        pinned_for(python),
+        [*PROJECT["dependencies"], *(one for each in EXTRAS.values() for one in each)],
+    )
+    asked = [
+        one for one in map(Requirement, requirements) if one.marker is None or one.marker.evaluate(environment(python))
+    ]
+    assert not {_name(one.name) for one in asked if pinned.get(_name(one.name), "none") not in one.specifier}
+
+
+def pinned_for(python: str) -> dict[str, str]:
+    """Version of each package that constraints.txt has for a Python; no package has two."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {_name(line.partition("==")[0]) for line in lines if "==" in line}
-    requirements = [*PROJECT["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
-    assert not declared(requirements) - pinned
+    found = [Requirement(line) for line in lines if "==" in line]
+    chosen = [one for one in found if one.marker is None or one.marker.evaluate(environment(python))]
+    assert len({_name(one.name) for one in chosen}) == len(chosen)
+    return {_name(one.name): str(one.specifier).removeprefix("==") for one in chosen}
+
+
+def environment(python: str) -> dict[str, str]:
+    return {"python_version": python, "platform_system": "Linux", "sys_platform": "linux"}

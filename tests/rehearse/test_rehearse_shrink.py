@@ -46,8 +46,10 @@ def real_model(family: str, **changes: Any) -> RealModel:
         text = {**config["text_config"], **experts, "model_type": "qwen3_vl_moe_text"}
         vision = {**config["vision_config"], "out_hidden_size": text["hidden_size"]}
         config = {**config, "model_type": family, "text_config": text, "vision_config": vision}
-    if family == "internvl":  # the published models, unlike the default of Transformers' class, have these biases
-        config = {**config, "vision_config": {**config["vision_config"], "attention_bias": True}}
+    # The published models, unlike the defaults of Transformers' classes, have these biases, and not this head.
+    published = {"internvl": {"attention_bias": True}, "gemma3": {"vision_use_head": False}}
+    if family in published:
+        config = {**config, "vision_config": {**config["vision_config"], **published[family]}}
     config = {**config, **changes}
     return RealModel(family, config, where, read_architecture(config, where))
 

@@ -21,7 +21,8 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", module=r"megatron(\.|$)")
     warnings.filterwarnings("ignore", module=r"torch\.distributed(\.|$)")
-    for name in ("megatron", "bitsandbytes"):
+    # torch's names a folder of CUDA where there is no GPU; Megatron-Core imports it.
+    for name in ("megatron", "bitsandbytes", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("NVTE_SUPPRESS_WARNINGS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
