@@ -57,8 +57,8 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
         trainer, engine = groups["actor_train"], groups["actor_infer"]
         assert (trainer.size, engine.size) == (2, 1)
         assert trainer.call("add", 2) == [(0, 2), (1, 2)]
-        assert trainer.call_each("add", [(1,), (5,)]) == [(0, 3), (1, 7)]
-        assert trainer.call_one(1, "add", 1) == (1, 8)
+        assert trainer.start_each("add", [(1,), (5,)]).result() == [(0, 3), (1, 7)]
+        assert trainer.start_one(1, "add", 1).result() == [(1, 8)]
         assert engine.call("add", 1) == [(0, 11)]
         (world, local, address, port, mark), (_, other_local, _, other_port, _) = trainer.call("where")
         assert (world, local, other_local, address, mark) == (2, 0, 1, "127.0.0.1", "a")
@@ -126,7 +126,7 @@ def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: in
     specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER)]
     with Cluster(tmp_path, {0}) as cluster:
         groups = cluster.start(specs)
-        pids = [groups[name].call_one(0, "pid") for name in groups]
+        pids = [groups[name].call("pid")[0] for name in groups]
         call = groups["actor_infer"].start("work", "generate", 4, 60.0, 30.0 if signum else 8.0)
         groups["reward"].run(asyncio.sleep(1.0))
         os.kill(pids[list(groups).index(role)], signum)
@@ -159,7 +159,7 @@ def test_a_stranger_has_the_port(ray: None, tmp_path: Path, monkeypatch: pytest.
         trainer = cluster.start([train])["actor_train"]
         says = rf"rank 0 on \S+ did not meet the other 1 ranks at 127.0.0.1:{port}"
         with pytest.raises(MegatuneError, match=rf"{says}\n.*why: .*(in use|listen)(.|\n)*start again") as caught:
-            trainer.call_one(0, "join")
+            trainer.start_one(0, "join").result()
         assert caught.value.exit_code == ExitCode.UNAVAILABLE
 
 

@@ -68,24 +68,16 @@ class RoleGroup:
         """
         return self.start(method, *args, limit=limit, **kwargs).result()
 
-    def call_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of one actor's object; see `call`."""
-        return self.start_one(rank, method, *args, limit=limit, **kwargs).result()[0]
-
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
-        """Call a method of every actor's object with its own arguments, by rank; see `call`."""
-        return self.start_each(method, arguments, limit=limit).result()
-
     def start(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
         """As `call`, without waiting."""
         return self._start(method, self.actors, [args] * self.size, kwargs, limit)
 
     def start_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
-        """As `call_one`, without waiting."""
+        """Call a method of one actor's object, without waiting."""
         return self._start(method, [self.actors[rank]], [args], kwargs, limit)
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> Pending:
-        """As `call_each`, without waiting."""
+        """Call a method of every actor's object with its own arguments, by rank, without waiting."""
         assert len(arguments) == self.size
         return self._start(method, self.actors, arguments, {}, limit)
 
