@@ -101,6 +101,7 @@ class Watch:
         self._failed: dict[Actor, Failure] = {}
         self._runner = asyncio.Runner()
         self.loop = self._runner.get_loop()
+        self.loop.set_exception_handler(_report)
         self._has_failed = asyncio.Event()
         self._looked = time.monotonic()
         self._watching = self.loop.create_task(self._watch())
@@ -271,6 +272,12 @@ class Watch:
         error = MegatuneError(findings, exit_code)
         report.write(self._run_dir, self.actors, culprit, error, traceback)
         raise error
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a task has raised; Ctrl-C reaches whichever is at work, and ends the run anyway."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 async def _next(stream: Any) -> Any:
