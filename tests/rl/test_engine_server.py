@@ -151,6 +151,8 @@ class Actors:
         for rank, told in enumerate(self.aborts):
             told.set()
             self.aborts[rank] = asyncio.Event()
+        for _ in range(10):  # what it ends may come before its own answer
+            await asyncio.sleep(0)
 
     def call(self, method: str, *args: object) -> list[Any]:
         self.calls[method] += 1

@@ -93,9 +93,9 @@ class EngineGroup:
         for _, answer in waiting:
             if not answer.done():
                 answer.set_result([])
-        if self._calls:
+        if calls := set(self._calls):
             await self.group.start_each("abort", [(number,) for number in self._numbers])
-            await asyncio.wait(self._calls)
+            await asyncio.wait(calls)
 
     def sleep(self) -> None:
         """Free the devices; what is asked for meanwhile waits."""

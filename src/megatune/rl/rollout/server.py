@@ -88,7 +88,7 @@ class EngineServer:
             answer.set_result([])
         else:
             self._held[number] = _Call(requests, answer)
-        if self._arrived < self._announced:
+        if self._arrived < self._announced or not self._held:
             return
         calls = [self._held.pop(number) for number in sorted(self._held)]
         self._call_of |= {request.id: call for call in calls for request in call.requests}
