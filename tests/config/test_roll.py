@@ -143,7 +143,31 @@ def test_a_student_is_distilled_as_by_the_launcher_of_such_files(read):
     found = read(f"{text}teacher: {{device_mapping: [0], {model}, {strategy}}}\n")
     assert found.findings == ()
     assert found.settings.algorithm.is_pure_opd
+    assert read(run_yaml(found)).settings.algorithm.is_pure_opd
     assert any(line.startswith("is_pure_opd is true") for line in found.lines)
+
+
+def test_a_preset_sets_what_was_published_and_is_refused_where_it_would_not(read):
+    words = ("algorithm_preset=dapo", "rewards.more={worker_cls: format, tag_included: [a]}")
+    own = "rewards.math.query_filter_config={type: mean_filter, filter_args: {threshold_up: 0.9}}"
+    shares = "actor_train.data_args.domain_interleave_probs={math: 0.5, more: 0.5}"
+    found = read(SMALL, *words, own, shares, "pg_clip_high=0.28")
+    assert found.findings == ()
+    algorithm = found.settings.algorithm
+    assert (algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert (algorithm.max_len_mask, found.settings.rollout.is_use_additional_prompts) == (True, True)
+    filters = {name: role.group_filter.type for name, role in found.settings.rewards.items()}
+    assert filters == {"math": "mean_filter", "more": "std_filter"}
+    assert any(
+        line.startswith("algorithm_preset dapo sets adv_estimator grpo, use_pg_clip_range") for line in found.lines
+    )
+    again = read(run_yaml(found))
+    assert again.findings == ()
+    assert again.settings.algorithm == algorithm
+    assert again.settings.rewards == found.settings.rewards
+    (refused,) = read(SMALL, *words[:1], "loss_agg_mode=seq-mean-token-mean").findings
+    assert refused.what == "loss_agg_mode is seq-mean-token-mean, and algorithm_preset dapo sets token-mean"
+    assert refused.fix == "remove loss_agg_mode, or the preset"
 
 
 @pytest.mark.parametrize("key", ["rollout_batch_size", "gradient_accumulation_steps"])

@@ -17,8 +17,8 @@ from megatune.rl.cluster.role import RoleSpec
 def main() -> None:
     with Cluster(Path(sys.argv[1]), {0}) as cluster:
         group = cluster.start([RoleSpec("policy", "cluster_workers:Worker", devices=(0,), rendezvous=True)])["policy"]
-        where = group.call_one(0, "where")
-        actors = [group.call_one(0, "pid"), group.call_one(0, "child")]
+        where = group.call("where")[0]
+        actors = [*group.call("pid"), *group.call("child")]
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         print(json.dumps({"where": where, "actors": actors, "pids": [*pids, *actors]}), flush=True)
         if sys.argv[2:]:

@@ -9,6 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.launch.context import RankContext
+from megatune.rl.rollout.server import EngineServer
+
+
+def server(context: RankContext, start: int = 0) -> EngineServer:
+    """Return a worker that runs as engines do."""
+    return EngineServer(context, lambda: Worker(context, start))  # type: ignore[arg-type, return-value]
 
 
 class Worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import time
@@ -25,34 +26,32 @@ from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rollout.server import EngineServer
 from megatune.rl.worker import reference, training
 
 
-class _Pending:
-    done = True
-
-    def __init__(self, answers: list[Any]) -> None:
-        self._answers = answers
-
-    def result(self) -> list[Any]:
-        return self._answers
-
-
 class LocalGroup:
-    """`RoleGroup`, of objects. Ranks of the pool have met already."""
+    """`RoleGroup`, of objects; servers among them run in threads. Ranks of the pool have met already."""
 
-    def __init__(self, *objects: Any) -> None:
+    def __init__(self, *objects: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.objects, self.size = objects, len(objects)
-        self.watch = SimpleNamespace(wait=lambda done, seconds: None)
+        self.loop = loop or asyncio.new_event_loop()
+        self.run = self.loop.run_until_complete
 
     def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
-        return [None if method == "join" else getattr(each, method)(*args) for each in self.objects]
+        return [None if method == "join" else self._called(each, method, *args) for each in self.objects]
 
-    def start(self, method: str, *args: Any) -> _Pending:
-        return _Pending(self.call(method, *args))
+    def start(self, method: str, *args: Any) -> Any:
+        return SimpleNamespace(result=lambda: self.call(method, *args))
 
-    def start_each(self, method: str, arguments: list[tuple[Any, ...]]) -> _Pending:
-        return _Pending([getattr(each, method)(*own) for each, own in zip(self.objects, arguments, strict=True)])
+    async def start_one(self, rank: int, method: str, *args: Any) -> list[Any]:
+        return [await asyncio.wrap_future(self.objects[rank].ask(method, *args))]
+
+    async def start_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return [(await self.start_one(rank, method, *own))[0] for rank, own in enumerate(arguments)]
+
+    def _called(self, each: Any, method: str, *args: Any) -> Any:
+        return each.ask(method, *args).result() if isinstance(each, EngineServer) else getattr(each, method)(*args)
 
 
 def _sync(trainer: LocalGroup, engines: LocalGroup, version: int, *, num_tensors: int) -> Sync:
@@ -103,10 +102,13 @@ def _run(
         context = RankContext(RankEnv(0, 0, 1, 1, "127.0.0.1", 1, 0), run_dir)
         return None if role is None else ModelGroup(role, LocalGroup(host(context, settings, role)))
 
+    loop = asyncio.new_event_loop()
+
     def engines(role: InferRole, max_running: int, context: int) -> EngineGroup:
         own = [RankContext(RankEnv(rank, 0, 1, 1, "127.0.0.1", 1, 0), run_dir) for rank in range(role.num_engines)]
         made = [hosts.engine(each, role, 0, max_running, context) for each in own]
-        return EngineGroup(role, LocalGroup(*made), settings.sleep_level if role is settings.actor_infer else 1)  # type: ignore[arg-type]
+        level = settings.sleep_level if role is settings.actor_infer else 1
+        return EngineGroup(role, LocalGroup(*made, loop=loop), max_running, level)  # type: ignore[arg-type]
 
     longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}
@@ -120,5 +122,5 @@ def _run(
         {},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
-    with RewardPool(settings.rewards) as pool:
+    with contextlib.closing(loop), RewardPool(settings.rewards) as pool:
         return drive(settings, model, trained, validation, roles, pool, stop_requested)

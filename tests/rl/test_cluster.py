@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from unittest import mock
 import numpy as np
 import psutil
 import pytest
-from test_reward_pool import sample
+from test_reward_pool import sample, scored
 
 from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
@@ -29,7 +30,7 @@ from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.cluster.weights import sync_weights
 from megatune.rl.rewards.pool import RewardPool
 
-WORKER = "cluster_workers:Worker"
+WORKER, SERVER = "cluster_workers:Worker", "cluster_workers:server"
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,14 @@ def ended(pids: list[int]) -> bool:
 
 def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
     train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True, environment={"MARK": "a"})
-    infer = RoleSpec("actor_infer", WORKER, {"start": 10}, devices=(0, 1), devices_per_actor=2)
+    infer = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), devices_per_actor=2, is_server=True)
     with Cluster(tmp_path, {0, 1}) as cluster:
         groups = cluster.start([train, infer])
         trainer, engine = groups["actor_train"], groups["actor_infer"]
         assert (trainer.size, engine.size) == (2, 1)
         assert trainer.call("add", 2) == [(0, 2), (1, 2)]
-        assert trainer.call_each("add", [(1,), (5,)]) == [(0, 3), (1, 7)]
-        assert trainer.call_one(1, "add", 1) == (1, 8)
+        assert trainer.start_each("add", [(1,), (5,)]).result() == [(0, 3), (1, 7)]
+        assert trainer.start_one(1, "add", 1).result() == [(1, 8)]
         assert engine.call("add", 1) == [(0, 11)]
         (world, local, address, port, mark), (_, other_local, _, other_port, _) = trainer.call("where")
         assert (world, local, other_local, address, mark) == (2, 0, 1, "127.0.0.1", "a")
@@ -65,7 +66,9 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
         assert engine.call("where")[0][3:] == (None, None)
         assert trainer.call("size", np.zeros(10**6)) == [(10**6, False)] * 2
         slow, quick = trainer.start_one(0, "work", "a", 1, 5.0), trainer.start_one(1, "work", "b", 1, 0.0)
-        assert cluster.wait([slow, quick], seconds=4.5) == [quick]
+        begun = time.monotonic()
+        assert quick.result() == [None]
+        assert time.monotonic() - begun < 4.5
         assert slow.result() == [None]
 
         sync = sync_weights(trainer, engine, 5, [1000, 2000, 3000], num_tensors=3)
@@ -94,11 +97,11 @@ def test_rewards_are_scored_on_every_machine(ray: None, tmp_path: Path) -> None:
 
     with RewardPool({"own": role}, hosts=remote_hosts(["DEFAULT", "DEFAULT"]), log_dir=tmp_path) as pool:
         texts = ["aaa", "b", "aa", "ab"]
-        assert [each.score for each in pool.score(map(sample, texts))] == [1, 0, 1, 1]
+        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
         mine = processes()
         assert mine
         os.kill(mine[0], signal.SIGKILL)
-        assert [each.score for each in pool.score(map(sample, texts))] == [1, 0, 1, 1]
+        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
     assert ended(mine)
 
 
@@ -120,12 +123,12 @@ NOTHING = 0
     ],
 )
 def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: int, says: str) -> None:
-    specs = [RoleSpec("actor_infer", WORKER, devices=(0,)), RoleSpec("reward", WORKER)]
+    specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER)]
     with Cluster(tmp_path, {0}) as cluster:
         groups = cluster.start(specs)
-        pids = [groups[name].call_one(0, "pid") for name in groups]
+        pids = [groups[name].call("pid")[0] for name in groups]
         call = groups["actor_infer"].start("work", "generate", 4, 60.0, 30.0 if signum else 8.0)
-        cluster.wait([call], seconds=1.0)
+        groups["reward"].run(asyncio.sleep(1.0))
         os.kill(pids[list(groups).index(role)], signum)
         with pytest.raises(MegatuneError, match=rf"{role}-0 on host \S+?,? {says}") as caught:
             call.result()
@@ -156,7 +159,7 @@ def test_a_stranger_has_the_port(ray: None, tmp_path: Path, monkeypatch: pytest.
         trainer = cluster.start([train])["actor_train"]
         says = rf"rank 0 on \S+ did not meet the other 1 ranks at 127.0.0.1:{port}"
         with pytest.raises(MegatuneError, match=rf"{says}\n.*why: .*(in use|listen)(.|\n)*start again") as caught:
-            trainer.call_one(0, "join")
+            trainer.start_one(0, "join").result()
         assert caught.value.exit_code == ExitCode.UNAVAILABLE
 
 
@@ -175,14 +178,17 @@ def test_the_rank_that_failed_is_blamed(ray: None, tmp_path: Path) -> None:
         trainer = cluster.start([train])["actor_train"]
         calls = [trainer.start_one(0, "fail", "Connection closed by peer"), trainer.start_one(1, "fail", "odd", 1.0)]
         with pytest.raises(MegatuneError, match=r"actor_train-1 .*at step 7 \(train\).*RuntimeError: odd") as caught:
-            cluster.wait(calls)
+            calls[0].result()
         assert caught.value.exit_code == ExitCode.INTERNAL
         assert "in fail" in (tmp_path / "logs" / "actor_train-1.log").read_text()
 
 
 def test_a_stream_breaks_off(ray: None, tmp_path: Path) -> None:
     """The trainer is blamed, not the engine whose argument did not come; and the engine has committed nothing."""
-    specs = [RoleSpec("actor_train", WORKER, devices=(0,)), RoleSpec("actor_infer", WORKER, devices=(0,))]
+    specs = [
+        RoleSpec("actor_train", WORKER, devices=(0,)),
+        RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True),
+    ]
     with Cluster(tmp_path, {0}) as cluster:
         groups = cluster.start(specs)
         with pytest.raises(MegatuneError, match=r"actor_train-0 .*step 1 \(weights\).*a tensor is missing") as caught:

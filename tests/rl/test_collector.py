@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatune.rl.pipeline.learn import sampled_by
 from megatune.rl.pipeline.report import sample_metrics
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.validation import pass_at_k, validation_metrics
-from megatune.rl.samples import Problem, Request, Response
+from megatune.rl.samples import Problem, Request, Response, Sample
 
 SAMPLING = Sampling(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
 
@@ -29,55 +30,79 @@ def _filter(kind: Any, **bounds: float) -> GroupFilter:
     return GroupFilter(type=kind, filter_args=bounds)
 
 
+@pytest.fixture
+def run() -> Iterator[Callable[..., Any]]:
+    """Runs coroutines in one loop, as the driver does."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
 class Engines:
-    """Engines that finish requests in an order of their own, a token a step; a response says which seed it has."""
+    """`EngineGroup` that samples a token of each group at a time.
 
-    number = 2
+    Args:
+        delay: turns of the loop that a token of a group takes, by its number.
+    """
 
-    def __init__(self, order: int = 1) -> None:
-        self.order, self.version, self.seen = order, 1, list[Request]()
-        self.flight: dict[str, tuple[Request, list[int], tuple[tuple[int, int], ...]]] = {}
+    def __init__(self, delay: Callable[[int], int] = lambda number: 1) -> None:
+        self.delay, self.version, self.seen = delay, 1, list[Request]()
+        self.in_flight = self.aborted = 0
 
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
-        for own in requests:
-            for request in own:
-                self.seen.append(request)
-                ids = request.response_ids.tolist()
-                versions = (*request.versions, (len(ids), self.version))
-                self.flight[request.id] = request, ids, versions
+    async def generate(self, requests: Sequence[Request]) -> list[Response]:
+        self.seen += requests
+        self.in_flight += 1
+        aborted, version, number = self.aborted, self.version, int(requests[0].id.split("-")[1])
+        ids = {request.id: request.response_ids.tolist() for request in requests}
 
-    def step(self, *, wait: bool = True) -> list[Response]:
-        found = []
-        for key in list(self.flight)[:: self.order]:
-            request, ids, versions = self.flight[key]
-            ids.append(request.seed % 7)
-            if len(ids) > request.seed % 5:
-                del self.flight[key]
-                found.append(_response(key, ids, "stop", versions))
-        return found
+        def has_ended(request: Request) -> bool:
+            return len(ids[request.id]) > request.seed % 5
 
-    def settle(self) -> list[Response]:
-        return []
+        while self.aborted == aborted and not all(map(has_ended, requests)):
+            for _ in range(self.delay(number)):
+                await asyncio.sleep(0)
+            for request in requests:
+                if not has_ended(request):
+                    ids[request.id].append(request.seed % 7)  # a response says which seed it has
+        self.in_flight -= 1
+        return [
+            _response(
+                each.id,
+                ids[each.id],
+                "stop" if has_ended(each) else "abort",
+                (*each.versions, (len(each.response_ids), version)),
+            )
+            for each in requests
+        ]
 
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        gone = [key for key in self.flight if ids is None or key in ids]
-        return [_response(key, *self.flight.pop(key)[1:2], "abort", ((0, self.version),)) for key in gone]
+    async def abort(self) -> None:
+        self.aborted += 1
+        while self.in_flight:
+            await asyncio.sleep(0)
 
 
 class Scores:
-    """Scores in the opposite order: the sum of a response's tokens."""
+    """`RewardPool`: a score is the sum of a response's tokens.
+
+    Attributes:
+        may: scores are given while it is set.
+        asked: samples that are scored now.
+    """
 
     def __init__(self) -> None:
-        self.groups: list[Group] = []
+        self.may = asyncio.Event()
+        self.may.set()
+        self.asked: list[Sample] = []
 
-    def submit(self, group: Group) -> None:
-        with_samples(group, [str(group.responses[place].response_ids.tolist()) for place in range(group.size)])
-        for sample in group.samples:
-            sample.score = float(sample.response.response_ids.sum())
-        self.groups.insert(0, group)
+    async def score(self, sample: Sample) -> None:
+        self.asked.append(sample)
+        await self.may.wait()
+        self.asked.remove(sample)
+        sample.score = float(sample.response.response_ids.sum())
 
-    def poll(self, wait: float) -> list[Group]:
-        return [self.groups.pop(0)] if self.groups else []
+
+async def _moments(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 def _response(key: str, ids: list[int], finish: Any, versions: Any) -> Response:
@@ -88,18 +113,19 @@ def _problem(domain: str, index: int) -> Problem:
     return Problem(f"{domain}{index}", domain, domain, [], np.array([1, 2]), {})
 
 
-def _collector(engines: Engines, scores: Scores, max_running: int = 5, **changes: Any) -> Collector:
-    sampler = Sampler(engines, SAMPLING, max_running)
+def _sampler(engines: Engines, scores: Scores) -> Sampler:
+    return Sampler(engines, scores, SAMPLING, str, None)  # type: ignore[arg-type]
+
+
+def _collector(engines: Engines, scores: Scores, **changes: Any) -> Collector:
     filters = {"a": _filter("std_filter", std_threshold=0.0), "b": GroupFilter()}
-    return Collector(sampler, scores, _problem, {"a": 3, "b": 1}, filters, 2, **changes)
+    return Collector(_sampler(engines, scores), _problem, {"a": 3, "b": 1}, filters, 2, **changes)
 
 
-def test_the_reward_before_the_filter_is_known() -> None:
+def test_the_reward_before_the_filter_is_known(run: Any) -> None:
     collector, taken = _collector(Engines(), Scores()), None
     while taken is None or not taken.num_dropped:
-        while not collector.is_ready:
-            collector.pump()
-        taken = collector.take()
+        taken = run(collector.take())
     assert len(taken.dropped_scores) == 2 * taken.num_dropped
     kept = [sample.score for group in taken.groups for sample in group.samples]
     found = sample_metrics(taken, 1)
@@ -107,132 +133,134 @@ def test_the_reward_before_the_filter_is_known() -> None:
     assert found["reward_unfiltered"] == pytest.approx(np.mean([*kept, *taken.dropped_scores]))
 
 
-def _step(collector: Collector) -> list[tuple[str, list[float]]]:
-    while not collector.is_ready:
-        collector.pump()
-    return [(group.problem.id, group.scores.tolist()) for group in collector.take().groups]
+async def _step(collector: Collector) -> list[tuple[str, list[float]]]:
+    taken = await collector.take()
+    return [(group.problem.id, group.scores.tolist()) for group in taken.groups]
 
 
-def test_a_synchronous_step_does_not_depend_on_timing() -> None:
+def test_a_synchronous_step_does_not_depend_on_timing(run: Any) -> None:
     runs = []
-    for order, max_running, extra in ((1, 5, 0), (-1, 50, 0), (2, 1, 0), (1, 50, 2)):
-        collector = _collector(Engines(order), Scores(), max_running, extra=extra)
-        runs.append([_step(collector) for _ in range(3)])
-    assert runs[0] == runs[1] == runs[2] == runs[3]
+    for delay, extra in ((lambda number: 1, 0), (lambda number: 40 // (1 + number), 0), (lambda number: number, 2)):
+        collector = _collector(Engines(delay), Scores(), extra=extra)
+        runs.append([run(_step(collector)) for _ in range(3)])
+    assert runs[0] == runs[1] == runs[2]
     groups = [group for step in runs[0] for group in step]
     assert len({name for name, _ in groups}) == 12
     assert all(scores[0] != scores[1] for name, scores in groups if name[0] == "a")  # the others were dropped
     assert [name for name, _ in groups if name[0] == "b"] == ["b0", "b1", "b2"]
 
 
-def test_a_checkpoint_goes_on_where_the_run_was() -> None:
+def test_a_checkpoint_goes_on_where_the_run_was(run: Any) -> None:
     whole = _collector(Engines(), Scores())
-    expected = [_step(whole) for _ in range(3)]
+    expected = [run(_step(whole)) for _ in range(3)]
     collector = _collector(Engines(), Scores())
-    assert _step(collector) == expected[0]
-    collector.pause()
+    assert run(_step(collector)) == expected[0]
+    run(collector.pause())
     state = json.loads(json.dumps(collector.state({})))
-    resumed = _collector(Engines(-1), Scores())
+    resumed = _collector(Engines(lambda number: 40 // (1 + number)), Scores())
     resumed.load_state(state, {})
-    assert [_step(resumed), _step(resumed)] == expected[1:]
+    assert [run(_step(resumed)), run(_step(resumed))] == expected[1:]
 
 
-def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_too_old() -> None:
+def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_too_old(run: Any) -> None:
     engines = Engines()
-    collector = _collector(engines, Scores(), 50, ratio=1.0)
-    first = _step(collector)
-    collector.pump()
-    collector.pause()
+    collector = _collector(engines, Scores(), ratio=1.0)
+    first = run(_step(collector))
+    run(collector.pause())
     state = json.loads(json.dumps(collector.state({})))
     begun = [group for domain in state.values() for group in [*domain["under_way"], *domain["ready"]]]
     assert len(begun) >= 4  # of the next step
     assert any(group["parts"] or group["responses"] for group in begun)
-    other = _collector(engines, Scores(), 50, ratio=1.0)
+    other = _collector(engines, Scores(), ratio=1.0)
     other.load_state(state, {})
     engines.version = 2
-    assert not {name for name, _ in _step(other)} & {name for name, _ in first}
+    assert not {name for name, _ in run(_step(other))} & {name for name, _ in first}
     engines.version = 4
-    other.pause()
+    run(other.pause())
     other.regenerate_stale(4)
-    while not other.is_ready:
-        other.pump()
-    taken = other.take()
+    taken = run(other.take())
     assert all((group.oldest_version or 0) >= 3 for group in taken.groups)
     assert taken.num_stale > 0
     assert any(request.id.endswith("-1") for request in engines.seen)
 
 
-class StuckScores(Scores):
-    """Gives nothing back while it is stuck."""
-
-    is_stuck = True
-
-    def poll(self, wait: float) -> list[Group]:
-        return [] if self.is_stuck else super().poll(wait)
-
-
-def test_a_sync_waits_for_no_score() -> None:
+def test_a_sync_waits_for_no_score(run: Any) -> None:
     """What is scored meanwhile is kept, or sampled again where it is too old then; a checkpoint has it, too."""
-    engines, scores = Engines(), StuckScores()
-    collector = _collector(engines, scores, 50, ratio=1.0)
-    for _ in range(8):
-        collector.pump(wait=False)
-    assert len(scores.groups) >= 4
-    collector.pause()
+    engines, scores = Engines(), Scores()
+    scores.may.clear()
+    collector = _collector(engines, scores, ratio=1.0)
+    run(_until(collector, lambda: len(scores.asked) == 16))
+    run(collector.pause())
+    scored = {id(sample) for sample in scores.asked}
     routing: dict[str, np.ndarray] = {}
-    scores.groups[-1].responses[0] = replace(scores.groups[-1].responses[0], routing=np.ones((2, 3, 1), np.int16))
+    group = next(iter(collector._domains["b"].under_way.values()))
+    group.responses[0] = replace(group.responses[0], routing=np.ones((2, 3, 1), np.int16))
     state = json.loads(json.dumps(collector.state(routing)))
     assert [array.shape for array in routing.values()] == [(2, 3, 1)]
-    resumed, again = _collector(Engines(), restored := Scores(), 50, ratio=1.0), list(scores.groups)
+    resumed = _collector(other := Engines(), Scores(), ratio=1.0)
     resumed.load_state(state, routing)
-    assert {group.number for group in restored.groups} == {group.number for group in again}
-    assert len(_step(resumed)) == 4
+    taken = run(resumed.take())
+    assert len(taken.groups) == 4
+    assert {group.oldest_version for group in taken.groups} == {1}
+    sampled = {int(request.id.split("-")[1]) for request in other.seen}
+    assert sampled.isdisjoint({0, 1, 2, 3, 4, 6, 8, 10}), "they are only scored again"
     engines.version = 4
     collector.regenerate_stale(4)
-    scores.is_stuck = False
-    while not collector.is_ready:
-        collector.pump()
-    taken = collector.take()
-    assert taken.num_stale >= len(again)
-    assert not {id(group) for group in taken.groups} & {id(group) for group in again}
+    scores.may.set()
+    taken = run(collector.take())
+    assert taken.num_stale == 8
+    assert not {id(sample) for group in taken.groups for sample in group.samples} & scored
     assert all((group.oldest_version or 0) >= 3 for group in taken.groups)
 
 
-def test_a_part_goes_on_with_what_it_has() -> None:
-    engines = Engines()
-    sampler = Sampler(engines, SAMPLING, 8)
-    sampler.add([Group(_problem("a", 0), 3, 0, 4)])
-    sampler.pump()
-    sampler.pause()
-    engines.version = 2
-    sampler.pump()
-    again = {place_of(request.id)[1]: request for request in engines.seen[4:]}
+async def _until(collector: Collector, is_so: Callable[[], bool]) -> None:
+    """Let a step be taken until something is so."""
+    taking = asyncio.create_task(collector.take())
+    while not is_so():
+        await asyncio.sleep(0)
+    taking.cancel()
+
+
+def test_the_next_step_is_sampled_while_the_trainer_works(run: Any) -> None:
+    """And nothing is, while it does, in a synchronous run: nor is anything left in flight."""
+    for ratio, sampled in ((0.0, 0), (1.0, 8)):
+        engines = Engines()
+        collector = _collector(engines, Scores(), ratio=ratio)
+        run(collector.take())
+        assert ratio or not engines.in_flight
+        run(_moments(100))
+        assert len(collector._domains["a"].ready) + len(collector._domains["b"].ready) == sampled
+        assert len(engines.seen) == 2 * (4 + sampled) or not ratio
+
+
+def test_a_part_goes_on_with_what_it_has(run: Any) -> None:
+    engines = Engines(lambda number: 3)
+    sampler = _sampler(engines, Scores())
+    group = Group(_problem("a", 0), 3, 0, 4)
+
+    async def paused() -> None:
+        task = asyncio.create_task(sampler.finish(group))
+        await _moments(3)
+        await sampler.pause()
+        engines.version = 2
+        await _moments(30)
+        assert len(engines.seen) == 4
+        sampler.resume()
+        await task
+
+    run(paused())
+    again = {place_of(request.id): request for request in engines.seen[4:]}
     assert again
     assert all(len(request.response_ids) == 1 for request in again.values())
     assert all(request.seed == seed_of(1, "train", 3, place, 0) for place, request in again.items())
+    assert all(group.responses[place].versions == ((0, 1), (1, 2)) for place in again)
 
 
-def test_an_engine_has_so_many_requests_in_flight_and_most_of_a_group() -> None:
-    engines, given = Engines(), list[list[int]]()
-    submit = engines.submit
-
-    def noted(requests: Sequence[Sequence[Request]]) -> None:
-        given.extend([place_of(request.id)[0] for request in own] for own in requests)
-        submit(requests)
-
-    engines.submit = noted  # type: ignore[method-assign]
-    sampler = Sampler(engines, SAMPLING, 3)
-    sampler.add([Group(_problem("a", number), number, number, 2) for number in range(4)])
-    sampler.pump()
-    assert given == [[0, 0, 2], [1, 1, 2]]
-
-
-def test_a_run_that_drops_every_group_ends() -> None:
-    sampler = Sampler(Engines(), SAMPLING, 8)
+def test_a_run_that_drops_every_group_ends(run: Any) -> None:
     never = {"a": _filter("mean_filter", threshold_down=1e9)}
-    collector = Collector(sampler, Scores(), _problem, {"a": 2}, never, 2)
+    collector = Collector(_sampler(Engines(), Scores()), _problem, {"a": 2}, never, 2)
     with pytest.raises(MegatuneError, match="drops nearly every group"):
-        _step(collector)
+        run(collector.take())
 
 
 @pytest.mark.parametrize(

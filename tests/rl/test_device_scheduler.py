@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
+from functools import partial
 from typing import Any
 
 from megatune.config.rl.settings import InferRole, ModelRole
@@ -14,14 +15,12 @@ class Calls:
     """`RoleGroup` of actors that do whatever they are asked."""
 
     def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
+        self.name, self.said, self.size = name, said, 1
+        self.loop, self.run = asyncio.new_event_loop(), None
 
     def call(self, method: str, *args: Any) -> list[Any]:
         self.said.append(" ".join([self.name, method, *map(str, args)]))
         return [None]
-
-    def start(self, method: str, *args: Any) -> Any:
-        return SimpleNamespace(result=lambda: self.call(method, *args))
 
 
 def _infer(device: int, **changes: Any) -> InferRole:
@@ -34,7 +33,7 @@ def _role(name: str, device: int) -> ModelRole:
 
 def test_an_engine_has_its_cache_once_the_trainer_has_left() -> None:
     said: list[str] = []
-    engines = EngineGroup(_infer(0), Calls("engine", said), sleep_level=2)  # type: ignore[arg-type]
+    engines = EngineGroup(_infer(0), Calls("engine", said), 1, sleep_level=2)  # type: ignore[arg-type]
     actor = ModelGroup(_role("actor_train", 0), Calls("actor", said))  # type: ignore[arg-type]
     scheduler = DeviceScheduler(engines, [actor])
     scheduler.load(actor)
@@ -53,12 +52,12 @@ def test_a_judge_sleeps_while_a_trainer_has_its_device() -> None:
     def group(kind: Any, role: Any, name: str) -> Any:
         return kind(role, Calls(name, said))
 
-    engine = group(EngineGroup, _infer(0), "engine")
-    judge = group(EngineGroup, _infer(1, name="reward_model"), "judge")
+    engines = partial(EngineGroup, max_running=1)
+    engine = group(engines, _infer(0), "engine")
+    judge = group(engines, _infer(1, name="reward_model"), "judge")
     actor = group(ModelGroup, _role("actor_train", 1), "actor")
     apart = group(ModelGroup, _role("reference", 2), "reference")
     scheduler = DeviceScheduler(engine, [actor, apart], [judge])
-    assert scheduler.judges_share_devices
     for model in (actor, apart):
         scheduler.load(model)
     scheduler.transfer(actor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -32,7 +33,7 @@ from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.problems import read_problems
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.kinds import load_reward
-from megatune.rl.samples import Problem, Request, Response
+from megatune.rl.samples import Problem, Request, Response, Sample
 
 LIMIT = 120.0
 EXAMPLE = Path(__file__).parents[2] / "examples/rl/game.yaml"
@@ -97,42 +98,42 @@ def _response(ids: Sequence[int], observed: Any = (), finish: Any = "stop", key:
 
 
 class Engines:
-    """Ends some tokens later, or aborts, and knows nothing of observations."""
+    """Samples a token, is aborted the first time, and knows nothing of observations."""
 
-    number = 1
+    asked = 0
 
-    def __init__(self) -> None:
-        self.flight: list[Request] = []
+    async def generate(self, requests: Sequence[Request]) -> list[Response]:
+        self.asked += 1
+        finish = "abort" if self.asked == 1 else "stop"
+        return [_response([*request.response_ids, 9], (), finish, request.id) for request in requests]
 
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
-        self.flight += [each for own in requests for each in own]
 
-    def step(self, *, wait: bool = True) -> list[Response]:
-        return [self._end(each, "stop") for each in self.flight if not self.flight.clear()]
+class Turns:
+    """Answers the first two turns with an observation, then scores."""
 
-    def settle(self) -> list[Response]:
-        return []
-
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        gone, self.flight = self.flight, []
-        return [self._end(each, "abort") for each in gone]
-
-    def _end(self, request: Request, finish: str) -> Response:
-        return _response([*request.response_ids, 9], (), finish, request.id)
+    async def score(self, sample: Sample) -> None:
+        sample.score = float(len(sample.turns))
+        sample.details = {OBSERVATION: "more"} if len(sample.turns) < 3 else {}
 
 
 def test_observations_are_kept_by_parts_and_in_checkpoints():
+    """A turn is one call to an engine, whatever its tokens are."""
+
+    def extend(problem: Problem, response: Response, observation: str) -> Response:
+        begun = len(response.response_ids)
+        ids = np.concatenate([response.response_ids, [4, 5]])
+        return replace(_response(ids, (*response.observed, (begun, begun + 2)), "abort"), id=response.id)
+
     group = Group(Problem("0", "", "game", [], np.array([1, 2]), {}), 0, 0, 1)
     group.parts[0] = _response([3, 4, 5], ((1, 3),), "abort")
-    engines = Engines()
-    sampler = Sampler(engines, Sampling(settings(Path(), Path()).actor_infer.generating_args, 0, 8), 4)
-    sampler.add([group])
-    sampler._submit()
-    sampler.pause()
-    assert group.parts[0].response_ids.tolist() == [3, 4, 5, 9]
+    engines, sampling = Engines(), Sampling(settings(Path(), Path()).actor_infer.generating_args, 0, 16)
+    sampler = Sampler(engines, Turns(), sampling, str, extend)  # type: ignore[arg-type]
+    asyncio.run(sampler.finish(group))
+    assert [turn.tolist() for turn in group.responses[0].turns] == [[3], [9, 9], [9]]
+    assert group.scores.tolist() == [3]
+    assert engines.asked == 3
     again = group_from(json.loads(json.dumps(group_record(group, {}))), group.problem, {})
-    assert (again.parts[0].observed, again.longest) == (((1, 3),), 8)
-    assert [turn.tolist() for turn in again.parts[0].turns] == [[3], [9]]
+    assert (again.responses[0].observed, again.longest) == (((1, 3), (5, 7)), 16)
 
 
 def test_the_score_is_the_environments_or_a_rewards():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digits import CHARACTERS, make_model, problems, settings, with_samples
+from digits import CHARACTERS, make_model, problems, settings
 from digits_reward import repeats
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from local_roles import LocalGroup
@@ -28,6 +28,8 @@ from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.rollout.server import EngineServer
+from megatune.rl.samples import Sample
 from megatune.rl.worker.policy import PolicyWorker
 
 STEPS, LIMIT = 20, 280.0
@@ -42,25 +44,15 @@ class Together(LocalGroup):
         return groups.gather(found)
 
 
-class Scores:
-    """Scores groups at once."""
+class Pool:
+    """Scores samples at once."""
 
-    def __init__(self) -> None:
-        self._done: list[Group] = []
-
-    def submit(self, group: Group) -> None:
-        texts = ["".join(CHARACTERS[each] for each in _ids(group, place)) for place in range(group.size)]
-        for sample in with_samples(group, [text.replace("#", "") for text in texts]).samples:
-            sample.score = repeats(Answer(sample.text, row=sample.problem.row)).score
-        self._done.append(group)
-
-    def poll(self, wait: float) -> list[Group]:
-        done, self._done = self._done, []
-        return done
+    async def score(self, sample: Sample) -> None:
+        sample.score = repeats(Answer(sample.text, row=sample.problem.row)).score
 
 
-def _ids(group: Group, place: int) -> list[int]:
-    return [int(each) for each in group.responses[place].response_ids]
+def _text(ids: Sequence[int]) -> str:
+    return "".join(CHARACTERS[each] for each in ids).replace("#", "")
 
 
 def curve(settings: RLSettings) -> list[float]:
@@ -68,16 +60,19 @@ def curve(settings: RLSettings) -> list[float]:
     rollout, run = settings.rollout, settings.run
     worker = started(PolicyWorker, settings)
     engine = BuiltinEngine.load(settings.actor_infer, max_running=128, context=64)
+    server = EngineServer(worker.context, lambda: engine)
     policy = ModelGroup(settings.actor_train, Together(worker))  # type: ignore[arg-type]
     policy.ready = worker._ready()
-    scheduler = DeviceScheduler(EngineGroup(settings.actor_infer, LocalGroup(engine)), [])  # type: ignore[arg-type]
+    engines = EngineGroup(settings.actor_infer, LocalGroup(server), 128)  # type: ignore[arg-type]
+    scheduler = DeviceScheduler(engines, [])
     stops = (CHARACTERS.index("#"),)
     sampling = Sampling(
         settings.actor_infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=stops
     )
     order = ProblemOrder(problems(), run.seed)
     collector = Collector(
-        Sampler(scheduler._engines, sampling, 128), Scores(), order.at, {"digits": rollout.rollout_batch_size}, {},
+        Sampler(engines, Pool(), sampling, _text, None),  # type: ignore[arg-type]
+        order.at, {"digits": rollout.rollout_batch_size}, {},
         rollout.num_return_sequences_in_group,
     )  # fmt: skip
     learner = Learner(settings, scheduler, policy, None, None, {})
@@ -88,9 +83,7 @@ def curve(settings: RLSettings) -> list[float]:
         for bucket in buckets:
             engine.update(bucket)
         engine.commit_update(step + 1)
-        while not collector.is_ready:
-            collector.pump()
-        taken = collector.take()
+        taken = engines.run(collector.take())
         rewards.append(_mean(taken.groups))
         learner.learn(taken.groups, step, step + 1, Phases())
     return rewards

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,17 +13,22 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from local_roles import LocalGroup
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
+from megatune.launch.context import RankContext
+from megatune.launch.world import RankEnv
+from megatune.rl.pipeline.roles import EngineGroup
 from megatune.rl.rewards import http
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
 from megatune.rl.rewards.judge_client import JudgeClient, judges_of
 from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.rollout.server import EngineServer
 from megatune.rl.samples import Request, Response
 
 ANSWER = Answer(
@@ -131,18 +136,18 @@ def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said
         Judge(**arguments)
 
 
-class _Engines:
-    """Engines in this process, by turns."""
+def _engines(judge: InferRole) -> EngineGroup:
+    def server(rank: int) -> EngineServer:
+        context = RankContext(RankEnv(rank, 0, 1, 1, "127.0.0.1", 1, 0), Path(judge.model_name_or_path))
+        return EngineServer(context, lambda: BuiltinEngine.load(judge, max_running=4, context=300))
 
-    def __init__(self, engines: Sequence[BuiltinEngine]) -> None:
-        self._engines, self.number = engines, len(engines)
+    return EngineGroup(judge, LocalGroup(*map(server, range(len(judge.devices)))), 4)  # type: ignore[arg-type]
 
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
-        for engine, own in zip(self._engines, requests, strict=True):
-            engine.submit(own)
 
-    def step(self, *, wait: bool = True) -> list[Response]:
-        return [response for engine in self._engines for response in engine.step()]
+async def _asked(pool: ThreadPoolExecutor, ask: JudgeClient, texts: list[str], limit: float = 60.0) -> list[str]:
+    """Ask in threads, while the loop runs."""
+    calls = (pool.submit(ask, [{"role": "user", "content": text}], limit) for text in texts)
+    return await asyncio.gather(*map(asyncio.wrap_future, calls))
 
 
 def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
@@ -155,54 +160,57 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
         generating_args=generating,
         name="rewards.a",
     )
-    engines = _Engines([BuiltinEngine.load(judge, max_running=4, context=300) for _ in judge.devices])
+    engines = _engines(judge)
     ask = JudgeClient(engines, load_tokenizer(folder), generating, context=300)
     texts = [f"Is {number} right?" for number in range(10)]
 
-    def answers(threads: int) -> list[str]:
-        with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(ask, [{"role": "user", "content": text}], 60.0) for text in texts]
-            while not all(future.done() for future in futures):
-                ask.pump(wait=True)
-                time.sleep(0.001)
-            return [future.result() for future in futures]
+    async def slept(pool: ThreadPoolExecutor) -> list[str]:
+        """Have the engines end what they do in the middle, and sleep for a while."""
+        asked = asyncio.create_task(_asked(pool, ask, texts))
+        while not engines._calls:
+            await asyncio.sleep(0)
+        engines._asleep = {"cache"}
+        await engines.abort()
+        await asyncio.sleep(0.1)
+        assert not engines._calls
+        engines.wake()
+        return await asked
 
-    alone = answers(1)
-    assert answers(len(texts)) == alone
-    assert len(set(alone)) > 1
-    with pytest.raises(RewardError, match="its context is 300"):
-        ask([{"role": "user", "content": "long " * 300}], 1.0)
-    ask.close()
-    with pytest.raises(RewardError, match="the run ends"):
-        ask([{"role": "user", "content": "short"}], 60.0)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(len(texts)) as many:
+        alone = engines.run(_asked(one, ask, texts))
+        assert engines.run(_asked(many, ask, texts)) == alone
+        assert engines.run(slept(many)) == alone
+        assert len(set(alone)) > 1
+        with pytest.raises(RewardError, match="its context is 300"):
+            ask([{"role": "user", "content": "long " * 300}], 1.0)
+        ask.close()
+        with pytest.raises(RewardError, match="the run ends"):
+            ask([{"role": "user", "content": "short"}], 60.0)
 
 
-def test_an_answer_that_is_lost_ends_no_run(tmp_path: Path) -> None:
-    """Neither the thread that waits for it, nor the engines: they are not asked for it again."""
+def test_an_answer_that_does_not_come_keeps_no_thread(tmp_path: Path) -> None:
+    """Nor does the end of the run."""
 
     class Losing:
-        number, steps = 1, 0
+        loop = asyncio.new_event_loop()
 
-        def submit(self, requests: Sequence[Sequence[Request]]) -> None: ...
-
-        def step(self, *, wait: bool = True) -> list[Response]:
-            self.steps += 1
+        async def generate(self, requests: Sequence[Request]) -> list[Response]:
+            await asyncio.sleep(600)
             return []
 
     folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
     engines = Losing()
     ask = JudgeClient(engines, load_tokenizer(folder), Generating(max_new_tokens=4), context=300)
+    run = engines.loop.run_until_complete
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, [{"role": "user", "content": "Is it right?"}], 0.5)
-        until = time.monotonic() + 30
-        while not answer.done() and time.monotonic() < until:
-            ask.pump(wait=True)
-            time.sleep(0.01)
         with pytest.raises(TimeoutError, match=r"has not answered within 0\.5 seconds"):
-            answer.result(0)
-    asked = engines.steps
-    ask.pump(wait=True)
-    assert engines.steps == asked
+            run(_asked(pool, ask, ["Is it right?"], 0.5))
+        waiting = engines.loop.create_task(_asked(pool, ask, ["Is it right?"]))
+        while not ask._asked:
+            run(asyncio.sleep(0.01))
+        ask.close()
+        with pytest.raises(RewardError, match="the run ends"):
+            run(waiting)
 
 
 def test_judges_are_found_by_domain() -> None:

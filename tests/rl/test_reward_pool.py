@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -74,25 +76,30 @@ def sample(text: str, domain: str = "own") -> Sample:
     return Sample(problem, 0, response, text)
 
 
-def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_path: Path) -> None:
+def scored(pool: RewardPool, samples: Iterable[Sample]) -> list[Sample]:
+    """Score samples, all at once, and return them."""
+    samples = list(samples)
+
+    async def together() -> None:
+        await asyncio.gather(*map(pool.score, samples))
+
+    asyncio.run(together())
+    return samples
+
+
+def test_failures_are_named(module: str, tmp_path: Path) -> None:
     texts = ["slow", "raise", "exit", "hang", "kill", "nan", "good", "kill once"]
     with RewardPool({"own": role(f"{module}:length", 2)}, log_dir=tmp_path / "logs", limit=8) as pool:
-        pool.submit(map(sample, texts))
-        assert pool.pending == len(texts)  # nothing is waited for
-        done: list[Sample] = []
-        while pool.pending:
-            done += pool.collect(timeout=60)
+        found = {each.text: each for each in scored(pool, map(sample, texts))}
         counts = pool.counts["own"]
-    scored = {each.text: each for each in done}
-    assert set(scored) == set(texts)
-    assert [scored[text].score for text in ("slow", "good", "kill once")] == [1, 1, 2.25]
-    assert scored["good"].details["correct"] == 1
-    assert scored["good"].details["bonus"] == 7
-    errors = {text: scored[text].details["error"] for text in texts[1:6]}
+    assert [found[text].score for text in ("slow", "good", "kill once")] == [1, 1, 2.25]
+    assert found["good"].details["correct"] == 1
+    assert found["good"].details["bonus"] == 7
+    errors = {text: found[text].details["error"] for text in texts[1:6]}
     for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("hang", "longer than 8 seconds"),
                        ("kill", "SIGKILL"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
-        assert (scored[text].score, scored[text].details["correct"]) == (0, 0)
+        assert (found[text].score, found[text].details["correct"]) == (0, 0)
     assert (counts.scored, counts.errors, counts.timeouts) == (8, 4, 1)
     assert counts.last_failure.startswith("own, problem ")
     assert "a line that a reward prints" in (tmp_path / "logs" / "reward-own.log").read_text()
@@ -100,25 +107,25 @@ def test_samples_come_as_they_are_done_and_failures_are_named(module: str, tmp_p
 
 def test_a_class_takes_arguments_and_order_is_kept(module: str) -> None:
     with RewardPool({"own": role(f"{module}:Scaled", factor=0.5)}) as pool:
-        assert [each.score for each in pool.score([sample("a"), sample("b")])] == [2.5, 2.5]
+        assert [each.score for each in scored(pool, [sample("a"), sample("b")])] == [2.5, 2.5]
 
 
 def test_a_reward_that_always_fails_ends_the_run(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "FAILURES_IN_A_ROW", 3)
     with RewardPool({"own": role(f"{module}:length")}) as pool, pytest.raises(MegatuneError) as raised:
-        pool.score([sample("good"), sample("nan"), sample("raise"), sample("raise"), sample("good")])
+        scored(pool, map(sample, ["good", "nan", "raise", "raise", "good"]))
     assert raised.value.exit_code == ExitCode.UNAVAILABLE
     assert "own failed for 3 samples in a row" in str(raised.value)
 
 
 def test_a_process_ends_when_its_parent_does(module: str) -> None:
     script = f"""
-        import os, sys
-        from test_reward_pool import role, sample
+        import asyncio, os, sys
+        from test_reward_pool import role, sample, scored
         from megatune.rl.rewards.pool import RewardPool
         pool = RewardPool({{"own": role("{module}:length")}})
-        print(pool.score([sample("good")])[0].details["process"], flush=True)
-        pool.submit([sample("hang")])
+        print(scored(pool, [sample("good")])[0].details["process"], flush=True)
+        asyncio.new_event_loop().create_task(pool.score(sample("hang")))
         os.kill(os.getpid(), 9)
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -148,50 +155,35 @@ def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
         assert said in str(raised.value)
 
 
-class _Model:
-    """A model of the run that says "Score: 4" when it is pumped; "dead" ends it."""
+def test_a_sample_that_nobody_wants_is_not_scored(module: str) -> None:
+    """Unless it has begun; and it keeps nobody waiting."""
 
-    def __init__(self) -> None:
-        self.most = 0  # asked at once
-        self._asked: list[tuple[str, threading.Event]] = []
+    async def cancelled(pool: RewardPool) -> None:
+        tasks = [asyncio.create_task(pool.score(sample(text))) for text in ("slow", "kill once")]
+        while not pool._domains["own"].busy:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await pool.score(sample("good"))
 
-    def __call__(self, messages: list[dict[str, str]], limit: float) -> str:
-        event = threading.Event()
-        self._asked.append((messages[0]["content"], event))
-        assert event.wait(10)
+    with RewardPool({"own": role(f"{module}:length")}) as pool:
+        asyncio.run(cancelled(pool))
+        assert pool.counts["own"].scored == 1
+    assert not Path("killed").exists()
+
+
+def test_a_judge_of_the_run_is_asked_by_threads() -> None:
+    asking = threading.Semaphore(0)
+
+    def model(messages: list[dict[str, str]], limit: float) -> str:
+        """Answers once four ask."""
+        asking.release()
+        while asking._value < 4:
+            time.sleep(0.01)
         return "Score: 4"
 
-    @property
-    def asking(self) -> int:
-        return len(self._asked)
-
-    def pump(self, *, wait: bool) -> None:
-        asked = list(self._asked)
-        self.most = max(self.most, len(asked))
-        if any("dead" in text for text, _ in asked):
-            raise MegatuneError("rewards.own died", ExitCode.PROCESS_DIED)
-        for _, event in asked:
-            event.set()
-        del self._asked[: len(asked)]
-
-    def close(self) -> None:
-        for _, event in self._asked:
-            event.set()
-
-
-def test_a_judge_of_the_run_works_while_samples_are_collected() -> None:
-    judge, model = RewardRole("own", "llm_judge", workers=4, arguments={"judge_model_type": "inference"}), _Model()
+    judge = RewardRole("own", "llm_judge", workers=4, arguments={"judge_model_type": "inference"})
     with RewardPool({"own": judge}) as pool:
-        pool.clients["own"] = model  # type: ignore[assignment]
-        pool.submit(map(sample, "abcdefgh"))
-        until = time.monotonic() + 60
-        while model.asking < 4 and time.monotonic() < until:
-            time.sleep(0.01)
-        done: list[Sample] = []
-        while pool.pending:
-            done += pool.collect(timeout=60)
-        assert sorted(each.text for each in done) == list("abcdefgh")
-        assert {each.score for each in done} == {0.4}
-        assert model.most == 4
-        with pytest.raises(MegatuneError, match="own died"):
-            pool.score([sample("dead")])
+        pool.clients["own"] = client = mock.Mock(side_effect=model)
+        assert [each.score for each in scored(pool, map(sample, "abcdefgh"))] == [0.4] * 8
+    client.close.assert_called_once()

@@ -72,6 +72,7 @@ def check(strike: Strike, ended: Ended) -> None:
     code = 0 if goes_on else CODES.get((strike.victim, strike.number), 76)
     assert ended.code == code, ended.printed + ended.errors
     assert not ended.left
+    assert "Traceback" not in ended.errors
     if goes_on or strike.victim in ("driver", "terminal"):
         return
     assert ended.seconds < SECONDS

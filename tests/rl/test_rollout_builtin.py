@@ -118,10 +118,8 @@ def test_ends_and_partial_rollouts(dense: Path) -> None:
     )
     # Aborted somewhere, the rest goes on as it would have, and says which version of the weights sampled it.
     engine.submit([whole, replace(whole, id="b", seed=4)])
-    with torch.inference_mode():
-        for _ in range(5):
-            engine._admit()
-            engine._next_tokens()
+    for _ in range(5):
+        assert not engine.step()
     parts = {part.id: part for part in engine.abort()}
     part = parts["a"]
     assert part.finish == "abort"

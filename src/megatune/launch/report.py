@@ -228,13 +228,18 @@ def find_hung(living: list[RankState], activities: dict[int, RankActivity], desy
     return min(living, key=order)
 
 
-def main_stack(log: Path, offset: int) -> tuple[str, ...]:
-    """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/."""
+def main_stack(log: Path, offset: int, server: str = "") -> tuple[str, ...]:
+    """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/.
+
+    Args:
+        server: a file whose thread does the work of the main one, where it has one.
+    """
     if not log.exists():
         return ()
     with log.open(errors="replace") as file:
         file.seek(offset)
-        dump = file.read().rpartition("(most recent call first):")[2]
+        threads = file.read().split("(most recent call first):")[1:]
+    dump = next((each for each in threads if server and server in each), threads[-1] if threads else "")
     frames = (_FRAME.match(line) for line in dump.splitlines())
     return tuple(
         f"{frame['function']} ({frame['file']}:{frame['line']})"

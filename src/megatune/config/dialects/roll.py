@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.config.dialects.roll_checks import check_roles
+from megatune.config.dialects.roll_presets import with_preset
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
 from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, sampling_of
@@ -36,7 +37,7 @@ class ReadRL:
         findings: all that is wrong, in the order of the file's lines.
         lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
         origins: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7" or "override".
-        tree: what was read, references resolved.
+        tree: what was read, references resolved, with what a preset sets.
         variables: of the environment, for trackers: keys of accounts are nowhere else.
     """
 
@@ -82,14 +83,15 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
         what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
         reader.findings[:] = [Finding(what, fix=fix)]
         return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
-    top = reader.read(_understood(reading.tree, reader), TOP)
+    tree = with_preset(_understood(reading.tree, reader), reader)
+    top = reader.read(tree, TOP)
     settings = _settings(top, reader, model_of) if top.places or not reader.findings else None
     variables = tracker_variables(top, reader)
     if not top.places and not reader.findings:
         reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
     findings = tuple(in_order(reader.findings))
     lines = (*reader.lines, *_ignored_lines(reader))
-    return ReadRL(None if findings else settings, findings, lines, origins, reading.tree, variables)
+    return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
 
 
 # Keys that only a file of another pipeline of ROLL's has: what it is, and what runs such a thing here.

@@ -90,6 +90,13 @@ class TrainInferCorrection(Group):
 
 
 class AlgorithmSettings(Group):
+    algorithm_preset: Literal["dapo"] | None = None
+    """The published settings of an algorithm, all at once. null sets nothing.
+    How: It sets keys that are not written, and says which; one that is written with another value is refused. Lengths,
+    batch sizes and learning rates are yours.
+    When: To begin from what was published; write single keys to depart from it.
+    - dapo: arXiv 2503.14476: grpo with pg_clip_low 0.2 and pg_clip_high 0.28, token-mean, no divergence, truncated
+      responses masked, and other prompts for groups of equal rewards"""
     adv_estimator: Literal["gae", "reinforce", "grpo", "rloo", "reinforce_plus_plus"] = "gae"
     """How rewards become advantages of tokens.
     How: All but gae need no critic. Dr.GRPO is reinforce with norm_mean_type: group, norm_std_type: null and

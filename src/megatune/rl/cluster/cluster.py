@@ -135,15 +135,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         Pending(self._watch, built).result()
         return {name: RoleGroup(name, group, self._watch, self._call_limit) for name, group in actors.items()}
 
-    def wait(self, calls: Sequence[Pending], *, seconds: float | None = None) -> list[Pending]:
-        """Wait until one of the calls is done, for at most `seconds`, and return those that are.
-
-        Raises:
-            MegatuneError: see `group.Pending.result`.
-        """
-        self._watch.wait(lambda: any(call.done for call in calls), seconds)
-        return [call for call in calls if call.done]
-
     def reward_hosts(self) -> list[Host] | None:
         """Return what starts reward processes on every machine of a cluster; None where this machine is the only
         one."""
@@ -157,11 +148,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
         self._watch.place = phase, step
         self._own.beat(phase, step)
-
-    def stop(self, group: RoleGroup) -> None:
-        """End a role's actors, with all that they started, and free its devices."""
-        self._watch.forget(group.actors)
-        self._kill(group.actors)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -178,7 +164,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Start an actor's process."""
         import ray
 
-        from megatune.rl.cluster.host import ActorConfig, Host
+        from megatune.rl.cluster.host import ActorConfig, Host, ServerHost
 
         env = RankEnv(
             placement.rank, placement.local_rank, spec.size, placement.local_world_size, *meeting, placement.node
@@ -188,7 +174,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         if spec.py_executable:
             runtime["py_executable"] = spec.py_executable
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(placement.node)}
-        kind = type(f"{spec.name}-{placement.rank}", (Host,), {})  # the name that `ps` shows
+        kind = type(
+            f"{spec.name}-{placement.rank}", (ServerHost if spec.is_server else Host,), {}
+        )  # the name that `ps` shows
         return ray.remote(kind).options(runtime_env=runtime, **options).remote(config)
 
     def _environment(self, spec: RoleSpec, placement: ActorPlacement, env: RankEnv) -> dict[str, str]:
@@ -213,12 +201,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._placement.close()
 
     def _end(self) -> None:
-        self._kill(self._watch.actors)
-
-    def _kill(self, actors: Sequence[Any]) -> None:
+        self._watch.close()
         for number, machine in enumerate(self._machines):
             with contextlib.suppress(MegatuneError):  # of a machine that is gone
-                machine.kill({actor.name: actor.state.pid for actor in actors if actor.machine == number})
+                actors = (actor for actor in self._watch.actors if actor.machine == number)
+                machine.kill({actor.name: actor.state.pid for actor in actors})
 
 
 def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int:

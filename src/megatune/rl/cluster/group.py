@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from megatune.rl.cluster.watch import Actor, Call, Watch
 
+T = TypeVar("T")
+
 
 class Pending:
-    """A call in flight to some actors of a role."""
+    """A call in flight to some actors of a role. Coroutines await its answers, and the driver's own code takes its
+    `result`."""
 
     def __init__(self, watch: Watch, call: Call) -> None:
         self._watch, self._call = watch, call
 
-    @property
-    def done(self) -> bool:
-        """Whether every actor has answered; `Cluster.wait` finds out."""
-        return self._call.done
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return self._call.finished.__await__()
 
     def result(self) -> list[Any]:
         """Wait, and return the answers in the order of the actors that were called.
@@ -30,12 +31,12 @@ class Pending:
                 cluster meanwhile: PROCESS_DIED for one that died, hung or did not answer within the call's limit, else
                 the exit code of what it raised.
         """
-        self._watch.wait(lambda: self._call.done)
-        return [self._call.answers[place] for place in sorted(self._call.answers)]
+        return self._watch.run(self)
 
 
 class RoleGroup:
-    """The actors of a role. An actor does one call after another, in the order in which they were made.
+    """The actors of a role. An actor does one call after another, in the order in which they were made, unless it is a
+    server.
 
     Arguments and answers travel as pickles through Ray's object store: arrays arrive read-only, and tensors are of no
     graph. Arguments that several actors get are stored once a machine.
@@ -44,12 +45,17 @@ class RoleGroup:
         name: of the role.
         size: number of actors.
         actors: by rank.
-        call_limit: seconds of a call that states no limit.
+        loop: of the driver.
     """
 
     def __init__(self, name: str, actors: Sequence[Actor], watch: Watch, call_limit: float) -> None:
         self.name, self.size = name, len(actors)
-        self.actors, self.watch, self.call_limit = list(actors), watch, call_limit
+        self.actors, self.loop = list(actors), watch.loop
+        self._watch, self._call_limit = watch, call_limit
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        """Wait for something in the driver's loop, and return its result; see `Pending.result` for what it raises."""
+        return self._watch.run(awaitable)
 
     def call(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every actor's object, and return their answers by rank.
@@ -62,24 +68,16 @@ class RoleGroup:
         """
         return self.start(method, *args, limit=limit, **kwargs).result()
 
-    def call_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of one actor's object; see `call`."""
-        return self.start_one(rank, method, *args, limit=limit, **kwargs).result()[0]
-
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
-        """Call a method of every actor's object with its own arguments, by rank; see `call`."""
-        return self.start_each(method, arguments, limit=limit).result()
-
     def start(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
         """As `call`, without waiting."""
         return self._start(method, self.actors, [args] * self.size, kwargs, limit)
 
     def start_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
-        """As `call_one`, without waiting."""
+        """Call a method of one actor's object, without waiting."""
         return self._start(method, [self.actors[rank]], [args], kwargs, limit)
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> Pending:
-        """As `call_each`, without waiting."""
+        """Call a method of every actor's object with its own arguments, by rank, without waiting."""
         assert len(arguments) == self.size
         return self._start(method, self.actors, arguments, {}, limit)
 
@@ -100,7 +98,7 @@ class RoleGroup:
 
     def begin(self, method: str, refs: Sequence[tuple[Any, Actor]], limit: float | None) -> Pending:
         """Watch over Ray's references, and the actors that will answer them."""
-        return Pending(self.watch, self.watch.begin(method, self.call_limit if limit is None else limit, refs))
+        return Pending(self._watch, self._watch.begin(method, self._call_limit if limit is None else limit, refs))
 
 
 def store(value: Any) -> Any:

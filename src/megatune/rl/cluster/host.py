@@ -5,6 +5,7 @@ Nothing heavy is imported here: the class of a role may live in an environment w
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import importlib
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,10 @@ class StreamError(Exception):
         self.role, self.failure = role, failure
 
 
-class Host:
-    """A Ray actor. Its methods run one at a time, in the process's main thread.
+class _Process:
+    """What all actors have: their log, and the object of their role.
 
-    What the role's object raises is an answer, a `Failure`, and so needs no class that the driver can import.
+    What the object raises is an answer, a `Failure`, and so needs no class that the driver can import.
     """
 
     def __init__(self, config: ActorConfig) -> None:
@@ -80,6 +82,27 @@ class Host:
             self._object = getattr(importlib.import_module(module), name)(self._context, **arguments)
 
         return self._guarded("build", create)
+
+    def _guarded(self, phase: str, work: Any) -> Any:
+        self._context.beat(phase, self._context.step)
+        try:
+            with self._timeline.span(phase):
+                answer = work()
+        except Exception as error:
+            return self._fail(error)
+        self._context.beat("idle", self._context.step)
+        return answer
+
+    def _fail(self, error: Exception) -> Failure:
+        failure = describe_failure(error, self._context)
+        with contextlib.suppress(OSError):  # on a full disk the answer still says it
+            write_failure(error_path(self._context.run_dir, self._context.rank, self._role), failure)
+        print_failure(failure, sys.stderr)
+        return failure
+
+
+class Host(_Process):
+    """A Ray actor whose methods run one at a time, in the process's main thread."""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the object, and return its answer, or a `Failure`."""
@@ -111,32 +134,26 @@ class Host:
             raise StreamError(self._role, self._fail(error)) from None
         self._context.beat("idle", self._context.step)
 
-    def feed(self, method: str, bucket: PackedBucket) -> Any:
+
+class ServerHost(_Process):
+    """A Ray actor whose object does any number of calls at once: `ask(method, *args)` returns a future."""
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of the object, and return its answer, or a `Failure`."""
+        return await self._answer(method, self._object.ask(method, *args, **kwargs))
+
+    async def feed(self, method: str, bucket: PackedBucket) -> Any:
         """Call a method of the object with a bucket of another actor's `stream`; return its tensors and bytes."""
+        tensors = unpack(bucket)
+        answer = await self._answer(method, self._object.ask(method, tensors))
+        return answer or (len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
-        def take() -> tuple[int, int]:
-            tensors = unpack(bucket)
-            getattr(self._object, method)(tensors)
-            return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
-
-        return self._guarded(method, take)
-
-    def _guarded(self, phase: str, work: Any) -> Any:
-        self._context.beat(phase, self._context.step)
+    async def _answer(self, method: str, future: Future[Any]) -> Any:
         try:
-            with self._timeline.span(phase):
-                answer = work()
+            with self._timeline.span(method):
+                return await asyncio.wrap_future(future)
         except Exception as error:
             return self._fail(error)
-        self._context.beat("idle", self._context.step)
-        return answer
-
-    def _fail(self, error: Exception) -> Failure:
-        failure = describe_failure(error, self._context)
-        with contextlib.suppress(OSError):  # on a full disk the answer still says it
-            write_failure(error_path(self._context.run_dir, self._context.rank, self._role), failure)
-        print_failure(failure, sys.stderr)
-        return failure
 
 
 def _open_log(config: ActorConfig) -> Any:

@@ -23,6 +23,7 @@ from megatune.launch.world import find_free_port
 _CRASH_REASON_BYTES = 20_000
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _END_SECONDS = 5.0
+_SERVER = "/rl/rollout/server.py"  # whose thread an engine runs in
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Machine:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(DUMP_SECONDS)
         return {
-            name: RankActivity(process_state(pid), main_stack(logs[name], offsets[name])) for name, pid in pids.items()
+            name: RankActivity(process_state(pid), main_stack(logs[name], offsets[name], _SERVER))
+            for name, pid in pids.items()
         }
 
     def crash_reason(self, name: str) -> tuple[str, bool]:

@@ -25,6 +25,8 @@ class RoleSpec:
         workers: actors of a role without devices.
         rendezvous: the actors are ranks that meet in torch.distributed; each sees the role's devices of its machine
             (local_rank is its own). Otherwise each sees its own devices alone.
+        is_server: the object does calls at once, and answers them with futures (`host.ServerHost`); they may arrive in
+            another order than they were made in.
         environment: variables of the processes, above all others.
         py_executable: Python of another environment, with the same versions of Python and Ray.
     """
@@ -36,6 +38,7 @@ class RoleSpec:
     devices_per_actor: int = 1
     workers: int = 1
     rendezvous: bool = False
+    is_server: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     py_executable: str | None = None
 

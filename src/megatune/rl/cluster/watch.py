@@ -1,16 +1,19 @@
-"""Waits for answers of actors, and finds out which actor is the first cause when none will come."""
+"""The driver's event loop: takes answers of actors, and finds the actor that is the first cause when none will come."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.failure import Failure, Kind
@@ -22,7 +25,10 @@ from megatune.rl.cluster.host import StreamError
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement
 
+T = TypeVar("T")
+
 STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
+_STREAM_SECONDS = 0.005  # between two looks at whether a stream has another object
 
 
 @dataclass(eq=False)
@@ -57,24 +63,23 @@ class Call:
     """A method that some actors run.
 
     Attributes:
-        waiting: by Ray's reference of an answer: which answer it is, and whose.
-        answers: by the order of the actors that were called; of a stream, references.
         deadline: on the monotonic clock.
+        finished: all answers, in the order of the actors that were called; of a stream, its next reference.
+        waiting: who has not answered, by place in that order.
     """
 
     method: str
     limit: float
     deadline: float
-    waiting: dict[Any, tuple[int, Actor]] = field(default_factory=dict)
+    finished: asyncio.Future[list[Any]]
+    waiting: dict[int, Actor]
     answers: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def done(self) -> bool:
-        return not self.waiting
 
 
 class Watch:
-    """All calls in flight, and all actors at work.
+    """All calls in flight, and all actors at work; the driver's event loop, in which answers arrive.
+
+    Whatever the driver waits for, it waits in `run`, and all that is under way in the loop goes on meanwhile.
 
     Args:
         machines: by number.
@@ -94,92 +99,94 @@ class Watch:
         self._run_dir, self._machines, self._hang_timeout = run_dir, machines, hang_timeout
         self._calls: dict[Call, None] = {}
         self._failed: dict[Actor, Failure] = {}
-        self._error: MegatuneError | None = None
-        self._polled = self._looked = time.monotonic()
+        self._runner = asyncio.Runner()
+        self.loop = self._runner.get_loop()
+        self.loop.set_exception_handler(_report)
+        self._has_failed = asyncio.Event()
+        self._looked = time.monotonic()
+        self._watching = self.loop.create_task(self._watch())
 
     def begin(self, method: str, limit: float, refs: Sequence[tuple[Any, Actor]]) -> Call:
         """Note a call that was made."""
         now = time.monotonic()
-        call = Call(method, limit, now + limit)
+        waiting = {place: actor for place, (_, actor) in enumerate(refs)}
+        call = Call(method, limit, now + limit, self.loop.create_future(), waiting)
+        self._calls[call] = None
         for place, (ref, actor) in enumerate(refs):
-            call.waiting[ref] = place, actor
             if not actor.busy:
                 actor.state.progressed = now
             actor.busy += 1
-        if not call.done:  # one to no actors at all is
-            self._calls[call] = None
+            is_stream = isinstance(ref, ray.ObjectRefGenerator)
+            answer = self.loop.create_task(_next(ref)) if is_stream else ref.future()
+            answer.add_done_callback(partial(self._arrived, call, place))
+        self._conclude(call)
         return call
 
-    def forget(self, actors: Sequence[Actor]) -> None:
-        """Expect nothing more of actors, which are about to end."""
-        self.actors = [actor for actor in self.actors if actor not in actors]
-        for call in list(self._calls):
-            call.waiting = {ref: pair for ref, pair in call.waiting.items() if pair[1] not in actors}
-            if call.done:
-                del self._calls[call]
-
-    def wait(self, done: Callable[[], bool], seconds: float | None = None) -> None:
-        """Take answers until `done`, for at most `seconds`.
+    def run(self, awaitable: Awaitable[T]) -> T:
+        """Wait for something, and return its result.
 
         Raises:
             MegatuneError: an actor failed, died or hung, or a call has exceeded its limit.
         """
-        if self._error is not None:
-            raise self._error
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
-            self._poll(0.0 if done() else max(0.0, left))
-            if self._failed:
-                self._conclude_failure()
-            self._find_hung()
-            if done() or (deadline is not None and time.monotonic() >= deadline):
-                return
+        wanted = asyncio.ensure_future(awaitable, loop=self.loop)
+        either = asyncio.FIRST_COMPLETED
+        self.loop.run_until_complete(asyncio.wait({wanted, self._watching}, return_when=either))
+        if self._failed or self._watching.done():
+            wanted.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody asks for it
+            wanted.cancel()
+            self.loop.run_until_complete(self._watching)
+        return wanted.result()
 
-    def _poll(self, seconds: float) -> None:
-        """Take answers, for `seconds` or until the first, and look at the actors now and then."""
-        begun = time.monotonic()
+    def close(self) -> None:
+        """End all that is under way in the loop."""
+        self._runner.close()
+
+    async def _watch(self) -> NoReturn:
+        """Look at the actors now and then, and raise once one of them has failed."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_failed.wait(), LOOK_SECONDS)
+            self._look()
+            if self._failed:
+                await self._conclude_failure()
+            self._find_hung()
+
+    def _arrived(self, call: Call, place: int, answer: Any) -> None:
+        """Take an answer, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody wants it
+            self.loop.call_soon_threadsafe(self._take, call, place, answer)
+
+    def _take(self, call: Call, place: int, answer: Any) -> None:
+        actor = call.waiting.pop(place)
+        actor.busy -= 1
+        error = answer.exception()
+        if error is not None:
+            self._note_error(actor, error)
+        elif isinstance(found := answer.result(), Failure):
+            self._failed.setdefault(actor, found)
+        else:
+            call.answers[place] = found
+        if self._failed:
+            self._has_failed.set()
+        else:
+            self._conclude(call)
+
+    def _conclude(self, call: Call) -> None:
+        """Tell who waits for a call that every actor has answered."""
+        if not call.waiting:
+            del self._calls[call]
+            if not call.finished.done():
+                call.finished.set_result([call.answers[place] for place in sorted(call.answers)])
+
+    def _look(self) -> None:
+        now, before = time.monotonic(), self._looked
+        self._looked = now
         # While this process did not run, or did other things, neither did its sense of the actors' time.
-        frozen = begun - self._polled
-        if frozen > FROZEN_SECONDS:
+        if (frozen := now - before) > FROZEN_SECONDS:
             for actor in self.actors:
                 actor.state.progressed += frozen
             for call in self._calls:
                 call.deadline += frozen
-        owners = {ref: call for call in self._calls for ref in call.waiting}
-        if owners:
-            ray.wait(list(owners), num_returns=1, timeout=seconds)
-            ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
-            for ref in ready:
-                self._take(owners[ref], ref)
-        elif seconds:
-            time.sleep(seconds)
-        now = self._polled = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            self._look(now)
-
-    def _take(self, call: Call, ref: Any) -> None:
-        place, actor = call.waiting.pop(ref)
-        actor.busy -= 1
-        if call.done:
-            del self._calls[call]
-        try:
-            answer = next(ref, None) if isinstance(ref, ray.ObjectRefGenerator) else ray.get(ref)
-        except RayActorError as error:  # of this actor, or of one whose answer was its argument
-            owner = next((each for each in self.actors if each.handle._actor_id.hex() == error.actor_id), actor)
-            if error.actor_init_failed:
-                self._note_error(owner, error)
-            else:
-                self._note_death(owner, str(error))
-        except RayError as error:
-            self._note_error(actor, error)
-        else:
-            if isinstance(answer, Failure):
-                self._failed.setdefault(actor, answer)
-            call.answers[place] = answer
-
-    def _look(self, now: float) -> None:
         self._look_at_services()
         for number, machine in enumerate(self._machines):
             own = {actor.name: actor for actor in self.actors if actor.machine == number}
@@ -204,16 +211,22 @@ class Watch:
             exit_code = int(found[1]) if found else None
             self._failed[actor] = report.death(actor.state, actor.host, words, exit_code, out_of_memory)
 
-    def _note_error(self, actor: Actor, error: RayError) -> None:
-        """What Ray raises in place of an answer: what a stream carried, or its own trouble."""
+    def _note_error(self, actor: Actor, error: Exception) -> None:
+        """What Ray raises in place of an answer: a death, what a stream carried, or its own trouble."""
         cause = getattr(error, "cause", None)
-        if isinstance(cause, StreamError):
+        if isinstance(error, RayActorError):  # of this actor, or of one whose answer was its argument
+            owner = next((each for each in self.actors if each.handle._actor_id.hex() == error.actor_id), actor)
+            if error.actor_init_failed:
+                self._failed.setdefault(owner, report.trouble(owner.state, owner.host, error))
+            else:
+                self._note_death(owner, str(error))
+        elif isinstance(cause, StreamError):
             source = next(each for each in self.actors if each.name == f"{cause.role}-{cause.failure.rank}")
             self._failed.setdefault(source, cause.failure)
         else:
             self._failed.setdefault(actor, report.trouble(actor.state, actor.host, error))
 
-    def _conclude_failure(self) -> None:
+    async def _conclude_failure(self) -> None:
         """Gather what failed with the first, and raise the first cause."""
 
         def first() -> tuple[Actor, Failure]:
@@ -222,8 +235,8 @@ class Watch:
         for seconds, enough in ((SETTLE_SECONDS, False), (SETTLE_COLLECTIVE_SECONDS, True)):
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not (enough and first()[1].kind is Kind.ERROR):
-                self._poll(POLL_SECONDS)
-        self._look_at_services()
+                await asyncio.sleep(POLL_SECONDS)
+                self._look()
         culprit, failure = first()
         if failure.kind is Kind.COLLECTIVE and failure.timed_out and (living := self._at_work()):
             self._conclude_hang(living)  # the rank that waited in vain is the victim
@@ -241,7 +254,7 @@ class Watch:
                 self._conclude_hang(self._at_work())
         for call in self._calls:
             if now > call.deadline:
-                self._conclude_hang([actor for _, actor in call.waiting.values()], call)
+                self._conclude_hang([*call.waiting.values()], call)
 
     def _at_work(self) -> list[Actor]:
         return [actor for actor in self.actors if actor.busy and actor not in self._failed]
@@ -255,7 +268,20 @@ class Watch:
         finding, culprit = report.hung(self._run_dir, suspects, activities, call, self.place)
         self._raise((finding,), culprit.name, ExitCode.PROCESS_DIED)
 
-    def _raise(self, findings: tuple[Finding, ...], culprit: str, exit_code: ExitCode, traceback: str = "") -> None:
-        self._error = MegatuneError(findings, exit_code)
-        report.write(self._run_dir, self.actors, culprit, self._error, traceback)
-        raise self._error
+    def _raise(self, findings: tuple[Finding, ...], culprit: str, exit_code: ExitCode, traceback: str = "") -> NoReturn:
+        error = MegatuneError(findings, exit_code)
+        report.write(self._run_dir, self.actors, culprit, error, traceback)
+        raise error
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a task has raised; Ctrl-C reaches whichever is at work, and ends the run anyway."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
+
+
+async def _next(stream: Any) -> Any:
+    """Return the next reference of a stream, None at its end; its object stays where it is."""
+    while not ray.wait([stream], timeout=0, fetch_local=False)[0]:
+        await asyncio.sleep(_STREAM_SECONDS)
+    return next(stream, None)

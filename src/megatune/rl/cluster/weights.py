@@ -48,6 +48,7 @@ def sync_weights(
     drains = trainer.begin(method, [(actor.handle.drain.remote(method, args), actor) for actor in others], limit)
     options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _WAITING_BUCKETS}
     buckets = first.handle.stream.options(**options).remote(method, args)
+    starts.result()  # a server may do later calls first
     taken: deque[Pending] = deque()
     sizes: list[tuple[int, int]] = []
     while (bucket := trainer.begin(method, [(buckets, first)], limit).result()[0]) is not None:
@@ -57,7 +58,6 @@ def sync_weights(
         if len(taken) == _WAITING_BUCKETS:
             sizes.append(taken.popleft().result()[0])
     sizes += [each.result()[0] for each in taken]
-    starts.result()
     drains.result()
     engines.call("commit_update", version, limit=limit)
     tensors, nbytes = (sum(numbers) for numbers in zip(*sizes, strict=True)) if sizes else (0, 0)

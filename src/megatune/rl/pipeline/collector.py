@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +17,8 @@ from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem
 
-_WAIT_SECONDS = 0.5
 _EQUAL_SCORES = 1e-9  # relative difference of scores that are the same but for rounding
 _MOST_RESAMPLING = 20  # groups that a step may look at, for each that it wants
-
-
-class Scorer(Protocol):
-    """Scores groups beside what the driver does."""
-
-    def submit(self, group: Group) -> None:
-        """Take a finished group."""
-        ...
-
-    def poll(self, wait: float) -> list[Group]:
-        """Return groups whose samples have scores, or further turns to sample (they are not finished then), after at
-        most `wait` seconds where there are none yet."""
-        ...
 
 
 @dataclass(slots=True)
@@ -74,7 +61,7 @@ class Taken:
 
 
 class Collector:
-    """Keeps groups under way.
+    """Keeps groups under way: a task of the driver's loop for each, and a step takes of those that are through.
 
     A synchronous step takes the first groups that pass the filter in the order of problems, whichever is finished
     first, so that a run does not depend on timing; what is beyond them is sampled again, by the next weights. An
@@ -91,7 +78,6 @@ class Collector:
     def __init__(
         self,
         sampler: Sampler,
-        scorer: Scorer,
         problem_at: Callable[[str, int], Problem],
         shares: Mapping[str, int],
         filters: Mapping[str, GroupFilter],
@@ -99,53 +85,56 @@ class Collector:
         ratio: float = 0.0,
         extra: int = 0,
     ) -> None:
-        self._sampler, self._scorer, self._problem_at = sampler, scorer, problem_at
+        self._sampler, self._problem_at = sampler, problem_at
         self._size, self._ratio, self._extra = size, ratio, extra
         names = [name for name, quota in shares.items() if quota]
         self._domains = {
             name: _Domain(name, place, shares[name], filters.get(name, GroupFilter()))
             for place, name in enumerate(names)
         }
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the group
+        self._ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._num_dropped = self._num_stale = 0
         self._dropped_scores: list[float] = []
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether every domain has the groups of a step."""
-        return all(len(self._chosen(domain)) == domain.quota for domain in self._domains.values())
+    async def take(self) -> Taken:
+        """Wait for the groups of a step, and return them.
 
-    def pump(self, *, wait: bool = True) -> None:
-        """Begin what may be begun, and sample and score for a moment.
-
-        Args:
-            wait: for something to happen.
+        Raises:
+            MegatuneError: DATA, where nearly every group is dropped; see `RewardPool.score`.
         """
+        self._sampler.resume()
         for domain in self._domains.values():
             self._fill(domain)
-        for group in self._sampler.pump(wait=wait):
-            self._scorer.submit(group)
-        for group in self._scorer.poll(_WAIT_SECONDS if wait and not self._sampler.groups else 0.0):
-            self.sort(group)
-
-    def pause(self) -> None:
-        """Let the engines sample nothing; what was begun stays, and continues with `pump`. Nobody waits for scores."""
-        for group in self._sampler.pause():
-            self._scorer.submit(group)
-
-    def take(self) -> Taken:
-        """Return the groups of a step; `is_ready`."""
+        while not all(map(self._is_enough, self._domains.values())):
+            (await self._ended.get()).result()
+        if not self._ratio:
+            await self._sampler.pause()
+            for task in self._tasks.values():
+                task.cancel()
+            self._tasks = {}
         groups: list[Group] = []
         for domain in self._domains.values():
             chosen = self._chosen(domain)
             groups += chosen
             taken = {group.number for group in chosen}
             domain.ready = [group for group in domain.ready if group.number not in taken]
-            if not self._ratio:
-                self._rewind(domain, chosen[-1].index + 1)
+            if not self._ratio:  # the next step begins behind its last problem
+                domain.under_way, domain.ready, domain.next_index = {}, [], chosen[-1].index + 1
             domain.dropped, domain.begun = set(), domain.next_index
+            if self._ratio:
+                self._fill(domain)
         result = Taken(groups, self._num_dropped, self._num_stale, self._dropped_scores)
         self._num_dropped, self._num_stale, self._dropped_scores = 0, 0, []
         return result
+
+    async def pause(self) -> None:
+        """Let the engines sample nothing; what was begun stays, and nobody waits for scores."""
+        await self._sampler.pause()
+
+    def resume(self) -> None:
+        """Let what was begun be sampled further."""
+        self._sampler.resume()
 
     def regenerate_stale(self, version: int) -> None:
         """Sample again what would be too old for a step at this version of the weights; nothing is sampled."""
@@ -153,11 +142,10 @@ class Collector:
         for domain in self._domains.values():
             stale = [group for group in (*domain.ready, *domain.under_way.values()) if _is_older(group, oldest)]
             domain.ready = [group for group in domain.ready if not _is_older(group, oldest)]
-            self._sampler.drop([group.number for group in stale])
-            # One that is still scored comes back, and is not the one that is waited for then.
-            again = [group.again() for group in stale]
-            domain.under_way |= {group.index: group for group in again}
-            self._sampler.add(again)
+            for group in stale:
+                if (task := self._tasks.pop(group.number, None)) is not None:
+                    task.cancel()
+            domain.under_way |= {group.index: group.again() for group in stale}
             self._num_stale += len(stale)
 
     def state(self, routing: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -189,41 +177,42 @@ class Collector:
                 for kind in ("under_way", "ready")
             )
             domain.under_way, domain.ready = {group.index: group for group in under_way}, ready
-            self._sampler.add(group for group in under_way if not group.is_finished)
-            for group in under_way:
-                if group.is_finished:
-                    self._scorer.submit(group)
 
     def _fill(self, domain: _Domain) -> None:
+        """Begin what may be begun."""
         ahead = math.ceil((1 + self._ratio) * domain.quota) + self._extra
         while len(domain.under_way) + len(domain.ready) < ahead and not (not self._ratio and self._is_enough(domain)):
             if domain.next_index - domain.begun >= _MOST_RESAMPLING * ahead:
                 raise _nothing_passes(domain, self._num_dropped)
             index = domain.next_index
             problem = self._problem_at(domain.name, index)
-            group = Group(problem, index * len(self._domains) + domain.place, index, self._size)
-            domain.under_way[index] = group
+            number = index * len(self._domains) + domain.place
+            domain.under_way[index] = Group(problem, number, index, self._size)
             domain.next_index += 1
-            self._sampler.add([group])
+        for group in domain.under_way.values():
+            if group.number not in self._tasks:
+                task = self._tasks[group.number] = asyncio.create_task(self._run(domain, group))
+                task.add_done_callback(self._note_end)
 
-    def _is_enough(self, domain: _Domain) -> bool:
-        return len(self._chosen(domain)) == domain.quota
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # `take` raises it
+            self._ended.put_nowait(task)
 
-    def sort(self, group: Group) -> None:
-        """Take a group that has scores."""
-        domain = self._domains[group.problem.domain]
-        if domain.under_way.get(group.index) is not group:
-            return  # it was left out while it was scored
-        if not group.is_finished:
-            self._sampler.add([group])  # for further turns
-            return
-        del domain.under_way[group.index]
+    async def _run(self, domain: _Domain, group: Group) -> None:
+        """Have a group sampled and scored, and keep it or drop it; begin others for it."""
+        await self._sampler.finish(group)
+        del self._tasks[group.number], domain.under_way[group.index]
         if passes(domain.filter, group):
             domain.ready.append(group)
         else:
             domain.dropped.add(group.index)
             self._num_dropped += 1
             self._dropped_scores += group.scores.tolist()
+        self._fill(domain)
+
+    def _is_enough(self, domain: _Domain) -> bool:
+        return len(self._chosen(domain)) == domain.quota
 
     def _chosen(self, domain: _Domain) -> list[Group]:
         """Return the groups that a step would take: fewer than the quota while they are not there."""
@@ -232,12 +221,6 @@ class Collector:
         undecided = min(domain.under_way, default=domain.next_index)
         decided = sorted((group for group in domain.ready if group.index < undecided), key=lambda group: group.index)
         return decided[: domain.quota]
-
-    def _rewind(self, domain: _Domain, index: int) -> None:
-        """Let the next step begin with the problem at `index`."""
-        self._sampler.pause()
-        self._sampler.drop([group.number for group in domain.under_way.values()])
-        domain.under_way, domain.ready, domain.next_index = {}, [], index
 
 
 def passes(rule: GroupFilter, group: Group) -> bool:

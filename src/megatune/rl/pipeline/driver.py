@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.cluster.group import Pending
 from megatune.rl.cluster.weights import Sync
 from megatune.rl.pipeline.collector import Collector, Taken
 from megatune.rl.pipeline.dumps import dump_samples, record_step, replay_step
@@ -21,7 +21,6 @@ from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.progress import Progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.sampler import Sampler
-from megatune.rl.pipeline.scoring import PoolScorer
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
@@ -32,8 +31,6 @@ from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
 from megatune.training.storage.files import writing
 from megatune.training.storage.new_folder import new_folder
-
-_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,23 +58,14 @@ class Driver:
     progress: Progress
     stop_requested: Callable[[], bool]
     note: Callable[[str, int], None]
-    _sampler: Sampler = field(init=False)
-    _scorer: PoolScorer = field(init=False)
     _collector: Collector = field(init=False)
-    _is_paused: bool = field(default=False, init=False)
     _synced: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
-        sampling = Sampling(
-            infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=self.stop_token_ids
-        )
-        self._sampler = Sampler(self.roles.engines, sampling, rollout.max_running_requests)
         order = ProblemOrder(self.problems.by_domain, run.seed)
-        self._scorer = PoolScorer(self.pool, self.decode, self.extend)
         self._collector = Collector(
-            self._sampler,
-            self._scorer,
+            self._sampler(infer.generating_args, rollout.max_response_length, "train"),
             order.at,
             domain_batch_sizes(self.settings.data.domain_interleave_probs, rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
@@ -92,9 +80,6 @@ class Driver:
     def run(self) -> Literal["finished", "stopped"]:
         """Take all steps that are left, or until somebody asks to stop; the last step is always saved."""
         run = self.settings.run
-        if self._is_asynchronous:
-            for model in self.roles.models:
-                model.meanwhile = self._sample_until
         while self.progress.step < run.max_steps:
             self._step(self.progress.step)
             ends = self.stop_requested() or self.progress.step == run.max_steps
@@ -129,7 +114,7 @@ class Driver:
                     with phases("validation"):
                         self._validate(step)
             with phases("rollout"):
-                taken = self._taken()
+                taken = self.roles.engines.run(self._collector.take())
         learned = self.learner.learn(taken.groups, step, step + 1, phases)
         self._keep(step, taken)
         self.progress.step = step + 1
@@ -138,16 +123,9 @@ class Driver:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Let nothing be sampled inside but what is asked for there."""
-        self._collector.pause()
-        self._is_paused = True
+        self.roles.engines.run(self._collector.pause())
         yield
-        self._is_paused = False
-
-    def _sample_until(self, call: Pending) -> None:
-        """Sample and score while a model is at work."""
-        while not call.done and not self._is_paused:
-            self._collector.pump(wait=False)
-            self.roles.engines.wait(call, _LOOK_SECONDS)
+        self._collector.resume()
 
     def _synchronized(self, step: int, phases: Phases) -> Sync | None:
         """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
@@ -167,15 +145,6 @@ class Driver:
             self._collector.regenerate_stale(step + 1)
         return found
 
-    def _taken(self) -> Taken:
-        """Wait for the groups of a step; a judge that is to sleep has nothing to do after it."""
-        while not self._collector.is_ready:
-            self._collector.pump()
-        taken = self._collector.take()
-        if self.weights.judges_share_devices:
-            self._scorer.settle()
-        return taken
-
     def _replayed(self, step: int) -> Taken:
         """Read what was recorded of a step."""
         by_id = {(domain, each.id): each for domain, own in self.problems.by_domain.items() for each in own}
@@ -189,15 +158,17 @@ class Driver:
         if run.rollout_mock.records:
             record_step(Path(run.rollout_mock.dump_dir), step + 1, taken.groups)
 
+    def _sampler(self, generating: Generating, length: int, kind: str) -> Sampler:
+        sampling = Sampling(generating, self.settings.run.seed, length, kind, self.stop_token_ids)
+        return Sampler(self.roles.engines, self.pool, sampling, self.decode, self.extend)
+
     def _validate(self, step: int) -> None:
         assert self.validation is not None
         assert self.settings.validation is not None
         began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating_args
-        length = rollout.val_max_response_length
-        sampling = Sampling(generating, self.settings.run.seed, length, "eval", self.stop_token_ids)
-        problems = self.validation.all()
-        running, others = rollout.max_running_requests, self._collector.sort
-        groups = sample_all(problems, self.roles.engines, self._scorer, sampling, running, others)
+        sampler = self._sampler(generating, rollout.val_max_response_length, "eval")
+        size = max(1, generating.num_return_sequences)
+        groups = self.roles.engines.run(sample_all(self.validation.all(), sampler, size))
         report = EvalReport(
             step=step,
             epoch=None,

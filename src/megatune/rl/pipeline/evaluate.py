@@ -17,7 +17,7 @@ from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.dumps import dump_samples
 from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.run import read_validation
-from megatune.rl.pipeline.scoring import PoolScorer
+from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import start_engines, with_own_weights
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
@@ -68,12 +68,11 @@ def evaluate(settings: RLSettings, model: str) -> int:
         engines, judges = start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        scorer = PoolScorer(pool, decode, turn_writer(settings, tokenizer))
+        extend = turn_writer(settings, tokenizer)
         for name, generating in _ways(asked).items():
             sampling = Sampling(generating, run.seed, rollout.val_max_response_length, "eval", stops)
-            groups = sample_all(
-                problems.all(), engines, scorer, sampling, rollout.max_running_requests, lambda group: None
-            )
+            sampler, size = Sampler(engines, pool, sampling, decode, extend), max(1, generating.num_return_sequences)
+            groups = engines.run(sample_all(problems.all(), sampler, size))
             found[name] = validation_metrics(groups, generating)
             print(_line(name, found[name], groups), flush=True)
             with writing(folder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,17 @@ class Group:
         """Of the samples that have one, fp64."""
         return np.array([sample.score for sample in self.samples if sample.has_score], np.float64)
 
+    def note(self, response: Response) -> None:
+        """Take a response, or the part of one that was aborted."""
+        place = place_of(response.id)
+        if (before := self.parts.get(place)) is not None:  # engines know nothing of observations
+            response = replace(response, observed=before.observed)
+        if response.finish != "abort":
+            self.responses[place] = response
+            self.parts.pop(place, None)
+        elif len(response.response_ids):
+            self.parts[place] = response
+
     def again(self) -> Group:
         """Return the group with nothing sampled, and other random numbers."""
         return Group(self.problem, self.number, self.index, self.size, self.attempt + 1)
@@ -102,10 +113,9 @@ class Sampling:
         )
 
 
-def place_of(request_id: str) -> tuple[int, int]:
-    """Return the number of a request's group, and its place there."""
-    _, number, place, _ = request_id.split("-")
-    return int(number), int(place)
+def place_of(request_id: str) -> int:
+    """Return a request's place in its group."""
+    return int(request_id.split("-")[2])
 
 
 def seed_of(*words: int | str) -> int:

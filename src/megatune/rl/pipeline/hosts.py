@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.launch.context import RankContext
-from megatune.rl.rollout.engine import RolloutEngine
+from megatune.rl.rollout.server import EngineServer
 
 if TYPE_CHECKING:  # an engine's environment need not have what trains
     from megatune.rl.worker.model import ModelWorker
@@ -34,8 +34,8 @@ def frozen(context: RankContext, settings: RLSettings, role: ModelRole) -> Model
     return frozen_worker(settings, role, context)
 
 
-def engine(context: RankContext, role: InferRole, seed: int, max_running: int, length: int) -> RolloutEngine:
-    """Build a rollout engine.
+def engine(context: RankContext, role: InferRole, seed: int, max_running: int, length: int) -> EngineServer:
+    """Build a rollout engine, and run it.
 
     Args:
         length: tokens of a prompt and its response at most.
@@ -43,4 +43,6 @@ def engine(context: RankContext, role: InferRole, seed: int, max_running: int, l
     from megatune.rl.rollout.load import load_engine
 
     # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
-    return load_engine(role, seed=seed + context.rank, max_running=max_running, context=length)
+    return EngineServer(
+        context, lambda: load_engine(role, seed=seed + context.rank, max_running=max_running, context=length)
+    )

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.errors import MegatuneError
-from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.rollout.engine import Memory
 from megatune.rl.samples import Request, Response, Rollouts
 from megatune.rl.worker.model import Ready
 from megatune.rl.worker.rows import merged
 
 _CLOSE_SECONDS = 30.0
+_WAITING = 2  # requests given to an engine for each that it samples
 PARTS = ("weights", "gradients", "optimizer")
+
+_Ask: TypeAlias = tuple[Sequence[Request], asyncio.Future[list[Response]]]
 
 
 class ModelGroup:
@@ -25,13 +30,11 @@ class ModelGroup:
 
     Attributes:
         ready: what rank 0 said once it was loaded.
-        meanwhile: called with a call in flight; returns when it is done, or before.
     """
 
     def __init__(self, role: ModelRole, group: RoleGroup) -> None:
         self.role, self.group = role, group
         self.ready: Ready | None = None
-        self.meanwhile: Callable[[Pending], None] = lambda pending: None
         self._held: set[str] = set()  # parts on the devices
 
     def load(self, checkpoint: str | None = None) -> Ready:
@@ -46,9 +49,7 @@ class ModelGroup:
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Call a method of all ranks, and return their answers."""
-        pending = self.group.start(method, *args)
-        self.meanwhile(pending)
-        return pending.result()
+        return self.group.call(method, *args)
 
     def hold(self, *parts: str) -> None:
         """Have these parts on the devices, and no others."""
@@ -60,56 +61,49 @@ class ModelGroup:
 
 
 class EngineGroup:
-    """The rollout engines: `engines.Engines`, in actors.
+    """Rollout engines with the same weights, each of which runs by itself in an actor.
 
     Args:
+        max_running: requests that an engine samples at once. It gets up to twice as many: the others wait in it, and
+            take the place of responses that end before their group does.
         sleep_level: 1 keeps their weights while they sleep.
     """
 
-    def __init__(self, role: InferRole, group: RoleGroup, sleep_level: int = 1) -> None:
+    def __init__(self, role: InferRole, group: RoleGroup, max_running: int, sleep_level: int = 1) -> None:
         self.role, self.group, self.sleep_level = role, group, sleep_level
+        self.number, self.loop, self.run = group.size, group.loop, group.run
+        self._most = _WAITING * max_running
         self._asleep: set[Memory] = set()
-        self._submitted: list[Pending] = []
-        self._stepping: Pending | None = None
+        self._waiting: deque[_Ask] = deque()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._loads = [0] * group.size  # requests in flight
+        self._numbers = [0] * group.size  # of the last call to an engine
 
-    @property
-    def number(self) -> int:
-        """See `Engines`."""
-        return self.group.size
+    async def generate(self, requests: Sequence[Request]) -> list[Response]:
+        """Have one engine sample requests, those of a group, in one call; return once all have their responses, or are
+        aborted: with what each has then, or without any."""
+        answer: asyncio.Future[list[Response]] = self.loop.create_future()
+        self._waiting.append((requests, answer))
+        self.loop.call_soon(self._dispatch)  # together with what others ask for at this moment
+        return await answer
 
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None:
-        """See `Engines`. An actor does one call after the other, so that nobody need wait for this one."""
-        self._submitted.append(self.group.start_each("submit", [(list(own),) for own in requests]))
-
-    def step(self, *, wait: bool = True) -> list[Response]:
-        """See `Engines`."""
-        if self._stepping is None:
-            self._stepping = self.group.start("step")
-        return self.settle() if wait or self._stepping.done else []
-
-    def settle(self) -> list[Response]:
-        """See `Engines`."""
-        if self._stepping is None:
-            return []
-        found, self._stepping = self._stepping.result(), None
-        submitted, self._submitted = self._submitted, []
-        for each in submitted:
-            each.result()
-        return [response for own in found for response in own]
-
-    def wait(self, other: Pending, seconds: float) -> None:
-        """Wait until another call, or the step that the engines are at, is done."""
-        self.group.watch.wait(lambda: other.done or (self._stepping is not None and self._stepping.done), seconds)
-
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        """See `Engines`."""
-        return [response for own in self.group.call("abort", ids) for response in own]
+    async def abort(self) -> None:
+        """End all requests: `generate` returns what they have, before this does."""
+        waiting, self._waiting = self._waiting, deque()
+        for _, answer in waiting:
+            if not answer.done():
+                answer.set_result([])
+        if calls := set(self._calls):
+            await self.group.start_each("abort", [(number,) for number in self._numbers])
+            await asyncio.wait(calls)
 
     def sleep(self) -> None:
-        """Free the devices."""
+        """Free the devices; what is asked for meanwhile waits."""
         if not self._asleep:
-            self.group.call("sleep", self.sleep_level)
             self._asleep = {"weights", "cache"}
+            if self._calls:
+                self.run(self.abort())
+            self.group.call("sleep", self.sleep_level)
 
     def close(self) -> None:
         """Let the engines end what they have started, and remove what they have left in shared memory."""
@@ -121,6 +115,41 @@ class EngineGroup:
         if missing := self._asleep & set(parts or self._asleep):
             self.group.call("wake", *sorted(missing))
             self._asleep -= missing
+            self.loop.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Give the engine with the fewest requests in flight the next group, and so on."""
+        chosen: list[list[_Ask]] = [[] for _ in self._loads]
+        while self._waiting and not self._asleep:
+            requests, answer = self._waiting[0]
+            engine = self._loads.index(min(self._loads))
+            if self._loads[engine] and self._loads[engine] + len(requests) > self._most:
+                break
+            self._waiting.popleft()
+            if not answer.done():
+                chosen[engine].append((requests, answer))
+                self._loads[engine] += len(requests)
+        for engine, burst in enumerate(chosen):
+            last = self._numbers[engine] + len(burst)
+            for number, ask in enumerate(burst, self._numbers[engine] + 1):
+                call = self.loop.create_task(self._call(engine, number, last, *ask))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+            self._numbers[engine] = last
+
+    async def _call(
+        self, engine: int, number: int, last: int, requests: Sequence[Request], answer: asyncio.Future[list[Response]]
+    ) -> None:
+        try:
+            (found,) = await self.group.start_one(engine, "generate", number, last, list(requests))
+        except Exception as error:  # of the call itself; what an engine raises ends the run
+            if not answer.done():
+                answer.set_exception(error)
+            return
+        self._loads[engine] -= len(requests)
+        if not answer.done():  # nobody wants it
+            answer.set_result(found)
+        self._dispatch()
 
 
 class DeviceScheduler:
@@ -164,11 +193,6 @@ class DeviceScheduler:
             if other is not model and self.meets_engines(other):
                 other.hold()
         self._engines.wake("weights")
-
-    @property
-    def judges_share_devices(self) -> bool:
-        """Whether a judge shares a device with a model."""
-        return any(map(self._judges_of, self._models))
 
     def _let_sleep(self, model: ModelGroup) -> None:
         if self.meets_engines(model):

@@ -1,109 +1,95 @@
-"""Keeps rollout engines busy with the requests of groups."""
+"""One group from its prompt to its scores: sampled, scored, and sampled further where an environment answers."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatune.rl.pipeline.engines import Engines
-from megatune.rl.pipeline.groups import Group, Sampling, place_of
-from megatune.rl.samples import Request, Response
+from megatune.rl.environments.play import OBSERVATION
+from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.roles import EngineGroup
+from megatune.rl.pipeline.turns import Extend
+from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.samples import Sample
 
 
 class Sampler:
-    """Requests wait in the order of their groups; the engine with the fewest in flight takes the next group.
+    """Samples and scores any number of groups at once.
 
     Args:
-        max_running: most requests in flight to an engine.
+        decode: ids of tokens -> text, without special tokens.
+        extend: writes what an environment observes.
     """
 
-    def __init__(self, engines: Engines, sampling: Sampling, max_running: int) -> None:
-        self._engines, self._sampling, self._max_running = engines, sampling, max_running
-        self._groups: dict[int, Group] = {}
-        self._waiting: deque[Request] = deque()
-        self._engine_of: dict[str, int] = {}  # requests in flight
+    def __init__(
+        self,
+        engines: EngineGroup,
+        pool: RewardPool,
+        sampling: Sampling,
+        decode: Callable[[Sequence[int]], str],
+        extend: Extend,
+    ) -> None:
+        self._engines, self._pool, self._sampling = engines, pool, sampling
+        self._decode, self._extend = decode, extend
+        self._is_open = asyncio.Event()
+        self.resume()
 
-    @property
-    def groups(self) -> list[Group]:
-        """Those that are not finished, in the order of their arrival."""
-        return list(self._groups.values())
+    async def finish(self, group: Group) -> None:
+        """Sample what a group lacks and score it, until all of its responses have ended.
 
-    def add(self, groups: Iterable[Group]) -> None:
-        """Take groups; `pump` samples them."""
-        for group in groups:
-            group.longest = self._sampling.response_length
-            self._groups[group.number] = group
-            self._waiting.extend(self._sampling.requests(group))
-
-    def pump(self, *, wait: bool = True) -> list[Group]:
-        """Let the engines sample for a moment, and return the groups that are finished.
-
-        Args:
-            wait: for the end of this moment; otherwise a later call returns what it finishes.
+        Raises:
+            MegatuneError: see `RewardPool.score`.
         """
-        self._submit()
-        return self._settled(self._engines.step(wait=wait)) if self._engine_of else []
+        group.longest = self._sampling.response_length
+        while True:
+            while requests := self._sampling.requests(group):
+                await self._is_open.wait()
+                for response in await self._engines.generate(requests):
+                    group.note(response)
+            await self._score(group)
+            if group.samples:
+                return
 
-    def pause(self) -> list[Group]:
-        """Leave nothing in flight, and return the groups that are finished by then. What was sampled of the others
-        stays with them, and goes on with the next `pump`."""
-        finished = self._settled(self._engines.settle())
-        if self._engine_of:
-            for response in self._engines.abort():
-                self._note(response)
-        self._engine_of = {}
-        self._waiting = deque(request for group in self.groups for request in self._sampling.requests(group))
-        return finished
+    async def pause(self) -> None:
+        """Let the engines sample nothing; groups keep what they have, and are still scored."""
+        self._is_open.clear()
+        await self._engines.abort()
 
-    def drop(self, numbers: Iterable[int]) -> list[Group]:
-        """End groups and return them; the engines are at no step."""
-        chosen = [self._groups.pop(number) for number in numbers if number in self._groups]
-        gone = {group.number: group for group in chosen}
-        if ids := [request_id for request_id in self._engine_of if place_of(request_id)[0] in gone]:
-            self._engines.abort(ids)
-            self._engine_of = {key: engine for key, engine in self._engine_of.items() if key not in set(ids)}
-        self._waiting = deque(request for request in self._waiting if place_of(request.id)[0] not in gone)
-        return chosen
+    def resume(self) -> None:
+        """Let groups be sampled again, from where they were."""
+        self._is_open.set()
 
-    def _submit(self) -> None:
-        loads = [0] * self._engines.number
-        for busy in self._engine_of.values():
-            loads[busy] += 1
-        chosen: list[list[Request]] = [[] for _ in loads]
-        homes: dict[int, int] = {}  # the prompt of a group is computed once, by one engine
-        while self._waiting and min(loads) < self._max_running:
-            request = self._waiting.popleft()
-            group = place_of(request.id)[0]
-            engine = homes.get(group)
-            if engine is None or loads[engine] == self._max_running:
-                engine = homes[group] = loads.index(min(loads))
-            chosen[engine].append(request)
-            loads[engine] += 1
-            self._engine_of[request.id] = engine
-        if any(chosen):
-            self._engines.submit(chosen)
+    async def _score(self, group: Group) -> None:
+        group.samples = [group.ended.get(place) or self._sample(group, place) for place in range(group.size)]
+        asked = [sample for place, sample in enumerate(group.samples) if place not in group.ended]
+        await asyncio.gather(*map(self._pool.score, asked))
+        self._go_on(group)
 
-    def _settled(self, responses: Iterable[Response]) -> list[Group]:
-        """Note finished responses, and return the groups that have all of theirs."""
-        finished = []
-        for response in responses:
-            self._engine_of.pop(response.id, None)
-            if (group := self._note(response)) is not None and group.is_finished:
-                finished.append(self._groups.pop(group.number))
-        return finished
+    def _sample(self, group: Group, place: int) -> Sample:
+        response = group.responses[place]
+        turns = tuple(self._decode(turn.tolist()) for turn in response.turns)
+        text = turns[0] if len(turns) == 1 else self._decode(response.response_ids.tolist())
+        return Sample(group.problem, group.number, response, text, turns=turns)
 
-    def _note(self, response: Response) -> Group | None:
-        """Note a response, or the part of one, with its group."""
-        number, place = place_of(response.id)
-        if (group := self._groups.get(number)) is None:
-            return None
-        if (before := group.parts.get(place)) is not None:  # engines know nothing of observations
-            response = replace(response, observed=before.observed)
-        if response.finish == "abort":
-            if len(response.response_ids):
-                group.parts[place] = response
-        else:
-            group.responses[place] = response
-            group.parts.pop(place, None)
-        return group
+    def _go_on(self, group: Group) -> None:
+        """Write observations behind the turns that an environment has answered. A response that has no room for one and
+        a token ends before it, and is scored as one that is cut off; the group has no samples until all have ended."""
+        observed = {
+            place: sample.details[OBSERVATION]
+            for place, sample in enumerate(group.samples)
+            if OBSERVATION in sample.details
+        }
+        if not observed:
+            group.ended = {}
+            return
+        group.ended = {place: sample for place, sample in enumerate(group.samples) if place not in observed}
+        group.samples = []
+        for place, text in observed.items():
+            response = group.responses[place]
+            longer = self._extend(group.problem, response, text)
+            if len(longer.response_ids) < group.longest:
+                group.parts[place] = longer
+                del group.responses[place]
+            else:
+                group.responses[place] = replace(response, finish="length")

@@ -147,8 +147,9 @@ def _samplers(settings: RLSettings) -> list[InferRole]:
 def _engines(
     settings: RLSettings, found: Mapping[str, RoleGroup], sleep_level: int
 ) -> tuple[EngineGroup, dict[str, EngineGroup]]:
-    judges = {role.name: EngineGroup(role, found[role.name]) for role in _samplers(settings)[1:]}
-    return EngineGroup(settings.actor_infer, found[settings.actor_infer.name], sleep_level), judges
+    judges = {role.name: EngineGroup(role, found[role.name], role.infer_batch_size) for role in _samplers(settings)[1:]}
+    infer, most = settings.actor_infer, settings.rollout.max_running_requests
+    return EngineGroup(infer, found[infer.name], most, sleep_level), judges
 
 
 def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> RoleSpec:
@@ -176,6 +177,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
         },
         devices=role.devices,
         devices_per_actor=role.devices_per_engine,
+        is_server=True,
         environment={**settings.run.system_envs, **role.system_envs},
         py_executable=role.py_executable,
     )

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megatune.config.rl.rollout import Generating
-from megatune.rl.pipeline.collector import Scorer
-from megatune.rl.pipeline.engines import Engines
-from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem
 
-_WAIT_SECONDS = 0.5
 
-
-def sample_all(
-    problems: Sequence[Problem],
-    engines: Engines,
-    scorer: Scorer,
-    sampling: Sampling,
-    max_running: int,
-    others: Callable[[Group], None],
-) -> list[Group]:
-    """Sample and score num_return_sequences responses to every problem, in their order. A problem's random numbers are
-    the same in every validation.
-
-    Args:
-        others: gets groups of training that are scored meanwhile.
-    """
-    size = max(1, sampling.generating.num_return_sequences)
-    sampler = Sampler(engines, sampling, max_running)
-    mine = {place: Group(problem, place, place, size) for place, problem in enumerate(problems)}
-    sampler.add(mine.values())
-    found: dict[int, Group] = {}
-    while len(found) < len(problems):
-        for group in sampler.pump():
-            scorer.submit(group)
-        for group in scorer.poll(0.0 if sampler.groups else _WAIT_SECONDS):
-            if mine.get(group.number) is not group:
-                others(group)
-            elif group.is_finished:
-                found[group.number] = group
-            else:
-                sampler.add([group])
-    return [found[place] for place in range(len(problems))]
+async def sample_all(problems: Sequence[Problem], sampler: Sampler, size: int) -> list[Group]:
+    """Sample and score `size` responses to every problem, in their order. A problem's random numbers are the same in
+    every validation."""
+    groups = [Group(problem, place, place, size) for place, problem in enumerate(problems)]
+    await asyncio.gather(*map(sampler.finish, groups))
+    return groups
 
 
 def validation_metrics(groups: Sequence[Group], generating: Generating) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,11 +30,6 @@ class Weights:
         """Whether engines lose their weights while others use their devices."""
         return self._engines.sleep_level > 1 and self._scheduler.meets_engines(self._policy)
 
-    @property
-    def judges_share_devices(self) -> bool:
-        """Whether judges sleep while others use their devices."""
-        return self._scheduler.judges_share_devices
-
     def resume(self) -> None:
         """Let the engines sample on, with the weights that they have."""
         self._scheduler.sample()
@@ -57,14 +53,15 @@ class Weights:
         """
         prompts = [problems[(version + place) % len(problems)].prompt_ids for place in range(self._engines.number)]
         requests = [self._request(place, version, prompt) for place, prompt in enumerate(prompts)]
-        self._engines.submit([[request] for request in requests])
-        found: dict[str, Response] = {}
-        while len(found) < len(requests):
-            found |= {response.id: response for response in self._engines.step()}
-        responses = [found[request.id] for request in requests]
+        responses = self._engines.run(self._sampled(requests))
         tokens = [np.concatenate([prompt, own.response_ids]) for prompt, own in zip(prompts, responses, strict=True)]
         ours = learner.log_probs(Rollouts(tokens, [len(prompt) for prompt in prompts]))
         return learner.checked(ours, [sampled_by(response, version) for response in responses], version)
+
+    async def _sampled(self, requests: Sequence[Request]) -> list[Response]:
+        """Sample a request by each engine, of which none has anything to do."""
+        found = await asyncio.gather(*(self._engines.generate([request]) for request in requests))
+        return [own[0] for own in found]
 
     def _request(self, place: int, version: int, prompt: np.ndarray) -> Request:
         generating = self._settings.actor_infer.generating_args

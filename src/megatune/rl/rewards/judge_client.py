@@ -1,10 +1,10 @@
-"""Asks a model of this run to judge: threads of the reward pool wait, and the driver's lets its engines sample."""
+"""Asks a model of this run to judge: threads of the reward pool wait for calls that the driver's event loop makes."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
-import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Protocol
@@ -25,18 +25,16 @@ if TYPE_CHECKING:
 
 
 class JudgeEngines(Protocol):
-    """What is used of `pipeline.engines.Engines`."""
+    """What is used of `pipeline.roles.EngineGroup`."""
 
     @property
-    def number(self) -> int: ...
+    def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def submit(self, requests: Sequence[Sequence[Request]]) -> None: ...
-
-    def step(self, *, wait: bool = True) -> list[Response]: ...
+    async def generate(self, requests: Sequence[Request]) -> list[Response]: ...
 
 
 class JudgeClient:
-    """Asks a model of this run. Threads wait for their answers; only who pumps touches the engines.
+    """Asks a model of this run, from any thread but that of the engines' loop.
 
     Args:
         context: tokens of a prompt and its answer at most.
@@ -57,8 +55,7 @@ class JudgeClient:
         self._generating, self._context = generating, context
         self._write, self._stop = prompt_writer(template, tokenizer), stop_token_ids
         self._numbers = itertools.count()
-        self._asked: queue.SimpleQueue[tuple[Request, Future[Response]]] = queue.SimpleQueue()
-        self._waiting: dict[str, Future[Response]] = {}
+        self._asked: set[Future[Response]] = set()
         self._closed = False
 
     def __call__(self, messages: list[dict[str, str]], limit: float) -> str:
@@ -68,8 +65,10 @@ class JudgeClient:
             RewardError: the question is too long for the model, or the run ends.
             TimeoutError: there is no answer; it may be lost.
         """
-        number, answer = next(self._numbers), Future[Response]()
-        self._asked.put((self._request(number, messages), answer))
+        request = self._request(next(self._numbers), messages)
+        answer = asyncio.run_coroutine_threadsafe(self._answered(request), self._engines.loop)
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
         try:
             if self._closed:
                 raise CancelledError
@@ -81,29 +80,18 @@ class JudgeClient:
             raise TimeoutError(f"the judge has not answered within {limit:g} seconds") from error
         return str(self._tokenizer.decode(response.response_ids.tolist(), skip_special_tokens=True)).strip()
 
-    def pump(self, *, wait: bool) -> None:
-        """Let the model's engines work on, with whatever was asked."""
-        new: list[list[Request]] = [[] for _ in range(self._engines.number)]
-        self._waiting = {id_: answer for id_, answer in self._waiting.items() if not answer.done()}
-        while not self._asked.empty():
-            request, answer = self._asked.get()
-            self._waiting[request.id] = answer
-            new[len(self._waiting) % len(new)].append(request)
-        if any(new):
-            self._engines.submit(new)
-        if self._waiting:
-            for response in self._engines.step(wait=wait):
-                answered = self._waiting.pop(response.id, None)
-                if answered is not None and answered.set_running_or_notify_cancel():
-                    answered.set_result(response)
-
     def close(self) -> None:
         """Let nobody wait any longer."""
         self._closed = True
-        while not self._asked.empty():
-            self._asked.get()[1].cancel()
-        for answer in self._waiting.values():
+        for answer in tuple(self._asked):
             answer.cancel()
+
+    async def _answered(self, request: Request) -> Response:
+        """Ask, and again where the engines have to sleep meanwhile."""
+        while True:
+            for response in await self._engines.generate([request]):
+                if response.finish != "abort":
+                    return response
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating

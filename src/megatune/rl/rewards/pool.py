@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from megatune.rl.rewards.judge_client import JudgeClient
 
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
-
-JUDGING_SECONDS = 0.01  # between looks at what judges say
 
 
 class Worker(Protocol):
@@ -65,11 +64,11 @@ class _Domain:
     start: Callable[[], Worker]
     workers: int
     limit: float
-    waiting: queue.SimpleQueue[Sample | None] = field(default_factory=queue.SimpleQueue)
+    waiting: queue.SimpleQueue[tuple[Sample, Future[dict[str, Any]]] | None] = field(default_factory=queue.SimpleQueue)
     threads: list[threading.Thread] = field(default_factory=list)
     idle: queue.SimpleQueue[Worker] = field(default_factory=queue.SimpleQueue)
     busy: set[Worker] = field(default_factory=set)
-    pending: int = 0
+    pending: set[Future[dict[str, Any]]] = field(default_factory=set)
     failures_in_a_row: int = 0
     counts: DomainCounts = field(default_factory=DomainCounts)
 
@@ -90,16 +89,15 @@ class _ServiceWorker:
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Scores samples of every domain by the domain's reward.
 
-    A sample that is handed in comes back from `collect` with `score` and `details` set: `details["correct"]` is 1 or 0
-    (what accuracies and difficulty masks are of; `score` is what is trained on), and `details["error"]` says what went
-    wrong where the reward raised, timed out or died twice: the score is 0 then, correct 0, and the pool goes on with a
-    new process. Not for several threads at once.
+    `score` sets `score` and `details` of a sample: `details["correct"]` is 1 or 0 (what accuracies and difficulty masks
+    are of; `score` is what is trained on), and `details["error"]` says what went wrong where the reward raised, timed
+    out or died twice: the score is 0 then, correct 0, and the pool goes on with a new process.
 
     Args:
         rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
             started as they are needed.
         clients: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It
-            may come later. Its engines work within `submit` and `collect`, in the caller's thread.
+            may come later.
         log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to this process's stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
         hosts: start processes, by turns; None: on this machine alone.
@@ -119,7 +117,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     ) -> None:
         self.clients = dict(clients or {})
         self._domains: dict[str, _Domain] = {}
-        self._done: queue.SimpleQueue[tuple[Sample, dict[str, Any]]] = queue.SimpleQueue()
         self._closed = False
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -137,58 +134,30 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._domains[name] = _Domain(start, workers, seconds)
 
     @property
-    def pending(self) -> int:
-        """Samples that were handed in and not collected."""
-        return sum(domain.pending for domain in self._domains.values())
-
-    @property
     def counts(self) -> dict[str, DomainCounts]:
         """By domain."""
         return {name: domain.counts for name, domain in self._domains.items()}
 
-    def submit(self, samples: Iterable[Sample]) -> None:
-        """Take samples to score; returns at once. `sample.problem.domain` says which reward."""
-        for sample in samples:
-            domain = self._domains[sample.problem.domain]
-            domain.pending += 1
-            domain.waiting.put(sample)
-            if len(domain.threads) < min(domain.workers, domain.pending):
-                # One that waits for a service keeps nobody from ending.
-                thread = threading.Thread(target=self._serve, args=(domain,), daemon=True)
-                domain.threads.append(thread)
-                thread.start()
-        self._judge(wait=False)
-
-    def collect(self, timeout: float = 0.0) -> list[Sample]:
-        """Return samples that were scored since the last call, in the order in which they were done.
-
-        Args:
-            timeout: seconds to wait until there is at least one; returns at once where nothing is pending.
+    async def score(self, sample: Sample) -> None:
+        """Score a sample by the reward of `sample.problem.domain`. Whoever is cancelled leaves it without a score.
 
         Raises:
-            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed; whatever the engines of
-                a judge raise.
+            MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed.
         """
-        until = time.monotonic() + timeout
-        self._judge(wait=False)
-        samples = self._take(0.0)
-        while not samples and self.pending and (left := until - time.monotonic()) > 0:
-            self._judge(wait=True)
-            is_judging = any(self._domains[name].pending for name in self.clients)
-            samples = self._take(min(left, JUDGING_SECONDS) if is_judging else left)
-        return samples
-
-    def score(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Score samples and return them, in their order; nothing else may be pending."""
-        samples = list(samples)
-        assert not self.pending, "other samples are pending"
-        self.submit(samples)
-        while self.pending:
-            self.collect(timeout=60.0)
-        return samples
+        domain, reply = self._domains[sample.problem.domain], Future[dict[str, Any]]()
+        domain.pending.add(reply)
+        reply.add_done_callback(domain.pending.discard)
+        domain.waiting.put((sample, reply))
+        if len(domain.threads) < min(domain.workers, len(domain.pending)):
+            # One that waits for a service keeps nobody from ending.
+            thread = threading.Thread(target=self._serve, args=(domain,), daemon=True)
+            domain.threads.append(thread)
+            thread.start()
+        found = await asyncio.wrap_future(reply)
+        self._settle(domain, sample, found)
 
     def __exit__(self, *error: object) -> None:
-        """End all processes, with whatever they still do. Samples that are pending are forgotten."""
+        """End all processes, with whatever they still do. Nobody is told of samples that are pending."""
         self._closed = True
         for client in self.clients.values():
             client.close()
@@ -203,48 +172,31 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             while not domain.idle.empty():
                 domain.idle.get().end()
 
-    def _take(self, wait: float) -> list[Sample]:
-        """Return what is done, waiting for the first for so many seconds."""
-        samples: list[Sample] = []
-        while self.pending:
-            try:
-                scored = self._done.get(timeout=wait) if wait > 0 and not samples else self._done.get_nowait()
-            except queue.Empty:
-                break
-            samples.append(self._settled(*scored))
-        return samples
-
-    def _judge(self, *, wait: bool) -> None:
-        """Let the judges of this run work on."""
-        for client in set(self.clients.values()):
-            client.pump(wait=wait)
-
     def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
         return self.clients[domain](messages, self._domains[domain].limit)
 
     def _serve(self, domain: _Domain) -> None:
         """Score samples, in a thread of their domain."""
-        while (sample := domain.waiting.get()) is not None and not self._closed:
-            self._score(domain, sample)
+        while (asked := domain.waiting.get()) is not None and not self._closed:
+            sample, reply = asked
+            if reply.set_running_or_notify_cancel():
+                reply.set_result(self._reply(domain, sample))
 
-    def _score(self, domain: _Domain, sample: Sample) -> None:
-        reply: dict[str, Any] = {"error": "the run ends"}
+    def _reply(self, domain: _Domain, sample: Sample) -> dict[str, Any]:
         # A process may be killed by others, for want of memory: that is not the sample's, unless it happens again.
         for is_last in (False, True):
             if self._closed:
                 break
             try:
-                reply = self._answered(domain, answer_of(sample))
+                return self._answered(domain, answer_of(sample))
             except WorkerDiedError as error:
-                reply = {"error": str(error)}
-                if not is_last and not isinstance(error, NotLoadedError):
-                    continue
+                if is_last or isinstance(error, NotLoadedError):
+                    return {"error": str(error)}
             except TimeoutError:
-                reply = {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
-            except Exception as error:  # whatever it is, this sample must come back
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            break
-        self._done.put((sample, reply))
+                return {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
+            except Exception as error:  # whatever it is, this sample must have a reply
+                return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": "the run ends"}
 
     def _answered(self, domain: _Domain, answer: Answer) -> dict[str, Any]:
         """Let a worker score an answer; one that does not is ended."""
@@ -266,10 +218,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             domain.busy.discard(worker)
         return reply
 
-    def _settled(self, sample: Sample, reply: Mapping[str, Any]) -> Sample:
+    def _settle(self, domain: _Domain, sample: Sample, reply: Mapping[str, Any]) -> None:
         """Write what a reward said into its sample, and count it."""
-        domain = self._domains[sample.problem.domain]
-        domain.pending -= 1
         counts = domain.counts
         counts.scored += 1
         failure = reply.get("error")
@@ -277,7 +227,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             domain.failures_in_a_row = 0
             sample.score = reply["score"]
             sample.details = {**reply["details"], "correct": reply["correct"]}
-            return sample
+            return
         sample.score, sample.details = 0.0, {"correct": 0.0, "error": failure}
         domain.failures_in_a_row += 1
         counts.timeouts += bool(reply.get("timeout"))
@@ -286,7 +236,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if domain.failures_in_a_row >= FAILURES_IN_A_ROW:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)
-        return sample
 
 
 def load_rewards(

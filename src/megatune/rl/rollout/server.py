@@ -1,0 +1,135 @@
+"""A rollout engine that runs by itself: calls come from any thread, and one thread of its own does them all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatune.launch.context import RankContext
+from megatune.rl.rollout.engine import RolloutEngine
+from megatune.rl.samples import Request, Response
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call to `generate` that has no answer yet."""
+
+    requests: Sequence[Request]
+    answer: Future[list[Response]]
+    responses: list[Response] = field(default_factory=list)
+
+
+class EngineServer:
+    """Runs an engine in a thread that alone touches it.
+
+    Args:
+        context: told where the engine is, each time that the engine has sampled for a moment.
+        build: returns the engine; runs in the thread.
+
+    Raises:
+        Exception: whatever `build` raises.
+    """
+
+    def __init__(self, context: RankContext, build: Callable[[], RolloutEngine]) -> None:
+        self._context = context
+        self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
+        self._held: dict[int, _Call] = {}  # by number: others of their burst have not arrived
+        self._call_of: dict[str, _Call] = {}  # by request in flight
+        self._arrived = self._announced = self._aborted = 0  # calls to generate
+        built: Future[None] = Future()
+        threading.Thread(target=self._run, args=(build, built), daemon=True).start()
+        built.result()
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method, and return its answer.
+
+        generate(number, last, requests) -> list[Response]: the responses to all requests once they are finished, or
+            what there is of them when they are aborted. Calls are numbered from 1; those of a burst, up to `last`,
+            begin together and in order, so that an engine computes the same batches in every run.
+        abort(number): end the calls up to this number, also those that arrive later.
+
+        Every other method is the engine's own.
+        """
+        answer: Future[Any] = Future()
+        self._asked.put((method, args, answer))
+        return answer
+
+    def _run(self, build: Callable[[], RolloutEngine], built: Future[None]) -> None:
+        try:
+            self._engine = build()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(None)
+        while True:
+            while not self._call_of or not self._asked.empty():
+                self._do(*self._asked.get())
+            self._sample()
+
+    def _do(self, method: str, args: tuple[Any, ...], answer: Future[Any]) -> None:
+        try:
+            if method == "generate":
+                self._generate(answer, *args)
+                return
+            self._context.beat(method, self._context.step)
+            own = self._abort if method == "abort" else getattr(self._engine, method)
+            answer.set_result(own(*args))
+            self._rest()
+        except Exception as error:
+            answer.set_exception(error)
+
+    def _generate(self, answer: Future[list[Response]], number: int, last: int, requests: Sequence[Request]) -> None:
+        self._arrived, self._announced = self._arrived + 1, max(self._announced, last)
+        if number <= self._aborted:
+            answer.set_result([])
+        else:
+            self._held[number] = _Call(requests, answer)
+        if self._arrived < self._announced or not self._held:
+            return
+        calls = [self._held.pop(number) for number in sorted(self._held)]
+        self._call_of |= {request.id: call for call in calls for request in call.requests}
+        try:
+            self._engine.submit([request for call in calls for request in call.requests])
+        except Exception as error:
+            self._fail(error)
+
+    def _sample(self) -> None:
+        """Let the engine sample for a moment."""
+        self._context.beat("generate", self._context.step)
+        try:
+            self._note(self._engine.step())
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        if not self._call_of:
+            self._context.beat("idle", self._context.step)
+
+    def _abort(self, number: int) -> None:
+        self._aborted = number
+        held, self._held = self._held, {}
+        for call in held.values():
+            call.answer.set_result([])
+        if self._call_of:
+            # Requests that had nothing left to sample are finished, and `step` returns them.
+            self._note([*self._engine.abort(), *self._engine.step()])
+
+    def _note(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            call = self._call_of.pop(response.id)
+            call.responses.append(response)
+            if len(call.responses) == len(call.requests):
+                call.answer.set_result(call.responses)
+
+    def _fail(self, error: Exception) -> None:
+        """Answer every call in flight with what the engine has raised."""
+        calls = {id(call): call for call in self._call_of.values()}
+        self._call_of = {}
+        for call in calls.values():
+            call.answer.set_exception(error)
