@@ -166,7 +166,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "negative sizes": (shaped([4, -64, 96]), "is not a valid shape"),
     "overlapping chunks": (shaped(None, twice), "overlap"),
     "a missing chunk": (shaped(None, lambda each: each[:-1]), "overlap, or leave gaps"),
-    "no chunks": (shaped(None, lambda each: []), "no chunk has"),
+    "no chunks": (shaped(None, lambda each: []), "overlap, or leave gaps"),
     "a chunk in no file": (lambda folder: edit(folder, lambda found: found.storage_data.clear()), "in no file"),
     "another dtype": (typed, "torch.float32"),
     "another shape in the file": (moved(offset=0), "a part of"),
