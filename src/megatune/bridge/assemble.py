@@ -16,13 +16,11 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapters import weight_sources
-from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
-from megatune.bridge.file_set import united
+from megatune.bridge.adapters import InitialScore, weight_sources
+from megatune.bridge.file_set import NOTHING_CARRIED, CarriedTensors, united
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
-from megatune.bridge.score import InitialScore
 from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
@@ -37,6 +35,7 @@ from megatune.families.dense import SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
 from megatune.families.table import Box
+from megatune.families.weight_index import key_findings
 from megatune.families.weights import TensorLayout, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
@@ -174,27 +173,14 @@ def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: Che
     expected, names = form.all_shapes(weights, architecture), folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
     missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
-    model_type, where = architecture.model_type, str(folder.folder)
-    findings = []
-    if missing:
-        why = f"config.json describes a {model_type} that has them"
-        fix = "use the config.json and the weights of one checkpoint"
-        findings.append(Finding(f"{len(missing)} keys are missing: {_some(missing)}", where, why, fix))
-    if unknown:
-        why = f"a {model_type} has no place for them, and nothing is left out silently"
-        fix = "check that config.json names the right model_type, or remove them"
-        findings.append(Finding(f"{len(unknown)} keys are unknown: {_some(unknown)}", where, why, fix))
+    where = str(folder.folder)
+    findings = list(key_findings(missing, unknown, where, architecture.model_type))
     for name, shape in expected.items():
         if name in names and folder.file_shape(name) != shape:
             what = f"{name} is {list(folder.file_shape(name))}, config.json says {list(shape)}"
             findings.append(Finding(what, where))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-
-
-def _some(keys: Iterable[str]) -> str:
-    keys = sorted(keys)
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 @torch.no_grad()

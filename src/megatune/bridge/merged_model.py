@@ -13,9 +13,9 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.file_stream import SmallFile, TensorFile
+from megatune.bridge.file_stream import TensorFile, index_files
 from megatune.bridge.merged import MergedFolder
-from megatune.bridge.safetensors_files import TensorEntry, index_of
+from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
@@ -118,8 +118,8 @@ class MergedModel:
             parts = (part for entry in entries for part in self._parts(entry))
             TensorFile(f"{name}.safetensors", entries, parts).write(folder, progress)
             places |= {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
-        if (found := index_of(_NAME, places)) is not None:
-            SmallFile(*found).write(folder)
+        for each in index_files(_NAME, places):
+            each.write(folder)
         changed = sum(self._is_changed(entry.name) for entry in self.entries)
         return Merged(len(self.entries), changed, len(files), self.num_bytes)
 

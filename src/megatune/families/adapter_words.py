@@ -10,7 +10,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, adapter_weights, adapters, alpha_of
 from megatune.families.selection import Selection
 from megatune.families.trained import is_trained, module_of
-from megatune.families.weights import Role, Stack, hf_shapes, layers_of
+from megatune.families.weights import Role, Stack, all_shapes, layers_of
 
 _WHOSE = {Stack.VISION: "vision tower's ", Stack.PROJECTOR: "projector's ", Stack.DEEPSTACK: "deepstack mergers' "}
 
@@ -46,12 +46,7 @@ def whole_modules(architecture: Architecture, selection: Selection) -> list[str]
 
 def num_adapter_parameters(architecture: Architecture, selection: Selection) -> int:
     """Count the elements of all adapters, as peft does."""
-    return sum(
-        prod(shape)
-        for weight in adapter_weights(architecture, selection)
-        for layer in layers_of(weight, architecture)
-        for shape in hf_shapes(weight, architecture, layer).values()
-    )
+    return sum(map(prod, all_shapes(adapter_weights(architecture, selection), architecture).values()))
 
 
 def _whole_modules(architecture: Architecture, selection: Selection) -> Iterator[str]:
