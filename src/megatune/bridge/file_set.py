@@ -8,7 +8,7 @@ none needs to hold more than one weight (of experts: one expert's) whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,6 +36,19 @@ V = TypeVar("V")
 def united(mine: dict[K, V]) -> dict[K, V]:
     """Unite dictionaries of all ranks, on every rank."""
     return {key: value for part in groups.gather(mine) for key, value in part.items()}
+
+
+def cut_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:
+    """Cut what has sizes, in order, into files of at most so many bytes; what has none stays with what is before it."""
+    files: list[list[V]] = []
+    size = 0
+    for item, num_bytes in items:
+        if not files or (num_bytes and size + num_bytes > most):
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += num_bytes
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +171,7 @@ class FileSet:
         sizes = [sum(entry.num_bytes for entry in self._entries(piece)) for piece in pieces]
         share = sum(sizes) // (holders.replicas.size() * holders.slices.size())
         most = min(self.max_file_bytes, max(share, _SHARED_FILE_BYTES))
-        files: list[list[Piece]] = []
-        size = 0
-        for piece, num_bytes in zip(pieces, sizes, strict=True):
-            # What belongs to a tensor that is begun has no entry of its own.
-            if not files or (num_bytes and size + num_bytes > most):
-                files.append([])
-                size = 0
-            files[-1].append(piece)
-            size += num_bytes
-        return files
+        return cut_into_files(zip(pieces, sizes, strict=True), most)
 
     def _fused_name(self, local: LocalParameter) -> str | None:
         return self.form.fused_name(local.weight, local.layer)

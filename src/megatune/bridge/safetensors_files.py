@@ -94,10 +94,6 @@ class ModelFolder(TensorSource):
     def entry(self, name: str) -> TensorEntry:
         """Describe a tensor in the files."""
 
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """List the files that hold tensors."""
-
 
 class _Part(NamedTuple):
     """A box of a tensor, and the entry of a file that has it."""
@@ -189,6 +185,7 @@ class SafetensorsFolder(ModelFolder):
         return {*self._file_of.keys() - parts, *self._parts, *self._packed}
 
     def files(self) -> list[Path]:
+        """List the files that hold tensors."""
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
 from megatune.architecture import Architecture
@@ -41,18 +40,14 @@ def adapted_modules(architecture: Architecture, selection: Selection) -> str:
 
 def whole_modules(architecture: Architecture, selection: Selection) -> list[str]:
     """Name the modules that are trained whole beside adapters."""
-    return list(dict.fromkeys(_whole_modules(architecture, selection)))
+    weights = (each for each in FAMILIES[architecture.model_type].weight_map(architecture) if not each.per_layer)
+    whole = (each for each in weights if each.role is Role.BASE and is_trained(each, 0, architecture, selection))
+    return list(dict.fromkeys(map(module_of, whole)))
 
 
 def num_adapter_parameters(architecture: Architecture, selection: Selection) -> int:
     """Count the elements of all adapters, as peft does."""
     return sum(map(prod, all_shapes(adapter_weights(architecture, selection), architecture).values()))
-
-
-def _whole_modules(architecture: Architecture, selection: Selection) -> Iterator[str]:
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
-            yield module_of(weight)
 
 
 def _name(path: str) -> str:

@@ -80,9 +80,6 @@ class TorchDistFolder(ModelFolder):
     def entry(self, name: str) -> TensorEntry:
         return TensorEntry(name, self._file_shapes[name], self._pieces[self._first_of[name]][0].stored.dtype)
 
-    def files(self) -> list[Path]:
-        return torch_dist_files(self.folder)
-
     def check_files(self) -> None:
         """Hold what every chunk says of itself against the table, before any weight is read."""
         for stored in {
