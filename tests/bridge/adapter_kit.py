@@ -19,7 +19,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import MAGNITUDE
 from megatune.families.trained import trained_weights
-from megatune.families.weights import Segment, hf_shapes, layers_of
+from megatune.families.weights import Segment, all_shapes, hf_shapes
 
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -30,12 +30,7 @@ class Tensors(TensorSource):
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def read(self, segment: Segment) -> Tensor:
         return self._tensors[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
@@ -85,9 +80,7 @@ def random_adapter(architecture: Architecture, selection: FinetuningSettings) ->
 
 
 def all_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        for layer in layers_of(weight, architecture):
-            yield from hf_shapes(weight, architecture, layer).items()
+    yield from all_shapes(FAMILIES[architecture.model_type].weight_map(architecture), architecture).items()
 
 
 def rows(shape: tuple[int, ...], name: str) -> Segment:

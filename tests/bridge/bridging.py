@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from layouts import Layout
 from safetensors.torch import load_file
+from saving import save_optimizer, save_weights
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, assemble, load_optimizer
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import save_optimizer, save_weights
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import main_shards, step

@@ -21,8 +21,9 @@ from megatune.bridge import parameters as of_ranks
 from megatune.bridge import safetensors_files, shard_files
 from megatune.bridge.assemble import load_weights
 from megatune.bridge.checked_files import BLOCK_BYTES, begin_check, digests_of, end_check
+from megatune.bridge.file_stream import index_files
 from megatune.bridge.parameters import LocalParameter
-from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, header_of, index_of
+from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, header_of
 from megatune.bridge.shard_files import ShardFiles
 from megatune.engine import groups
 from megatune.engine.optimizer import MainShard
@@ -148,9 +149,8 @@ def test_ranks_write_equal_parts_and_read_no_more_than_they_need(
 
     training = tmp_path / "training"
     training.mkdir()
-    index = index_of(str(training / "optimizer"), places)
-    assert index is not None
-    Path(index[0]).write_bytes(index[1])
+    (index,) = index_files("optimizer", places)
+    index.write(training)
     for rank in (0, 137, 511):
         _read_again(rank, architecture, tmp_path, entries_of, places)
 

@@ -19,13 +19,15 @@ from megatune.bridge.assemble import assemble
 from megatune.bridge.fp8 import dequantize
 from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.table import Box, whole_box
 from megatune.training.checkpoint import CheckpointFiles
-from megatune.training.storage.model_files import with_dtype
+from megatune.training.merge import merge_adapters
 from megatune.training.train_state import TrainState
+from megatune.verify.adapters import write_random_adapter
 
 LAYOUTS = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 CHOSEN = ("ep2", "ep2 etp2 tp2 sp")
@@ -98,7 +100,16 @@ def test_a_merged_model_has_no_scales(published, tmp_path):
     found, wanted = tensors(tmp_path), expected(published)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    assert "quantization_config" not in with_dtype(json.loads((published / "config.json").read_text()), "bfloat16")
+
+
+def test_a_model_that_an_adapter_is_merged_into_is_no_longer_quantized(published, tmp_path):
+    selection = FinetuningSettings(finetuning_type="lora", lora_target=["o_proj"])
+    (tmp_path / "adapter").mkdir()
+    write_random_adapter(tmp_path / "adapter", published, load_architecture(published), selection, 1)
+    merge_adapters(published, [tmp_path / "adapter"], tmp_path / "merged")
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
 
 
 def test_parts_of_blocks_are_read(published):

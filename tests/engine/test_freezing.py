@@ -16,11 +16,11 @@ import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from safetensors.torch import load_file
+from saving import save_weights
 from torch import Tensor
 
 from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
-from megatune.bridge.save import save_weights
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import PrecisionSettings, Settings
 from megatune.engine.model import gather_parameters

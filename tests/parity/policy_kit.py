@@ -16,7 +16,7 @@ from pairs_kit import gradients_of
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, assemble
-from megatune.bridge.save import save_gradients
+from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn

@@ -16,13 +16,13 @@ import pytest
 import torch
 from datasets import Dataset
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from saving import save_adapters, save_weights
 from test_lora import finetuning
 from test_one_step import OPTIMIZERS, saved, update_errors
 from trl import KTOConfig, KTOTrainer
 from trl_kit import Steps, common_arguments, config_of, data_of, steps_of
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.save import save_adapters, save_weights
 from megatune.config.settings import Settings
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.mismatched import MismatchedRows

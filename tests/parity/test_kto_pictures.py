@@ -23,7 +23,7 @@ from pairs_kit import (
 from test_vision import NUM_LAYERS, SQUARE, WIDE
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.save import save_gradients
+from megatune.bridge.shard_files import save_gradients
 from megatune.data.batches import Batch, DocumentValues
 from megatune.data.rows import DESIRABLE
 from megatune.engine import groups, step

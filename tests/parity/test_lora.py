@@ -18,6 +18,7 @@ from layouts import (
     Layout,
 )
 from safetensors.torch import load_file
+from saving import save_adapters
 from test_one_step import OPTIMIZERS, TOLERANCES, step_batches, step_samples, update_errors
 from test_vision import NUM_LAYERS
 from test_vision import samples_of as samples_with_pictures
@@ -25,7 +26,6 @@ from torch import Tensor
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import apply_adapter
-from megatune.bridge.save import save_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters

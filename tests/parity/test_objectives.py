@@ -17,7 +17,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_SEQUENCE_LAYOUTS, SEQUENCE_LAY
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import save_gradients
+from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch
 from megatune.engine import groups, step

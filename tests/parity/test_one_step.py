@@ -18,11 +18,11 @@ import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS, Layout
 from safetensors.torch import load_file
+from saving import save_weights
 from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.assemble import Assembly, assemble
-from megatune.bridge.save import save_weights
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch
 from megatune.engine.model import gather_parameters

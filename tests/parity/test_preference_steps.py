@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from pairs_kit import Case, expect, log_probs, near, random_pairs, shard_pairs, with_base
+from saving import save_adapters, save_weights
 from test_one_step import OPTIMIZERS, TOLERANCES, _checkpoint_copy, saved, update_errors
 from test_preference import EVERY, LOSSES
 from torch import Tensor
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.save import save_adapters, save_weights
 from megatune.engine.model import gather_parameters
 from megatune.objectives.preference import Preference
 from megatune.training.train_step import train_step

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from pairs_kit import Case, Expected, compute, documents_of, gradient_errors, gradients_of, random_pairs, shard_pairs
+from saving import save_adapters, save_weights
 from test_lora import finetuning
 from test_preference import EVERY, check
 from transformers import AutoModelForSequenceClassification
 
 from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import AppliedAdapter, apply_adapter
-from megatune.bridge.save import save_adapters, save_weights
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.engine.layers import score

@@ -11,24 +11,21 @@ from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, adapter_weights, alpha_of, scaling
-from megatune.families.forms import CheckpointForm
+from megatune.families.adapters import ADAPTER_CONFIG, adapter_weights, alpha_of, scaling
 from megatune.families.peft_config import WEIGHTS_FILE
-from megatune.families.peft_tensors import PREFIX, Adapter, AdapterTensor, read_adapter
+from megatune.families.peft_tensors import Adapter, read_adapter
 from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
-from megatune.families.weights import Role, Segment, hf_shapes, layers_of
+from megatune.families.weights import Role, Segment, all_shapes, hf_shapes
 
 ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
-_KEPT = 2  # the B of gate and up, and that of down: experts are often read one after the other
-# What peft calls the tensors of an adapter that are each by themselves.
-AS_IN_PEFT = CheckpointForm(prefixes=(("", PREFIX),))
+_KEPT = 4  # A and B of gate and up, and of down: experts are often read one after the other
 
 
 class AdapterFolder(TensorSource):
     """An adapter's tensors, under the base's names: model.layers.0.self_attn.q_proj.lora_A.weight.
 
-    Experts are one by one, whether the file stacks them or not; two of its stacked tensors are kept in memory.
+    Experts are one by one, whether the file stacks them or not; some of its stacked tensors are kept in memory.
 
     Attributes:
         adapter: what is in the folder, and what it means.
@@ -36,31 +33,19 @@ class AdapterFolder(TensorSource):
 
     def __init__(self, folder: Path, adapter: Adapter) -> None:
         self.folder, self.adapter = folder, adapter
+        self.shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
         self._files = SafetensorsFolder(folder, ADAPTER)
         self._kept: dict[str, Tensor] = {}
-
-    def has(self, name: str) -> bool:
-        return name in self.adapter.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.adapter.tensors[name].shape
 
     def read(self, segment: Segment) -> Tensor:
         name = segment.name
         place = self.adapter.tensors[name]
         if not place.num_experts:
             return self._files.read(Segment(place.name, segment.dim, segment.start, segment.stop))
-        part = self._expert_a(place) if name.endswith(LORA_A) else _expert_b(self._stacked(place.name), place)
-        return part.narrow(segment.dim, segment.start, segment.stop - segment.start)
-
-    def _expert_a(self, place: AdapterTensor) -> Tensor:
-        """Read an expert's A, [r, in]."""
-        ranks = self._files.file_shape(place.name)[0] // place.num_experts
-        first = place.expert * ranks + place.first_rank
-        return self._files.read(Segment(place.name, 0, first, first + place.shape[0]))
+        return place.part(self._stacked(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
 
     def _stacked(self, name: str) -> Tensor:
-        """Read a stacked B, whose experts have columns far apart."""
+        """Read a stacked tensor: of B experts have columns far apart."""
         if name not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -76,13 +61,6 @@ class AdapterFolder(TensorSource):
         ranked = tensor.view(tensor.shape[0], rank, -1)
         rows = max(place.first_row for place in places)
         return not ranked[:rows, rank // 2 :].any() and not ranked[rows:, : rank // 2].any()
-
-
-def _expert_b(stacked: Tensor, place: AdapterTensor) -> Tensor:
-    """Return an expert's B, [out, r]."""
-    rows, rank = place.shape
-    ranks = stacked[place.first_row : place.first_row + rows, place.expert :: place.num_experts]
-    return ranks[:, place.first_rank : place.first_rank + rank]
 
 
 def open_adapter(folder: Path, architecture: Architecture, selection: Selection | None = None) -> AdapterFolder:
@@ -103,12 +81,7 @@ def open_adapter(folder: Path, architecture: Architecture, selection: Selection 
 
 def _differences(found: AdapterFolder, architecture: Architecture, selection: Selection) -> Iterator[Finding]:
     """Compare an adapter with what is trained."""
-    expected = {
-        name: shape
-        for weight in adapter_weights(architecture, selection)
-        for layer in layers_of(weight, architecture)
-        for name, shape in hf_shapes(weight, architecture, layer).items()
-    }
+    expected = all_shapes(adapter_weights(architecture, selection), architecture)
     whole = {
         name
         for weight, layer in trained_weights(architecture, selection)

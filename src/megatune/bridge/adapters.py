@@ -17,7 +17,8 @@ from megatune.bridge.quantized import dequantized_source
 from megatune.bridge.safetensors_files import TensorSource
 from megatune.config.settings import Settings
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
-from megatune.families.weights import Segment, Weight, hf_shapes, layers_of
+from megatune.families.dense import SCORE
+from megatune.families.weights import Segment, Weight, all_shapes, hf_shapes
 
 
 class InitialAdapters(TensorSource):
@@ -31,21 +32,10 @@ class InitialAdapters(TensorSource):
 
     def __init__(self, weights: Sequence[Weight], architecture: Architecture, base: TensorSource, seed: int) -> None:
         self._base, self._seed = base, seed
-        self._shapes = {
-            name: shape
-            for weight in weights
-            for layer in layers_of(weight, architecture)
-            for name, shape in hf_shapes(weight, architecture, layer).items()
-        }
-
-    def has(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        self.shapes = all_shapes(weights, architecture)
 
     def read(self, segment: Segment) -> Tensor:
-        shape = self._shapes[segment.name]
+        shape = self.shapes[segment.name]
         if segment.name.endswith(MAGNITUDE):
             rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
             return self._base.read(rows).float().norm(dim=1)
@@ -57,7 +47,24 @@ class InitialAdapters(TensorSource):
         """Draw a tensor uniformly within ±bound, and return the part of it."""
         digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        drawn = torch.empty(self._shapes[segment.name]).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(self.shapes[segment.name]).uniform_(-bound, bound, generator=generator)
+        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+
+class InitialScore(TensorSource):
+    """The score of a reward model that is made of a language model, as Transformers begins it: normal, with a standard
+    deviation of initializer_range.
+
+    It is drawn from the seed alone, so that every layout begins with the same one.
+    """
+
+    def __init__(self, architecture: Architecture, seed: int) -> None:
+        self.shapes = hf_shapes(SCORE, architecture, 0) if architecture.num_labels else {}
+        self._deviation, self._seed = architecture.initializer_range, seed
+
+    def read(self, segment: Segment) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed)
+        drawn = torch.empty(self.shape(segment.name)).normal_(0.0, self._deviation, generator=generator)
         return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
 
 

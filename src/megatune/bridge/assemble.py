@@ -6,7 +6,7 @@ Each rank reads the slices of weights, and of the optimizer's state, that it hol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +16,11 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapters import weight_sources
-from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
-from megatune.bridge.file_set import united
+from megatune.bridge.adapters import InitialScore, weight_sources
+from megatune.bridge.file_set import NOTHING_CARRIED, CarriedTensors, united
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
-from megatune.bridge.score import InitialScore
 from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
@@ -37,7 +35,8 @@ from megatune.families.dense import SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
 from megatune.families.table import Box
-from megatune.families.weights import TensorLayout, hf_shapes
+from megatune.families.weight_index import key_findings
+from megatune.families.weights import TensorLayout, Weight, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
 
@@ -145,14 +144,15 @@ def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[
     family = FAMILIES[architecture.model_type]
     config = read_config(model_dir)
     weights, version = family.weight_map(architecture), str(config.get("transformers_version") or "")
-    is_made = num_labels(config) < architecture.num_labels
+    if num_labels(config) < architecture.num_labels:
+        # Of a reward model that is made of a language model the score is in no file.
+        weights = tuple(each for each in weights if each.engine != SCORE.engine)
     if is_torch_dist(model_dir):
         form = find_form(family.forms, weights, architecture, (), lambda name: (), version)
-        held = [each for each in weights if not (is_made and each.engine == SCORE.engine)]
-        return TorchDistFolder(model_dir, architecture, held, form), form
+        return TorchDistFolder(model_dir, architecture, weights, form), form
     folder = SafetensorsFolder(model_dir)
     form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, version)
-    _check_keys(folder, architecture, form, is_made=is_made)
+    _check_keys(folder, architecture, weights, form)
     folder.places = form.locate_all(weights, architecture)
     return folder, form
 
@@ -166,35 +166,22 @@ def weight_files(model_dir: str | Path) -> list[Path]:
     return torch_dist_files(model_dir) if is_torch_dist(model_dir) else SafetensorsFolder(model_dir).files()
 
 
-def _check_keys(folder: SafetensorsFolder, architecture: Architecture, form: CheckpointForm, *, is_made: bool) -> None:
-    """Hold the names and shapes in the files against the weight map; `is_made`: of a reward model that is made of a
-    language model the score is in no file."""
+def _check_keys(
+    folder: SafetensorsFolder, architecture: Architecture, weights: Sequence[Weight], form: CheckpointForm
+) -> None:
+    """Compare the names and shapes in the files with those of the weights that they must have."""
     family = FAMILIES[architecture.model_type]
-    weights = [each for each in family.weight_map(architecture) if not (is_made and each.engine == SCORE.engine)]
     expected, names = form.all_shapes(weights, architecture), folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
     missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
-    model_type, where = architecture.model_type, str(folder.folder)
-    findings = []
-    if missing:
-        why = f"config.json describes a {model_type} that has them"
-        fix = "use the config.json and the weights of one checkpoint"
-        findings.append(Finding(f"{len(missing)} keys are missing: {_some(missing)}", where, why, fix))
-    if unknown:
-        why = f"a {model_type} has no place for them, and nothing is left out silently"
-        fix = "check that config.json names the right model_type, or remove them"
-        findings.append(Finding(f"{len(unknown)} keys are unknown: {_some(unknown)}", where, why, fix))
+    where = str(folder.folder)
+    findings = list(key_findings(missing, unknown, where, architecture.model_type))
     for name, shape in expected.items():
         if name in names and folder.file_shape(name) != shape:
             what = f"{name} is {list(folder.file_shape(name))}, config.json says {list(shape)}"
             findings.append(Finding(what, where))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-
-
-def _some(keys: Iterable[str]) -> str:
-    keys = sorted(keys)
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 @torch.no_grad()

@@ -70,9 +70,7 @@ def export_weights(
             owner, dtype = owners[key]
             whole = None
             if key in pieces:
-                piece = pieces[key]
-                mine = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
-                whole = gather_piece(piece, mine, holders[weight.per_expert], 0, architecture, mine.device)
+                whole = gather_piece(pieces[key], holders[weight.per_expert], 0, architecture, device.current())
                 if beside is not None:
                     beside.merge(whole, key, pieces, holders[weight.per_expert])
             matrices = []
@@ -111,8 +109,7 @@ class _Beside:
         found: dict[str, Tensor] = {}
         for entry in self._adapters[engine].entries:
             piece = pieces[entry.engine, layer, expert]
-            mine = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
-            found |= gather_piece(piece, mine, holders, 0, self._architecture, mine.device) or {}
+            found |= gather_piece(piece, holders, 0, self._architecture, device.current()) or {}
         for name, tensor in (whole or {}).items():
             a, b, lengths = (found.get(name.removesuffix("weight") + end) for end in (LORA_A, LORA_B, MAGNITUDE))
             if a is not None and b is not None:

@@ -8,7 +8,7 @@ none needs to hold more than one weight (of experts: one expert's) whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.carried import NOTHING_CARRIED, CarriedTensors
-from megatune.bridge.file_stream import SmallFile, TensorFile, WrittenFile
+from megatune.bridge.file_stream import TensorFile, WrittenFile, index_files
 from megatune.bridge.parameters import Holders, LocalParameter, Piece, gather_piece, holders_of, send_expert
-from megatune.bridge.safetensors_files import TensorEntry, index_of
+from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.table import rows_of
-from megatune.families.weights import TensorLayout, hf_shapes
+from megatune.families.weights import Segment, TensorLayout, hf_shapes
 
 # Hugging Face's own limit of a weight file, and the size below which a file is not cut for more ranks to write.
 MAX_FILE_BYTES = 5 * 10**9
@@ -39,12 +38,45 @@ def united(mine: dict[K, V]) -> dict[K, V]:
     return {key: value for part in groups.gather(mine) for key, value in part.items()}
 
 
+def cut_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:
+    """Cut what has sizes, in order, into files of at most so many bytes; what has none stays with what is before it."""
+    files: list[list[V]] = []
+    size = 0
+    for item, num_bytes in items:
+        if not files or (num_bytes and size + num_bytes > most):
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += num_bytes
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedTensors:
+    """Tensors of a checkpoint that its model does not use, and that are written back as they were read: their names in
+    the files of a folder."""
+
+    folder: ModelFolder | None = None
+    names: tuple[str, ...] = ()
+
+    def file(self, name: str) -> TensorFile | None:
+        """Return a file of them, each read when its turn comes; None where there are none."""
+        if (folder := self.folder) is None or not self.names:
+            return None
+        entries = [folder.entry(each) for each in self.names]
+        return TensorFile(name, entries, (folder.read(Segment(each.name, 0, 0, each.shape[0])) for each in entries))
+
+
+NOTHING_CARRIED = CarriedTensors()
+
+
 @dataclass(frozen=True, slots=True)
 class _File:
     """A file to be written: what is in it, and which of its holders writes it."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
+    entries: Sequence[TensorEntry]
     holders: Holders
     replica_rank: int
     slice_rank: int
@@ -77,8 +109,7 @@ class FileSet:
     @property
     def num_bytes(self) -> int:
         """Of the tensors that this rank writes."""
-        mine = (file for file in self._planned if self._is_mine(file))
-        entries = [entry for file in mine for piece in file.pieces for entry in self._entries(piece)]
+        entries = [entry for file in self._planned if self._is_mine(file) for entry in file.entries]
         return sum(entry.num_bytes for entry in [*entries, *self._carried_entries()])
 
     def files(self) -> Iterator[WrittenFile]:
@@ -93,8 +124,7 @@ class FileSet:
             if file.replica_rank != file.holders.replicas.rank():
                 continue
             if self._is_mine(file):
-                entries = [entry for piece in file.pieces for entry in self._entries(piece)]
-                yield TensorFile(file.name, entries, self._tensors(file), self.is_final)
+                yield TensorFile(file.name, file.entries, self._tensors(file), self.is_final)
             else:
                 for _ in self._tensors(file):
                     raise AssertionError("only the writing rank holds whole tensors")
@@ -123,10 +153,8 @@ class FileSet:
         by_holders = {holders: self._cut(holders, found) for holders, found in pieces.items()}
         counts = united({holders.key: len(contents) for holders, contents in by_holders.items()})
         total = sum(counts.values()) + bool(self.carried.names)
-        if self.carried.names and self.place.rank == 0:
-            name = f"{self.stem}-{total:05d}-of-{total:05d}.safetensors"
-            tensors = (tensor for _, tensor in self.carried.tensors())
-            self._of_carried = TensorFile(name, self.carried.entries, tensors)
+        if self.place.rank == 0:
+            self._of_carried = self.carried.file(f"{self.stem}-{total:05d}-of-{total:05d}.safetensors")
         files = []
         for holders, contents in by_holders.items():
             first = sum(count for key, count in counts.items() if key < holders.key)
@@ -134,7 +162,8 @@ class FileSet:
             for index, content in enumerate(contents):
                 name = f"{self.stem}-{first + index + 1:05d}-of-{total:05d}" if total > 1 else self.stem
                 writer = index % replicas, index // replicas % slices
-                files.append(_File(f"{name}.safetensors", tuple(content), holders, *writer))
+                entries = [entry for piece in content for entry in self._entries(piece)]
+                files.append(_File(f"{name}.safetensors", content, entries, holders, *writer))
         return files
 
     def _cut(self, holders: Holders, pieces: Sequence[Piece]) -> list[list[Piece]]:
@@ -142,16 +171,7 @@ class FileSet:
         sizes = [sum(entry.num_bytes for entry in self._entries(piece)) for piece in pieces]
         share = sum(sizes) // (holders.replicas.size() * holders.slices.size())
         most = min(self.max_file_bytes, max(share, _SHARED_FILE_BYTES))
-        files: list[list[Piece]] = []
-        size = 0
-        for piece, num_bytes in zip(pieces, sizes, strict=True):
-            # What belongs to a tensor that is begun has no entry of its own.
-            if not files or (num_bytes and size + num_bytes > most):
-                files.append([])
-                size = 0
-            files[-1].append(piece)
-            size += num_bytes
-        return files
+        return cut_into_files(zip(pieces, sizes, strict=True), most)
 
     def _fused_name(self, local: LocalParameter) -> str | None:
         return self.form.fused_name(local.weight, local.layer)
@@ -178,32 +198,29 @@ class FileSet:
                     matrix = torch.cat(list(parts.values()))
                     yield matrix.T if self.form.transposed and matrix.dim() > 1 else matrix
                 continue
-            values = piece.local.parameter.data.view(-1)[piece.start : piece.stop]
             if piece.local.weight.layout is TensorLayout.REPLICATED or holders.slices.size() == 1:
-                yield from self._own(piece, values) if holders.slices.rank() == file.slice_rank else ()
+                yield from self._own(piece) if holders.slices.rank() == file.slice_rank else ()
                 continue
-            whole = gather_piece(piece, values, holders, file.slice_rank, self.architecture, torch.device("cpu"))
+            whole = gather_piece(piece, holders, file.slice_rank, self.architecture, torch.device("cpu"))
             yield from (whole or {}).values()
 
-    def _own(self, piece: Piece, values: Tensor) -> Iterator[Tensor]:
+    def _own(self, piece: Piece) -> Iterator[Tensor]:
         """Yield the rows of a piece that this rank holds whole, tensor by tensor, where they are."""
         weight, layer = piece.local.weight, piece.local.layer
         rows = list(rows_of(weight, self.architecture, piece.slice, layer))
         for name in hf_shapes(weight, self.architecture, layer, piece.slice):
             for row in sorted((row for row in rows if row.name == name), key=lambda row: row.box):
-                yield values[row.start : row.start + row.box.numel]
+                yield piece.values[row.start : row.start + row.box.numel]
 
-    def _index(self) -> Iterator[SmallFile]:
+    def _index(self) -> Iterator[WrittenFile]:
         """Yield, on rank 0, the index; nothing where one file holds all."""
         mine = {
             entry.name: (file.name, entry.num_bytes)
             for file in self._planned
             if (file.holders.slices.rank(), file.holders.replicas.rank()) == (0, 0)
-            for piece in file.pieces
-            for entry in self._entries(piece)
+            for entry in file.entries
         }
         if (carried := self._of_carried) is not None:
             mine |= {entry.name: (carried.name, entry.num_bytes) for entry in carried.entries}
-        found = index_of(self.stem, united(mine))
-        if self.place.rank == 0 and found is not None:
-            yield SmallFile(*found)
+        index = index_files(self.stem, united(mine))
+        yield from index if self.place.rank == 0 else ()

@@ -7,9 +7,10 @@ waits for; with as many as it takes, training continues as soon as the copies ar
 
 from __future__ import annotations
 
+import json
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -89,6 +90,22 @@ class SmallFile:
 
 
 WrittenFile: TypeAlias = TensorFile | SmallFile
+
+
+def index_files(stem: str, places: Mapping[str, tuple[str, int]]) -> list[SmallFile]:
+    """Return the index that says which file holds which tensor; nothing where one file holds all.
+
+    Args:
+        stem: of the files' names, with their folder.
+        places: the file of each tensor, and the tensor's bytes.
+    """
+    if len({file for file, _ in places.values()}) <= 1:
+        return []
+    index = {
+        "metadata": {"total_size": sum(num_bytes for _, num_bytes in places.values())},
+        "weight_map": {name: file.rpartition("/")[2] for name, (file, _) in sorted(places.items())},
+    }
+    return [SmallFile(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())]
 
 
 @dataclass(frozen=True, slots=True)

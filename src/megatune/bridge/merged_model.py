@@ -13,9 +13,10 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.file_stream import SmallFile, TensorFile
+from megatune.bridge.file_set import cut_into_files
+from megatune.bridge.file_stream import TensorFile, index_files
 from megatune.bridge.merged import MergedFolder
-from megatune.bridge.safetensors_files import TensorEntry, index_of
+from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
@@ -111,15 +112,15 @@ class MergedModel:
             max_file_bytes: a tensor that is larger gets a file of its own.
             progress: is told the bytes of each part that was written.
         """
-        files = _dealt(self.entries, max_file_bytes)
+        files = cut_into_files([(entry, entry.num_bytes) for entry in self.entries], max_file_bytes)
         places: dict[str, tuple[str, int]] = {}
         for index, entries in enumerate(files):
             name = f"{_NAME}-{index + 1:05d}-of-{len(files):05d}" if len(files) > 1 else _NAME
             parts = (part for entry in entries for part in self._parts(entry))
             TensorFile(f"{name}.safetensors", entries, parts).write(folder, progress)
             places |= {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
-        if (found := index_of(_NAME, places)) is not None:
-            SmallFile(*found).write(folder)
+        for each in index_files(_NAME, places):
+            each.write(folder)
         changed = sum(self._is_changed(entry.name) for entry in self.entries)
         return Merged(len(self.entries), changed, len(files), self.num_bytes)
 
@@ -150,19 +151,6 @@ def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:
     step = max(1, _PART // prod(shape[1:]))
     for start in range(0, shape[0], step):
         yield Segment(name, 0, start, min(start + step, shape[0]))
-
-
-def _dealt(entries: Sequence[TensorEntry], max_file_bytes: int) -> list[list[TensorEntry]]:
-    """Deal tensors to files of at most this size, in order."""
-    files: list[list[TensorEntry]] = [[]]
-    size = 0
-    for entry in entries:
-        if files[-1] and size + entry.num_bytes > max_file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(entry)
-        size += entry.num_bytes
-    return files
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

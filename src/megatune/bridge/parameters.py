@@ -77,6 +77,11 @@ class Piece:
     start: int
     stop: int
 
+    @property
+    def values(self) -> Tensor:
+        """What this rank holds of it, flattened."""
+        return self.local.parameter.data.view(-1)[self.start : self.stop]
+
 
 def local_parameters(
     model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
@@ -126,20 +131,20 @@ def holders_of(place: RankCoordinates, *, experts: bool, fused: bool = False) ->
 
 
 def gather_piece(
-    piece: Piece, mine: Tensor, holders: Holders, slice_rank: int, architecture: Architecture, device: torch.device
+    piece: Piece, holders: Holders, slice_rank: int, architecture: Architecture, device: torch.device
 ) -> dict[str, Tensor] | None:
     """Gather the slices of a piece on one of the ranks that hold them.
 
     Args:
-        mine: this rank's slice, flattened, [n].
         slice_rank: the rank that gets them.
         device: for the whole tensors.
 
     Returns:
         On that rank the Hugging Face tensors, whole, in memory of their own; None elsewhere.
     """
-    local, slices = piece.local, [mine]
-    if local.weight.layout is not TensorLayout.REPLICATED and holders.slices.size() > 1:
+    mine = piece.values
+    slices = [mine]
+    if piece.local.weight.layout is not TensorLayout.REPLICATED and holders.slices.size() > 1:
         wanted = holders.slices.rank() == slice_rank
         slices = [torch.empty_like(mine) for _ in range(holders.slices.size())] if wanted else []
         torch.distributed.gather(mine.contiguous(), slices or None, group=holders.slices, group_dst=slice_rank)
@@ -166,7 +171,7 @@ def send_expert(
     owner = piece.slice.ep_rank * place.ep_size // moe.num_experts
     # Ranks of expert tensor parallelism are next to each other in the group.
     sources = range(owner * place.etp_size, (owner + 1) * place.etp_size)
-    rank, mine = holders.slices.rank(), local.parameter.data.view(-1)[piece.start : piece.stop]
+    rank, mine = holders.slices.rank(), piece.values
     if rank != writer:
         if rank in sources:
             torch.distributed.send(mine.contiguous(), group=holders.slices, group_dst=writer)

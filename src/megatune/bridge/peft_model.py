@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.peft_form import stacked_matrices
-from megatune.families.peft_tensors import PREFIX
+from megatune.families.peft_tensors import PREFIX, read_adapter
+from megatune.families.weight_index import some
 
 _NAME = "default"  # of the one adapter, in peft's layers
 # One expert's matrix in an adapter: the layer, the expert, the matrix, A or B.
@@ -41,13 +43,14 @@ Place = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 @dataclass(slots=True)
 class AppliedAdapter:
-    """An adapter in a model.
+    """An adapter in a model, from a folder.
 
     Attributes:
         places: where the tensor of each name in the adapter's file is.
     """
 
     peft: Any
+    folder: Path
     places: dict[str, Place] = field(default_factory=dict)
 
     @property
@@ -55,20 +58,21 @@ class AppliedAdapter:
         """The Transformers model, with the adapter's layers in it."""
         return self.peft.get_base_model()
 
-    def gradients(self, names_of_experts: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Return the adapter's gradients by its tensors' names in files, without peft's prefix.
-
-        Args:
-            names_of_experts: what the tensors of experts one by one are called, for files that stack them.
-        """
-        places = self.places
-        if not any(map(_OF_EXPERT.fullmatch, places)):
-            places = dict(_places(self.peft, names_of_experts))
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the adapter's gradients by its tensors' names in its file, without peft's prefix."""
         return {
             name: part(parameter.grad).contiguous()
-            for name, (parameter, part) in places.items()
+            for name, (parameter, part) in self.places.items()
             if parameter.grad is not None
         }
+
+    def gradients_of(self, architecture: Architecture) -> dict[str, Tensor]:
+        """Return the adapter's gradients by the names of its tensors beside those of the family's weight map, those of
+        experts one by one."""
+        found = self.gradients()
+        tensors = read_adapter(self.folder, architecture, halve=True).tensors
+        places = {name: (place.name.removeprefix(PREFIX), place) for name, place in tensors.items()}
+        return {name: place.part(found[own]).contiguous() for name, (own, place) in places.items() if own in found}
 
 
 def merge_adapters(model: PreTrainedModel, folders: Sequence[Path]) -> PreTrainedModel:
@@ -127,7 +131,7 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
         absent = sorted(_named_by(config, model) - {_module_of(name) for name in tensors})
         _target_all(config, tensors, stacks, folder)
     try:
-        applied = AppliedAdapter(PeftModel(model, config, _NAME))
+        applied = AppliedAdapter(PeftModel(model, config, _NAME), folder)
     except ValueError as error:  # modules that the model has not, or options that don't go together
         raise _unfit(folder, Finding(str(error))) from error
     applied.places = dict(_places(applied.peft, tensors))
@@ -252,15 +256,14 @@ def _layer_of(path: str) -> str:
 def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[str], folder: Path) -> None:
     """Copy the adapter's tensors into their places; all that do not fit are named at once."""
     places, base = applied.places, str(applied.model.config._name_or_path)
-    missing = [*absent, *sorted(places.keys() - tensors.keys())]
-    unknown = sorted(tensors.keys() - places.keys())
+    missing, unknown = {*absent, *(places.keys() - tensors.keys())}, tensors.keys() - places.keys()
     findings = []
     fix = f"name the model that it was trained on; here it is {base}"
     if missing:
         why = "its adapter_config.json names layers that the model has"
-        findings.append(Finding(f"the adapter lacks {len(missing)} tensors: {_some(missing)}", str(folder), why, fix))
+        findings.append(Finding(f"the adapter lacks {len(missing)} tensors: {some(missing, 3)}", str(folder), why, fix))
     if unknown:
-        what = f"{len(unknown)} tensors of the adapter have no place in the model: {_some(unknown)}"
+        what = f"{len(unknown)} tensors of the adapter have no place in the model: {some(unknown, 3)}"
         findings.append(Finding(what, str(folder), "", fix))
     shapes = {name: tuple(part(parameter.data).shape) for name, (parameter, part) in places.items()}
     wrong = [name for name in places if name in tensors and tuple(tensors[name].shape) != shapes[name]]
@@ -275,10 +278,6 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
             parameter.zero_()
     for name, (parameter, part) in places.items():
         part(parameter.data).copy_(tensors[name])
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 def _unfit(folder: Path, finding: Finding) -> MegatuneError:

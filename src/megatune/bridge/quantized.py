@@ -14,7 +14,7 @@ from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.quantization import QuantizedTensor, quantize
 from megatune.families import FAMILIES
 from megatune.families.quantized import QuantizedForm, form_of, is_quantized
-from megatune.families.weights import Segment, hf_shapes, layers_of
+from megatune.families.weights import Segment, all_shapes
 
 # Rows of queries, keys and values are asked for in turn.
 _MOST_RECENT = 3
@@ -102,11 +102,8 @@ def dequantized_source(source: TensorSource, architecture: Architecture, setting
     form = form_of(settings.finetuning)
     if form is None:
         return source
-    shapes = {
-        name: shape
-        for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        if is_quantized(weight, settings.finetuning)
-        for layer in layers_of(weight, architecture)
-        for name, shape in hf_shapes(weight, architecture, layer).items()
-    }
-    return DequantizedSource(source, shapes, getattr(torch, settings.precision.params_dtype), form)
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    quantized = [weight for weight in weights if is_quantized(weight, settings.finetuning)]
+    return DequantizedSource(
+        source, all_shapes(quantized, architecture), getattr(torch, settings.precision.params_dtype), form
+    )

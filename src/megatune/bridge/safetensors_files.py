@@ -32,15 +32,21 @@ _PART = re.compile(r"(.+)\[(\d+):(\d+),(\d+):(\d+) of (\d+(?:x\d+)*)\]")
 
 
 class TensorSource(ABC):
-    """Hugging Face tensors by name, of which boxes can be read."""
+    """Hugging Face tensors by name, of which boxes can be read.
 
-    @abstractmethod
+    Attributes:
+        shapes: of all tensors, by name, where the source knows them.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
+        return name in self.shapes
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
+        return self.shapes[name]
 
     @abstractmethod
     def read(self, segment: Segment) -> Tensor:
@@ -87,10 +93,6 @@ class ModelFolder(TensorSource):
     @abstractmethod
     def entry(self, name: str) -> TensorEntry:
         """Describe a tensor in the files."""
-
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """List the files that hold tensors."""
 
 
 class _Part(NamedTuple):
@@ -183,6 +185,7 @@ class SafetensorsFolder(ModelFolder):
         return {*self._file_of.keys() - parts, *self._parts, *self._packed}
 
     def files(self) -> list[Path]:
+        """List the files that hold tensors."""
         return [self.folder / file for file in sorted(set(self._file_of.values()))]
 
     def entry(self, name: str) -> TensorEntry:
@@ -355,19 +358,3 @@ def header_of(entries: Iterable[TensorEntry]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     return struct.pack("<Q", len(text)) + text
-
-
-def index_of(stem: str, places: Mapping[str, tuple[str, int]]) -> tuple[str, bytes] | None:
-    """Return name and content of the index that says which file holds which tensor; None where one file holds all.
-
-    Args:
-        stem: of the files' names, with their folder.
-        places: the file of each tensor, and the tensor's bytes.
-    """
-    if len({file for file, _ in places.values()}) <= 1:
-        return None
-    index = {
-        "metadata": {"total_size": sum(num_bytes for _, num_bytes in places.values())},
-        "weight_map": {name: file.rpartition("/")[2] for name, (file, _) in sorted(places.items())},
-    }
-    return f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode()

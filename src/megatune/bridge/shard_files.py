@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.file_set import united
-from megatune.bridge.file_stream import SmallFile, TensorFile, WrittenFile, flat_pieces
+from megatune.bridge.file_stream import TensorFile, WrittenFile, flat_pieces, index_files
 from megatune.bridge.parameters import LocalParameter, holders_of
-from megatune.bridge.safetensors_files import TensorEntry, index_of, part_name
+from megatune.bridge.safetensors_files import TensorEntry, part_name
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
@@ -106,9 +107,8 @@ class ShardFiles:
             entries = [entry.tensor for entry in self._entries]
             places = {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
             yield TensorFile(f"{name}.safetensors", entries, self._tensors())
-        found = index_of(self._stem, united(places))
-        if self._place.rank == 0 and found is not None:
-            yield SmallFile(*found)
+        index = index_files(self._stem, united(places))
+        yield from index if self._place.rank == 0 else ()
 
     def _tensors(self) -> Iterator[Tensor]:
         for entry in self._entries:
@@ -154,3 +154,42 @@ def _below(box: Box, other: Box) -> Box | None:
     """Return the box of two, the other one directly below the first; None where it is not."""
     is_below = (box.last, box.left, box.right) == (other.first, other.left, other.right)
     return box._replace(last=other.last) if is_below else None
+
+
+def optimizer_files(
+    parameters: Sequence[LocalParameter],
+    shards: Mapping[Tensor, MainShard],
+    architecture: Architecture,
+    place: RankCoordinates,
+    *,
+    folder: str = "",
+) -> ShardFiles:
+    """Return master weights and running averages, fp32, as `optimizer*.safetensors`.
+
+    Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where all
+    that is trained is fp32: they are the weights.
+
+    Args:
+        folder: that they are in, "training/" or nothing.
+    """
+    # Under the distributed optimizer a rank may own no part of any parameter.
+    kinds = sorted(united({kind: None for shard in shards.values() for kind in shard.state}))
+    is_narrow = any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad)
+    # Beside adapters, which are fp32, a stage may have a module that is trained whole.
+    if any(groups.gather(is_narrow)):
+        kinds = ["main", *kinds]
+    tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
+    return ShardFiles(f"{folder}optimizer", kinds, parameters, shards, tensors, architecture, place)
+
+
+def save_gradients(
+    folder: Path,
+    parameters: Sequence[LocalParameter],
+    shards: Mapping[Tensor, MainShard],
+    architecture: Architecture,
+    place: RankCoordinates,
+) -> list[Path]:
+    """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
+    tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
+    files = ShardFiles("gradient", ["grad"], parameters, shards, tensors, architecture, place)
+    return [file.write(folder) for file in files.files()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
 from megatune.architecture import Architecture
@@ -10,7 +9,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, adapter_weights, adapters, alpha_of
 from megatune.families.selection import Selection
 from megatune.families.trained import is_trained, module_of
-from megatune.families.weights import Role, Stack, hf_shapes, layers_of
+from megatune.families.weights import Role, Stack, all_shapes, layers_of
 
 _WHOSE = {Stack.VISION: "vision tower's ", Stack.PROJECTOR: "projector's ", Stack.DEEPSTACK: "deepstack mergers' "}
 
@@ -41,23 +40,14 @@ def adapted_modules(architecture: Architecture, selection: Selection) -> str:
 
 def whole_modules(architecture: Architecture, selection: Selection) -> list[str]:
     """Name the modules that are trained whole beside adapters."""
-    return list(dict.fromkeys(_whole_modules(architecture, selection)))
+    weights = (each for each in FAMILIES[architecture.model_type].weight_map(architecture) if not each.per_layer)
+    whole = (each for each in weights if each.role is Role.BASE and is_trained(each, 0, architecture, selection))
+    return list(dict.fromkeys(map(module_of, whole)))
 
 
 def num_adapter_parameters(architecture: Architecture, selection: Selection) -> int:
     """Count the elements of all adapters, as peft does."""
-    return sum(
-        prod(shape)
-        for weight in adapter_weights(architecture, selection)
-        for layer in layers_of(weight, architecture)
-        for shape in hf_shapes(weight, architecture, layer).values()
-    )
-
-
-def _whole_modules(architecture: Architecture, selection: Selection) -> Iterator[str]:
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.role is Role.BASE and not weight.per_layer and is_trained(weight, 0, architecture, selection):
-            yield module_of(weight)
+    return sum(map(prod, all_shapes(adapter_weights(architecture, selection), architecture).values()))
 
 
 def _name(path: str) -> str:

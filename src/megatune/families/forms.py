@@ -21,6 +21,7 @@ class FileTensor(NamedTuple):
         first_row: with `expert`, where its rows begin among those of the expert's matrix.
         rows: with `expert`, how many there are.
         transposed: with `expert`, the file has the matrix transposed.
+        shape: of the tensor in the file.
     """
 
     name: str
@@ -28,6 +29,7 @@ class FileTensor(NamedTuple):
     first_row: int = 0
     rows: int = 0
     transposed: bool = False
+    shape: Shape = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +61,22 @@ class CheckpointForm:
 
     def file_shapes(self, weight: Weight, architecture: Architecture, layer: int) -> dict[str, Shape]:
         """Return the shapes of a weight's tensors of a layer in files, by name."""
-        fused = self.fused_name(weight, layer)
-        if fused is None:
-            return {self.file_name(name): shape for name, shape in hf_shapes(weight, architecture, layer).items()}
-        shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-        matrix = sum(shape[0] for shape in shapes), *shapes[0][1:]
-        return {fused: (len(experts_of(weight, architecture)), *(matrix[::-1] if self.transposed else matrix))}
+        return {place.name: place.shape for place in self.locate(weight, architecture, layer).values()}
 
     def locate(self, weight: Weight, architecture: Architecture, layer: int) -> dict[str, FileTensor]:
         """Return where each Hugging Face tensor of a weight's layer is."""
         fused = self.fused_name(weight, layer)
         if fused is None:
-            return {name: FileTensor(self.file_name(name)) for name in hf_shapes(weight, architecture, layer)}
+            whole = hf_shapes(weight, architecture, layer).items()
+            return {name: FileTensor(self.file_name(name), shape=shape) for name, shape in whole}
+        shapes, experts = [hf_shape(tensor, architecture) for tensor in weight.hf], experts_of(weight, architecture)
+        matrix = sum(shape[0] for shape in shapes), *shapes[0][1:]
+        stack = len(experts), *(matrix[::-1] if self.transposed else matrix)
         places, first = {}, 0
-        for tensor in weight.hf:
-            rows, *columns = hf_shape(tensor, architecture)
-            for expert in experts_of(weight, architecture):
+        for tensor, (rows, *columns) in zip(weight.hf, shapes, strict=True):
+            for expert in experts:
                 name = tensor.name.format(layer=layer, expert=expert)
-                places[name] = FileTensor(fused, expert, first, rows, self.transposed and bool(columns))
+                places[name] = FileTensor(fused, expert, first, rows, self.transposed and bool(columns), stack)
             first += rows
         return places
 
@@ -91,12 +91,7 @@ class CheckpointForm:
 
     def all_shapes(self, weights: Sequence[Weight], architecture: Architecture) -> dict[str, Shape]:
         """Return the shapes of a model's tensors in files, by name."""
-        return {
-            name: shape
-            for weight in weights
-            for layer in layers_of(weight, architecture)
-            for name, shape in self.file_shapes(weight, architecture, layer).items()
-        }
+        return {place.name: place.shape for place in self.locate_all(weights, architecture).values()}
 
 
 AS_MAPPED = CheckpointForm()

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -23,7 +23,7 @@ from megatune.families.adapters import (
 )
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_config import WEIGHTS_FILE, PeftConfig, read_peft_config
-from megatune.families.weight_index import read_header
+from megatune.families.weight_index import read_header, some
 from megatune.families.weights import Weight, experts_of, hf_shape, hf_shapes, layers_of
 
 # What peft puts before the names of the base's modules.
@@ -42,6 +42,7 @@ class AdapterTensor(NamedTuple):
 
     Attributes:
         shape: of the tensor by itself.
+        is_a: it is an A, not a B.
         num_experts: how many are stacked in the file's tensor; 0 where this one is by itself.
         expert: which of them this is.
         first_rank: of those of the file's pair, where this one's begin.
@@ -52,8 +53,42 @@ class AdapterTensor(NamedTuple):
     shape: Shape
     num_experts: int = 0
     expert: int = 0
+    is_a: bool = False
     first_rank: int = 0
     first_row: int = 0
+
+    def part(self, in_file: Any) -> Any:
+        """Return the tensor, a view, of the one in the file."""
+        if not self.num_experts:
+            return in_file
+        if self.is_a:
+            first = self.expert * (len(in_file) // self.num_experts) + self.first_rank
+            return in_file[first : first + self.shape[0]]
+        rows, rank = self.shape
+        columns = in_file[self.first_row : self.first_row + rows, self.expert :: self.num_experts]
+        return columns[:, self.first_rank : self.first_rank + rank]
+
+
+def stacked_tensors(
+    weight: Weight, architecture: Architecture, layer: int, names: tuple[str, str], rank: int, *, halve: bool
+) -> Iterator[tuple[str, AdapterTensor]]:
+    """Yield the adapters of experts, by their names beside the base's, that a stacked pair is made of.
+
+    Args:
+        weight: the base's.
+        names: of A and B in the file.
+        rank: of the pair, of an expert.
+        halve: each matrix of the weight has a part of the ranks, and of B its own rows on the diagonal; otherwise all.
+    """
+    own, first_row, experts = rank // len(weight.hf) if halve else rank, 0, experts_of(weight, architecture)
+    for index, tensor in enumerate(weight.hf):
+        rows, columns = hf_shape(tensor, architecture)
+        first_rank = index * own if halve else 0
+        for expert in experts:
+            module, stack = module_path(tensor).format(layer=layer, expert=expert), (len(experts), expert)
+            yield f"{module}.{LORA_A}", AdapterTensor(names[0], (own, columns), *stack, True, first_rank)
+            yield f"{module}.{LORA_B}", AdapterTensor(names[1], (rows, own), *stack, False, first_rank, first_row)
+        first_row += rows
 
 
 @dataclass(slots=True)
@@ -139,7 +174,7 @@ class _Reading:
         where, kind = str(folder / WEIGHTS_FILE), self.architecture.model_type
         findings = []
         if self.unknown:
-            what = f"{len(self.unknown)} tensors have no place in a {kind}: {_some(self.unknown)}"
+            what = f"{len(self.unknown)} tensors have no place in a {kind}: {some(self.unknown, 3)}"
             why = "an adapter is of linear layers, and belongs to one model; embeddings are trained whole or not at all"
             findings.append(Finding(what, where, why, "give the base that it was trained on"))
         findings += [Finding(what, where, fix="give the base that it was trained on") for what in self.wrong[:5]]
@@ -217,19 +252,12 @@ class _Reading:
             self.wrong.append(what)
             return
         halve = self.halve and len(weight.hf) == 2 and rank == 2 * self.adapter.config.rank
-        own, first_row, modules = rank // 2 if halve else rank, 0, []
         self.adapter.halved += [name_b] if halve else []
         if self.halve and len(weight.hf) == 2 and not halve:
             self.joint.append(name_b)
-        for index, tensor in enumerate(weight.hf):
-            rows, columns = hf_shape(tensor, self.architecture)
-            for expert in experts_of(weight, self.architecture):
-                module = module_path(tensor).format(layer=layer, expert=expert)
-                place = self._num_experts, expert, index * own if halve else 0
-                self.adapter.tensors[f"{module}.{LORA_A}"] = AdapterTensor(name_a, (own, columns), *place)
-                self.adapter.tensors[f"{module}.{LORA_B}"] = AdapterTensor(name_b, (rows, own), *place, first_row)
-                modules.append(module)
-            first_row += rows
+        found = dict(stacked_tensors(weight, self.architecture, layer, (name_a, name_b), rank, halve=halve))
+        self.adapter.tensors |= found
+        modules = [name.removesuffix(f".{LORA_A}") for name in found if name.endswith(LORA_A)]
         self._scale(modules, f"{path.removesuffix('.base_layer')}.{expert_parameter(weight)}", rank)
 
     @property
@@ -245,7 +273,3 @@ class _Reading:
             if (sum(shape[0] for shape in shapes), shapes[0][1]) == (rows, columns):
                 return weight
         return None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

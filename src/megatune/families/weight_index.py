@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -123,6 +123,26 @@ def check_layers(folder: Path, config: Mapping[str, object]) -> None:
         )
         fix = "use the config.json and the weights of one checkpoint"
         raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
+
+
+def key_findings(
+    missing: Collection[str], unknown: Collection[str], where: str, model_type: str, word: str = "keys"
+) -> Iterator[Finding]:
+    """Yield what to say of tensors that files lack, and of others that they have."""
+    if missing:
+        why = f"config.json describes a {model_type} that has them"
+        fix = "use the config.json and the weights of one checkpoint"
+        yield Finding(f"{len(missing)} {word} are missing: {some(missing)}", where, why, fix)
+    if unknown:
+        why = f"a {model_type} has no place for them, and nothing is left out silently"
+        fix = "check that config.json names the right model_type, or remove them"
+        yield Finding(f"{len(unknown)} {word} are unknown: {some(unknown)}", where, why, fix)
+
+
+def some(names: Collection[str], most: int = 5) -> str:
+    """List the first names, and count the others."""
+    listed = ", ".join(f"{name:.120}" for name in sorted(names)[:most])
+    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def no_weights(folder: Path, name: str = "model.safetensors") -> Finding:

@@ -8,7 +8,7 @@ counting and key accounting come from the same entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
@@ -211,6 +211,16 @@ def hf_shapes(
         name.format(layer=layer, expert=expert): shape
         for expert in experts_of(weight, architecture, part)
         for name, shape in shapes
+    }
+
+
+def all_shapes(weights: Iterable[Weight], architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of the Hugging Face tensors of weights in all of their layers, by name."""
+    return {
+        name: shape
+        for weight in weights
+        for layer in layers_of(weight, architecture)
+        for name, shape in hf_shapes(weight, architecture, layer).items()
     }
 
 

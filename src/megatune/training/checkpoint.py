@@ -17,14 +17,13 @@ import safetensors.torch
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import ADAPTER
-from megatune.bridge.adapter_writer import write_adapter_config
+from megatune.bridge.adapter_writer import adapter_files, finish_adapter, write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.checked_files import end_check
 from megatune.bridge.file_set import FileSet
 from megatune.bridge.file_stream import SmallFile, WrittenFile
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import adapter_files, finish_adapter, optimizer_files, weight_files
-from megatune.bridge.shard_files import ShardFiles
+from megatune.bridge.shard_files import ShardFiles, optimizer_files
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.optimizer import load_scalars, main_shards, scalars
@@ -60,7 +59,7 @@ class CheckpointFiles:
         if _has_adapters(settings):
             self._sets = [adapter_files(parameters, *layout)]
         else:
-            self._sets = [weight_files(parameters, *layout, form=assembly.form, carried=assembly.carried)]
+            self._sets = [FileSet("model", parameters, *layout, form=assembly.form, carried=assembly.carried)]
         self._small: list[SmallFile] = []
         if not settings.checkpoint.save_only_model:
             shards = main_shards(assembly.optimizer)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,17 +13,16 @@ from megatune import __version__
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
+from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.bridge.save import MAX_FILE_BYTES
 from megatune.bridge.torch_dist.export import MegatronModel
 from megatune.bridge.torch_dist.source import TorchDistFolder
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families import FAMILIES, load_architecture
 from megatune.families.forms import CheckpointForm
 from megatune.hub.megatron import ARGS, TRACKER, is_hugging_face, iteration_folder, iteration_name
-from megatune.hub.models import CONFIG
 from megatune.progress import Progress, amount
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
@@ -35,7 +32,7 @@ from megatune.training.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatune.training.storage.model_files import small_files, with_dtype
+from megatune.training.storage.model_files import copy_small_files
 from megatune.training.storage.new_folder import check_target, new_folder
 
 _ITERATION = 1  # as Megatron-SWIFT's own export
@@ -76,7 +73,7 @@ def to_mcore(
         iteration.mkdir()
         model.write(iteration, _ITERATION, max_file_bytes=max_file_bytes, progress=progress.add)
         (partial / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
-        _copy_small_files(model_dir, partial, model.dtype)
+        copy_small_files(model_dir, partial, str(model.dtype))
         args = {"model": name, "torch_dtype": str(model.dtype).removeprefix("torch."), "task_type": "causal_lm"}
         (partial / ARGS).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
         files = digest_files(partial, [path for path in partial.rglob("*") if path.is_file()])
@@ -116,7 +113,7 @@ def to_hf(
     model = MergedModel(model_dir, adapters, dtype)
     with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
         written = model.write(partial, max_file_bytes, progress.add)
-        _copy_small_files(model_dir, partial, model.dtype)
+        copy_small_files(model_dir, partial, str(model.dtype))
     files = f"{written.num_files} file{'s' * (written.num_files > 1)}"
     return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
 
@@ -151,15 +148,6 @@ def check_digests(folder: Path) -> None:
             if problems:
                 findings = [Finding(problem, str(place), fix="copy the checkpoint again") for problem in problems]
                 raise MegatuneError(findings, ExitCode.INPUT)
-
-
-def _copy_small_files(model_dir: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer; config.json says the dtype of the weights."""
-    for file in small_files(model_dir):
-        shutil.copyfile(file, target / file.name)
-    config: dict[str, Any] = read_config(model_dir)
-    if (said := with_dtype(config, str(dtype).removeprefix("torch."))) != config:
-        (target / CONFIG).write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _merging(adapters: Sequence[Path]) -> str:

@@ -15,7 +15,7 @@ from megatune.families import read_config
 from megatune.hub.models import CONFIG
 from megatune.progress import amount
 from megatune.training.chat_template import CHAT_TEMPLATE
-from megatune.training.storage.model_files import reward_config, small_files
+from megatune.training.storage.model_files import copy_small_files, reward_config
 from megatune.training.storage.new_folder import check_target, new_folder
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -48,8 +48,7 @@ def merge_adapters(
     model = MergedModel(model_dir, adapters)
     with new_folder(target, model.num_bytes) as partial:
         merged = model.write(partial, max_file_bytes)
-        for file in small_files(model_dir):
-            shutil.copyfile(file, partial / file.name)
+        copy_small_files(model_dir, partial, str(model.dtype))
         # Adapters that were trained with a named template may have a chat template that the model lacks.
         written = [path for each in adapters if (path := each / CHAT_TEMPLATE).is_file()]
         if written and not has_chat_template(model_dir):

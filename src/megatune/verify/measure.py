@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
-from megatune.bridge.save import save_gradients
+from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +15,9 @@ from megatune.bridge.auto import register_types
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
-from megatune.families.adapters import LORA_A, LORA_B, module_path
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
 from megatune.families.scores import STAGE, num_labels
-from megatune.families.weights import experts_of, hf_shapes, layers_of
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
@@ -123,25 +121,6 @@ def _canonical_tensors(tensors: Mapping[str, Tensor], architecture: Architecture
     return {name: _cut(tensors[place.name], place) for name, place in places.items() if place.name in tensors}
 
 
-def _canonical_adapter(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Name tensors of an adapter, and of modules trained whole, beside those of the family's weight map: peft names
-    them by Transformers' modules."""
-    family = FAMILIES[architecture.model_type]
-    in_files = {
-        family.in_modules(name): name
-        for weight in family.weight_map(architecture)
-        for layer in layers_of(weight, architecture)
-        for name in hf_shapes(weight, architecture, layer)
-    }
-
-    def name_of(name: str) -> str:
-        module, lora, end = name.partition(".lora_")
-        own = f"{module}.weight" if lora else name
-        return in_files.get(own, own).removesuffix(".weight" if lora else "") + lora + end
-
-    return {name_of(name): tensor for name, tensor in tensors.items()}
-
-
 def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
     if place.expert is None:
         return tensor
@@ -192,8 +171,7 @@ def compute_reference(
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
     if adapter is not None and gradients:
-        found = adapter.gradients(_names_of_experts(architecture))
-        return Reference(logits, loss_sum / total, _canonical_adapter(found, architecture))
+        return Reference(logits, loss_sum / total, adapter.gradients_of(architecture))
     named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
     return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
 
@@ -210,16 +188,6 @@ def _output_and_loss(
     output = model(**arguments).logits[0]
     losses = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
     return output, losses
-
-
-def _names_of_experts(architecture: Architecture) -> Iterator[str]:
-    """Yield what the adapters of experts' matrices are called."""
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        for layer in layers_of(weight, architecture) if weight.per_expert else ():
-            for tensor in weight.hf:
-                for expert in experts_of(weight, architecture):
-                    module = module_path(tensor).format(layer=layer, expert=expert)
-                    yield from (f"{module}.{LORA_A}", f"{module}.{LORA_B}")
 
 
 def write_reference(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged_model import MergedModel
-from megatune.bridge.save import MAX_FILE_BYTES
 from megatune.hub.megatron import is_torch_dist
 
 

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from megatune.bridge.torch_dist.pickles import load_tensor_header
+from megatune.bridge.checked_files import RangedFile
+from megatune.bridge.torch_dist.pickles import refused_name
 from megatune.bridge.torch_dist.table import Box, Chunk, StoredTensor
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-_MOST_HEADER_BYTES = 1 << 16
-_LOCAL_HEADER = 30  # bytes of a zip file's local header, before the name
-
 
 class _Place(NamedTuple):
-    """Where a chunk's elements are: the byte of element 0, elements of the storage, and the strides."""
+    """Where a chunk's elements are in its file: the byte of element 0, and the strides."""
 
     start: int
-    num_elements: int
     stride: Box
 
 
@@ -63,18 +59,14 @@ class ChunkReader:
 
     def _part(self, tensor: StoredTensor, chunk: Chunk, corner: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read the elements of a box of a chunk: those from its first to its last one in the file."""
-        place = self._place(tensor, chunk)
-        first = sum(index * stride for index, stride in zip(corner, place.stride, strict=True))
-        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, place.stride, strict=True))
-        buffer = bytearray(span * tensor.dtype.itemsize)
-        with _reading(chunk.path) as file:
-            file.seek(place.start + first * tensor.dtype.itemsize)
-            view, filled = memoryview(buffer), 0
-            while filled < len(buffer) and (count := file.readinto(view[filled:])):
-                filled += count
-        if filled < len(buffer):
-            raise _refused(chunk, tensor, "the file is truncated")
-        return torch.frombuffer(buffer, dtype=tensor.dtype).as_strided(list(shape), list(place.stride))
+        place, itemsize = self._place(tensor, chunk), tensor.dtype.itemsize
+        first = place.start + itemsize * sum(index * step for index, step in zip(corner, place.stride, strict=True))
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, place.stride, strict=True))
+        try:
+            content = RangedFile(chunk.path).read(first, first + span * itemsize)
+        except OSError:
+            raise _refused(chunk, tensor, "the file is truncated") from None
+        return content.view(tensor.dtype).as_strided(list(shape), list(place.stride))
 
     def _place(self, tensor: StoredTensor, chunk: Chunk) -> _Place:
         key = chunk.path, chunk.start
@@ -84,45 +76,40 @@ class ChunkReader:
 
 
 def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
-    """Read the header of a chunk's archive, as torch.save wrote it, and check it."""
-    where = f"{chunk.path}, byte {chunk.start}"
-    with _reading(chunk.path) as file:
-        try:
-            archive = zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
-            infos = {info.filename.partition("/")[2]: info for info in archive.infolist()[:64]}
-            read = (infos[name] for name in ("data.pkl", "byteorder") if name in infos)
-            if any(info.file_size > _MOST_HEADER_BYTES for info in read):
-                raise _refused(chunk, tensor, "it is not a tensor")
-            if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-                raise _refused(chunk, tensor, "its bytes are in another order than this machine's")
-            header = load_tensor_header(archive.read(infos["data.pkl"]), where)
-            info = infos[f"data/{header[1]}"]
-        except (
-            zipfile.BadZipFile,
-            KeyError,
-            NotImplementedError,  # a compression that zipfile does not know
-            ValueError,
-            struct.error,
-            EOFError,
-            OSError,
-        ) as error:
-            raise _refused(
-                chunk, tensor, f"it is not a tensor as torch.save writes it ({type(error).__name__})"
-            ) from None
-        dtype, _, first, sizes, stride = header
-        if (dtype, sizes) != (tensor.dtype, chunk.sizes) or len(stride) != len(sizes):
-            raise _refused(chunk, tensor, f"the file has {list(sizes)} of {dtype} there")
-        num_elements = info.file_size // dtype.itemsize
-        last = first + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
-        if math.prod(sizes) and last >= num_elements:
-            raise _refused(chunk, tensor, "its elements lie outside its storage")
-        file.seek(chunk.start + info.header_offset)
-        local = file.read(_LOCAL_HEADER)
-        lengths = struct.unpack("<HH", local[26:30]) if len(local) == _LOCAL_HEADER else (chunk.length, 0)
-        data = info.header_offset + _LOCAL_HEADER + sum(lengths)
-        if info.compress_type != zipfile.ZIP_STORED or data + info.file_size > chunk.length:
-            raise _refused(chunk, tensor, "its storage lies outside the chunk")
-        return _Place(chunk.start + data + first * dtype.itemsize, num_elements, stride)
+    """Load a chunk without its elements, as torch.save wrote it, and check what it says of them."""
+    try:
+        with open(chunk.path, "rb", buffering=0) as file:
+            view: Any = _Window(file, chunk.start, chunk.length)
+            with zipfile.ZipFile(view) as archive:
+                infos = archive.infolist()
+                if sum(info.file_size for info in infos) > chunk.length or any(info.compress_type for info in infos):
+                    raise _refused(chunk, tensor, "it is not a tensor")
+                if any(archive.read(info) != b"little" for info in infos if info.filename.endswith("/byteorder")):
+                    raise _refused(chunk, tensor, "its bytes are in another order than this machine's")
+            view.seek(0)
+            try:
+                found = torch.load(view, map_location="meta", weights_only=True)
+            except Exception:
+                view.seek(0)
+                if names := get_unsafe_globals_in_checkpoint(view):
+                    raise refused_name(names[0], f"{chunk.path}, byte {chunk.start}") from None
+                raise
+    except MegatuneError:
+        raise
+    except Exception as error:  # whatever a file that is no archive of a tensor makes zipfile and torch raise
+        why = f"it is not a tensor as torch.save writes it ({type(error).__name__})"
+        raise _refused(chunk, tensor, why) from None
+    if not isinstance(found, Tensor) or found.layout is not torch.strided:
+        raise _refused(chunk, tensor, "it is not a tensor")
+    if (found.dtype, tuple(found.shape)) != (tensor.dtype, chunk.sizes):
+        raise _refused(chunk, tensor, f"the file has {list(found.shape)} of {found.dtype} there")
+    storage, itemsize = found.untyped_storage(), tensor.dtype.itemsize
+    begin = int(getattr(storage, "_checkpoint_offset"))  # noqa: B009  (where the archive has it)
+    first, stride = int(found.storage_offset()), tuple(map(int, found.stride()))
+    last = first + sum((size - 1) * step for size, step in zip(chunk.sizes, stride, strict=True))
+    if math.prod(chunk.sizes) and (last + 1) * itemsize > min(int(storage.nbytes()), chunk.length - begin):
+        raise _refused(chunk, tensor, "its elements lie outside its storage")
+    return _Place(chunk.start + begin + first * itemsize, stride)
 
 
 class _Window(io.RawIOBase):
@@ -148,21 +135,11 @@ class _Window(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
         self._file.seek(self._start + self._position)
-        data = self._file.read(count)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._position)))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[Any]:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            yield file
-    except OSError as error:
-        raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(path)), ExitCode.INPUT) from None
 
 
 def _refused(chunk: Chunk, tensor: StoredTensor, why: str) -> MegatuneError:

@@ -6,7 +6,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ import torch
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-_DTYPE_NAMES = (
+_DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
     "uint8", "bool",
 )  # fmt: skip
-_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 # Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 # Where it was saved.
@@ -28,19 +27,13 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     ("collections", "defaultdict"): lambda factory=None, *args: dict(*args),
+    ("torch.serialization", "_get_layout"): str,
     ("builtins", "list"): list,
     ("builtins", "dict"): dict,
     ("builtins", "set"): set,
     ("builtins", "int"): int,
-    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{("torch", name): getattr(torch, name) for name in _DTYPES},
 }
-_STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-}  # fmt: skip
-
-
 _MOST_COMMON_BYTES = 1 << 28
 _COMMANDS = (
     "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "pty", "runpy", "importlib", "ctypes", "code",
@@ -70,15 +63,17 @@ class _Refused(Exception):  # noqa: N818  (becomes a MegatuneError with the file
 
 
 class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes, find: Callable[[str, str], Any]) -> None:
+    def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._find = find
+        self._kinds: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        is_record = f"{module}.".startswith(_MODULES) or (module in _PATHS and name.endswith("Path"))
+        if is_record and "." not in name:
+            return self._kinds.setdefault(name, type(name, (Record,), {"kind": name}))
+        raise _Refused(f"{module}.{name}")
 
 
 def load_metadata(data: bytes, where: str) -> Record:
@@ -87,53 +82,24 @@ def load_metadata(data: bytes, where: str) -> Record:
     Raises:
         MegatuneError: INPUT, naming what in it is none of a checkpoint's metadata; nothing of it has been executed.
     """
-    kinds: dict[str, type[Record]] = {}
-
-    def find(module: str, name: str) -> Any:
-        if (module, name) in _VALUES:
-            return _VALUES[module, name]
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return str
-        is_noise = f"{module}.".startswith(_MODULES) or (module in _PATHS and name.endswith("Path"))
-        if is_noise and "." not in name:
-            return kinds.setdefault(name, type(name, (Record,), {"kind": name}))
-        raise _Refused(f"{module}.{name}")
-
-    found = _load(data, find, where)
+    try:
+        found = _Restricted(data).load()
+    except _Refused as refused:
+        raise refused_name(refused.args[0], where) from None
+    except MemoryError:
+        raise _no_pickle(where, "it asks for more memory than there is") from None
+    except Exception as error:
+        raise _no_pickle(where, f"{type(error).__name__}: {str(error)[:120]}") from None
     if not isinstance(found, Record) or found.kind != "Metadata":
         raise _no_pickle(where, "it holds something other than a checkpoint's metadata")
     return found
 
 
-def load_tensor_header(data: bytes, where: str) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
-    """Read the pickle of a tensor that torch.save wrote.
-
-    Returns:
-        The dtype, the storage's key in the archive, the first element in the storage, sizes and strides.
-
-    Raises:
-        MegatuneError: INPUT, where it is no plain tensor; nothing of it has been executed.
-    """
-
-    def find(module: str, name: str) -> Any:
-        known: Mapping[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): lambda *args: args,
-            ("collections", "OrderedDict"): dict,
-        }
-        if (module, name) in known:
-            return known[module, name]
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise _Refused(f"{module}.{name}")
-
-    try:
-        (_, dtype, key, _, _), first, size, stride, *_ = _load(data, find, where)
-    except (TypeError, ValueError):
-        raise _no_pickle(where, "it is not a tensor") from None
-    numbers = (first, *size, *stride) if isinstance(size, tuple) and isinstance(stride, tuple) else (-1,)
-    if not isinstance(dtype, torch.dtype) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise _no_pickle(where, "it is not a tensor")
-    return dtype, str(key), first, size, stride
+def refused_name(name: str, where: str) -> MegatuneError:
+    """Return what to raise of a pickle that names something that may run code."""
+    what = f"names {name[:120]!r}, which no weights need"
+    why = "a pickle can run what it names; nothing of this one was run"
+    return MegatuneError(Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT)
 
 
 def check_unread(path: Path) -> None:
@@ -167,21 +133,6 @@ def _names(data: bytes) -> Iterator[tuple[str, str]]:
         elif isinstance(argument, str):
             texts.append(argument)
     yield from pairwise(texts)
-
-
-def _load(data: bytes, find: Callable[[str, str], Any], where: str) -> Any:
-    try:
-        return _Restricted(data, find).load()
-    except _Refused as refused:
-        what = f"names {refused.args[0][:120]!r}, which no weights need"
-        why = "a pickle can run what it names; nothing of this one was run"
-        raise MegatuneError(
-            Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT
-        ) from None
-    except MemoryError:
-        raise _no_pickle(where, "it asks for more memory than there is") from None
-    except Exception as error:
-        raise _no_pickle(where, f"{type(error).__name__}: {str(error)[:120]}") from None
 
 
 def _no_pickle(where: str, why: str) -> MegatuneError:

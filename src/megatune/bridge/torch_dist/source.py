@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from megatune.bridge.torch_dist.table import StoredTensor, read_table
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import CheckpointForm
 from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates, check_arranged
+from megatune.families.weight_index import key_findings
 from megatune.families.weights import (
     WHOLE,
     Segment,
@@ -67,7 +68,7 @@ class TorchDistFolder(ModelFolder):
         self._form, self._weights, self._architecture = form, weights, architecture
         self._reader = ChunkReader()
         self._pieces: dict[str, list[_Piece]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         check_unread(self.folder / "common.pt")
         self._locate(read_table(self.folder))
         self._file_shapes = form.all_shapes(weights, architecture)
@@ -79,9 +80,6 @@ class TorchDistFolder(ModelFolder):
     def entry(self, name: str) -> TensorEntry:
         return TensorEntry(name, self._file_shapes[name], self._pieces[self._first_of[name]][0].stored.dtype)
 
-    def files(self) -> list[Path]:
-        return torch_dist_files(self.folder)
-
     def check_files(self) -> None:
         """Hold what every chunk says of itself against the table, before any weight is read."""
         for stored in {
@@ -89,15 +87,9 @@ class TorchDistFolder(ModelFolder):
         }.values():
             self._reader.check(stored)
 
-    def has(self, name: str) -> bool:
-        return name in self._pieces
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
     def read(self, segment: Segment) -> Tensor:
         name = segment.name
-        rows, *rest = self._shapes[name]
+        rows, *rest = self.shapes[name]
         first, last, columns = segment.start, segment.stop, (0, rest[0] if rest else 0)
         if segment.dim == 1:
             first, last, columns = 0, rows, (segment.start, segment.stop)
@@ -135,7 +127,7 @@ class TorchDistFolder(ModelFolder):
         unknown = plain.keys() - used
         if self._architecture.tie_word_embeddings or self._architecture.num_labels:
             unknown -= {"output_layer.weight"}
-        self._refuse(missing, sorted(unknown), wrong)
+        self._refuse(missing, unknown, wrong)
 
     def _problems(self, weight: Weight, way: Sequence[Part], table: dict[str, StoredTensor]) -> Iterator[str]:
         """Yield what is wrong with the shapes or dtypes of a weight's tensors."""
@@ -159,7 +151,7 @@ class TorchDistFolder(ModelFolder):
         for segment in segments(weight, self._architecture, part, layer):
             shape = shapes[segment.name]
             first, last = (segment.start, segment.stop) if segment.dim == 0 else (0, shape[0])
-            self._shapes[segment.name] = shape
+            self.shapes[segment.name] = shape
             pieces = self._pieces.setdefault(segment.name, [])
             for one in way:
                 start, stop = max(position, one.first), min(position + last - first, one.first + one.rows)
@@ -168,20 +160,12 @@ class TorchDistFolder(ModelFolder):
                     pieces.append(_Piece(offset, offset + stop - start, table[one.key], one.at, start - one.first))
             position += last - first
 
-    def _refuse(self, missing: Sequence[str], unknown: Sequence[str], wrong: Sequence[str]) -> None:
-        where, model_type = str(self.folder), self._architecture.model_type
-        findings = []
+    def _refuse(self, missing: Sequence[str], unknown: Collection[str], wrong: Sequence[str]) -> None:
+        where = str(self.folder)
         if missing and any(".lora_" in name for name in unknown):
             what, fix = "holds an adapter, without its model", "export the merged model where it was trained"
             raise MegatuneError(Finding(what, where, "its keys are those of LoRA", fix), ExitCode.INPUT)
-        if missing:
-            why = f"config.json describes a {model_type} that has them"
-            fix = "use the config.json and the weights of one model"
-            findings.append(Finding(f"{len(missing)} tensors are missing: {_some(missing)}", where, why, fix))
-        if unknown:
-            why = f"a {model_type} has no place for them, and nothing is left out silently"
-            fix = "check that config.json belongs to these weights"
-            findings.append(Finding(f"{len(unknown)} tensors are unknown: {_some(unknown)}", where, why, fix))
+        findings = list(key_findings(missing, unknown, where, self._architecture.model_type, "tensors"))
         findings += [Finding(each, where) for each in dict.fromkeys(wrong)]
         if findings:
             raise MegatuneError(findings, ExitCode.INPUT)
@@ -191,8 +175,3 @@ def torch_dist_files(folder: str | Path) -> list[Path]:
     """List the files of a checkpoint's tensors, and of the table of them."""
     found = iteration_folder(folder)
     return [found / METADATA, *sorted(found.glob("*.distcp"))]
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(f"{name:.120}" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

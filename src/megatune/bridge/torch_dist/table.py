@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,43 +157,18 @@ def _box(values: Any) -> Box:
     return values
 
 
-def cover_problem(shape: Box, boxes: Sequence[tuple[Box, Box]]) -> str:
+def cover_problem(shape: Box, boxes: Iterable[tuple[Box, Box]]) -> str:
     """Say how boxes (offsets, sizes) fail to cover a tensor once; "" where they do.
 
-    A cover is cut where no box is in two parts, dimension by dimension, until each part is a box.
+    The corners of a box have signs that alternate along each dimension. Boxes cover the tensor once exactly where the
+    sums of their signs are those of the tensor's own corners, and zero everywhere else.
     """
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-        return "a chunk has another number of dimensions"
-    pending = [((0,) * len(shape), shape, list(boxes))]
-    while pending:
-        offsets, sizes, inside = pending.pop()
-        if len(inside) == 1 and inside[0] == (offsets, sizes):
-            continue
-        if not inside:
-            return f"no chunk has what is at {list(offsets)}"
-        parts = next((found for dim in range(len(shape)) if (found := list(_cut(offsets, sizes, inside, dim)))), None)
-        if parts is None:
-            return f"chunks overlap, or leave gaps, at {list(inside[0][0])}"
-        pending += parts
-    return ""
-
-
-def _cut(offsets: Box, sizes: Box, boxes: list[tuple[Box, Box]], dim: int) -> Iterator[tuple[Box, Box, list[Any]]]:
-    """Yield the parts of a box along a dimension; nothing where it cannot be cut, or a part would be missing."""
-    ordered = sorted(boxes, key=lambda box: box[0][dim])
-    groups: list[tuple[int, int, list[Any]]] = []
-    for box in ordered:
-        first, last = box[0][dim], box[0][dim] + box[1][dim]
-        if groups and first < groups[-1][1]:
-            groups[-1] = groups[-1][0], max(groups[-1][1], last), [*groups[-1][2], box]
-        else:
-            groups.append((first, last, [box]))
-    edges = [offsets[dim], *(last for _, last, _ in groups)]
-    if len(groups) < 2 or edges[-1] != offsets[dim] + sizes[dim]:
-        return
-    if any(first != edge for (first, _, _), edge in zip(groups, edges, strict=False)):
-        return
-    for first, last, inside in groups:
-        corner, shape = list(offsets), list(sizes)
-        corner[dim], shape[dim] = first, last - first
-        yield tuple(corner), tuple(shape), inside
+    signs: Counter[Box] = Counter()
+    for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((*box, 1) for box in boxes)]:
+        if not len(offsets) == len(sizes) == len(shape):
+            return "a chunk has another number of dimensions"
+        for ends in product((0, 1), repeat=len(shape)):
+            corner = tuple(first + end * size for first, size, end in zip(offsets, sizes, ends, strict=True))
+            signs[corner] += -sign if sum(ends) % 2 else sign
+    wrong = [corner for corner, total in signs.items() if total]
+    return f"chunks overlap, or leave gaps, at {list(min(wrong))}" if wrong else ""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatune.data.encode import load_tokenizer, padding_token
-from megatune.families import FAMILIES
+from megatune.families import FAMILIES, read_config
 from megatune.families.scores import as_saved
+from megatune.hub.models import CONFIG
 
 # Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
@@ -49,3 +51,12 @@ def small_files(folder: Path) -> list[Path]:
     """List the files of a model's folder that a model made from it has, too."""
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _RUN_FILES)
     return [path for path in found if not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED)]
+
+
+def copy_small_files(source: Path, target: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer of a model; config.json says the dtype of the weights, as torch prints it."""
+    for file in small_files(source):
+        shutil.copyfile(file, target / file.name)
+    config = read_config(source)
+    if (said := with_dtype(config, dtype.removeprefix("torch."))) != config:
+        (target / CONFIG).write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
