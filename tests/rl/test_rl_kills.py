@@ -104,6 +104,24 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.extended
+def test_an_engine_that_is_ahead(tmp_path: Path) -> None:
+    """It samples while the trainer works, is killed then, and the same command resumes."""
+    prepare(tmp_path)
+    output = tmp_path / "struck"
+    content = settings(tmp_path, output, 12, "ahead")
+    content["rewards"]["digits"]["query_filter_config"] = {"type": "std_filter", "filter_args": {"std_threshold": 0}}
+    file = write(tmp_path / "struck.yaml", {**content, "is_use_additional_prompts": True})
+    strike = Strike("train", "actor_infer-0", steps=3, is_idle=True)
+    check(strike, run(file, output, strike))
+    again = run(file, output)
+    assert (again.code, again.left) == (0, []), again.errors
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "reward" in record]
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    assert max(record["staleness"] for record in steps) == 1
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_a_process_of_rays_own(tmp_path: Path, victim: str) -> None:
     """All actors end with it; the run says which one died, and the same command resumes."""
