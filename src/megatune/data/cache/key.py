@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
