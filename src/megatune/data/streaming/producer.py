@@ -117,15 +117,18 @@ class StreamRequest:
 
 
 class _Producer:
-    """What is in the process that writes blocks."""
+    """The state of the process that writes blocks."""
 
     def __init__(self, request: StreamRequest, held_out: HeldOut | None) -> None:
         self.folder, self._request, self._held_out = request.folder, request, held_out
         self._exchange: Exchange | None = None
         self._stream: MixedStream | None = None
         self._failure: MegatuneError | None = None
+        self._has_ended = False
 
     def write_next(self) -> None:
+        if self._has_ended:  # the task waited behind the one that the signal has ended
+            return
         if self._failure is not None:
             raise self._failure
         try:
@@ -143,6 +146,7 @@ class _Producer:
 
     def end(self) -> None:
         """End the processes that tokenise, and remove what was written."""
+        self._has_ended = True
         if self._stream is not None:
             with contextlib.suppress(ValueError):  # it is at work, and ends them as it ends
                 self._stream.close()
