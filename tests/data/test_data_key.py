@@ -19,7 +19,7 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.data.cache.key import prepared_key
-from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub import digests
 from megatune.hub.digests import remembered_digest

@@ -292,7 +292,7 @@ def test_streamed_pairs(tmp_path: Path, packing: bool) -> None:
     steps = pickle.loads(pickle.dumps(steps))
     assert (steps.is_packed, steps.is_pairs) == (packing, True)
     collator = Collator(2, packing, 1, 1, PAD, documents_per_row=2, ld_alpha=0.5)
-    num_rows = sum(meta.rows for meta in metas)
+    num_rows = sum(meta.tokens.rows for meta in metas)
     assert num_rows == 20 or packing
     seen = []
     for step in range(num_rows // 2):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from test_data_streaming import request
 
 from megatune.config.load import load
 from megatune.data.check import Checked, check_data
 from megatune.data.processes import usable_processes
+from megatune.data.streaming.stream import StartedStream
 from megatune.training.loaders import loader_workers
 
 
@@ -51,3 +55,19 @@ def test_a_run_says_how_many_tokenise() -> None:
         checked = Checked()
         check_data(load(overrides=[f"preprocessing_num_workers={asked}"]).settings, checked, tokenizer=None)
         assert checked.lines == lines
+
+
+def test_a_producer_at_work_ends_with_its_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At once, and what waits behind its block is not begun."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.txt").write_text("".join(f"row {number}\n" for number in range(100_000)), encoding="utf-8")
+    stream = StartedStream(request(tmp_path, [str(tmp_path / "rows.txt")], buffer_size=100_000))
+    (producer,) = multiprocessing.active_children()
+    while not (stream.folder.path / "doing.json").exists():
+        assert producer.is_alive()
+    stream.close()
+    assert producer.exitcode == 0
+    assert not stream.folder.path.exists()
+    assert "Traceback" not in capfd.readouterr().err

@@ -11,8 +11,7 @@ from tokenizer_kit import deepseek_tokenizer, mistral_tokenizer, plain_tokenizer
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, load_template, template_source
-from megatune.data.templates.named import read_template
-from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.named import NAMED_TEMPLATES, read_template
 from megatune.errors import MegatuneError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "templates" / "chatml.yaml"

@@ -15,6 +15,8 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
+from megatune.data.templates.swift import SwiftRules
+from megatune.data.templates.swift_table import swift_template
 from megatune.errors import MegatuneError
 
 ASK = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "Sure?"), Message("assistant", "Yes"))
@@ -262,3 +264,11 @@ def test_the_last_answer_may_end_with_another_token(count: int) -> None:
     asked = Message("user", "1 + 1?")
     turns = render(source, Conversation((asked, Message("assistant", "2")) * count))
     assert [turn.completion for turn in turns] == [*[("2<|im_end|>",)] * (count - 1), ("2<|endoftext|>",)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen2", "qwen2_5"), ("qwen3", "qwen3"), ("qwen3_instruct", "qwen3_nothinking"), ("chatml", "chatml")],
+)
+def test_ms_swifts_template_of_a_folder_of_any_name_is_that_of_its_chat_template(kind: str, name: str) -> None:
+    assert swift_template(None, qwen_tokenizer(kind), SwiftRules(4), model="/runs/mine").name == name

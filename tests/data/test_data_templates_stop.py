@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.templates import load_template, stop_note
-from megatune.data.templates.table import NAMED_TEMPLATES
+from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import MegatuneError
 
 CHAT = Conversation((Message("user", "1 + 1?"), Message("assistant", "2")))

@@ -128,9 +128,7 @@ def test_another_image_than_was_measured(tmp_path: Path) -> None:
     assert (caught.value.code, str(path) in caught.value.detail) == ("changed-picture", True)
 
 
-def test_measured_numbers_are_kept_as_json_and_processors_as_pickles(tmp_path: Path) -> None:
-    measured = Measured((3, 4, 6), 0.1 + 0.2, (0.25, 1.5), (0, 5, 9), (640, 480))
-    assert Measured.from_json(measured.to_json()) == measured
+def test_processors_are_kept_as_pickles(tmp_path: Path) -> None:
     made = processor(tmp_path, "qwen3_vl")
     assert pickle.loads(pickle.dumps(made)) == made
     assert made.placeholder(Measured((1, 4, 6), None, (), (), (1, 1))) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 from hostile_media import encoded, picture
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media.images import image_size
+from megatune.data.media.processor import Measured
 from megatune.data.media.sources import PictureSource, picture_source
+from megatune.data.pictures import packed, unpacked
 
 PNG = encoded(picture(), "PNG")
 TEXT = base64.b64encode(PNG).decode()
@@ -110,5 +113,7 @@ SOURCES = st.one_of(
 
 @given(SOURCES)
 def test_sources_are_kept_as_bytes(source: PictureSource) -> None:
-    assert PictureSource.from_bytes(source.to_bytes()) == source
+    measured = Measured((3, 4, 6), 0.1 + 0.2, (0.25, 1.5), (0, 5, 9), (640, 480))
+    with patch("megatune.data.pictures.os.stat", return_value=Mock(st_size=7)):
+        assert unpacked(packed(source, measured)) == (source, measured)
     assert pickle.loads(pickle.dumps(source)) == source

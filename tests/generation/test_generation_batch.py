@@ -184,7 +184,7 @@ def test_a_row_that_ends_with_a_call_has_no_label(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "Look!"}
     rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {"messages": [asked]}]
     sources = open_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "")
-    questions = [each.question for each in read_questions(sources, Outcome(), {}, pictures=False)]
+    questions = [each.question for each in read_questions(sources, {}, Outcome().leave_out, pictures=False)]
     assert [(each.label, len(each.conversation.messages)) for each in questions] == [(None, 1), (None, 1)]
 
 

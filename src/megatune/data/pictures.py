@@ -11,19 +11,20 @@ size than it was measured with. Times of files are left out, since copies on sev
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatune.data.media.processor import Measured
-from megatune.data.media.sources import PictureSource, files_in
+from megatune.data.media.sources import PictureSource
 from megatune.data.store import Column, ColumnWriter
 
 PICTURES_FILE = "pictures.bin"
@@ -38,7 +39,7 @@ _RECORD = np.dtype([
     ("offset", "<i8"),  # in sources.bin
     ("size", "<i8"),
 ])  # fmt: skip
-_HEADER = struct.Struct("<qI")  # bytes of the picture's files, and of its measures as JSON, which follow
+_SIZE = struct.Struct("<I")
 _LOOKING = 16  # threads: a file system over a network takes its time for each file
 
 
@@ -62,32 +63,45 @@ class DocumentPicture(NamedTuple):
 
 
 def packed(source: PictureSource, measured: Measured) -> bytes:
-    """Return what a picture is decoded from, as bytes."""
-    measures = measured.to_json().encode()
-    return _HEADER.pack(_num_bytes(source), len(measures)) + measures + source.to_bytes()
-
-
-def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
-    """Return what `packed` was given."""
-    content = memoryview(content)  # whose parts are no copies
-    _, size = _HEADER.unpack_from(content)
-    stop = _HEADER.size + size
-    measured = Measured.from_json(bytes(content[_HEADER.size : stop]).decode())
-    return PictureSource.from_bytes(content[stop:]), measured
-
-
-def _num_bytes(source: PictureSource) -> int:
-    """Count the encoded bytes of a picture.
+    """Return what a picture is decoded from: the size of a header in JSON, the header, and the bytes of pictures that
+    the row holds.
 
     Raises:
         OSError: a file of it cannot be looked at.
     """
-    if source.frames is not None:
-        return sum(map(_num_bytes, source.frames))
-    if source.data is not None:
-        return len(source.data)
-    assert source.path is not None
-    return os.stat(source.path).st_size
+    parts = (source,) if source.frames is None else source.frames
+    header = {
+        "kind": source.kind,
+        "frames": source.frames is not None,
+        "parts": [(part.path, None if part.data is None else len(part.data)) for part in parts],
+        "bytes": sum(os.stat(part.path or "").st_size if part.data is None else len(part.data) for part in parts),
+        "measured": asdict(measured),
+    }
+    text = json.dumps(header).encode()
+    return b"".join([_SIZE.pack(len(text)), text, *(part.data or b"" for part in parts)])
+
+
+def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
+    """Return what `packed` was given."""
+    header, begin = _header_of(content)
+    parts = []
+    for path, size in header["parts"]:
+        parts.append((path, None if size is None else bytes(content[begin : begin + size])))
+        begin += size or 0
+    if header["frames"]:
+        source = PictureSource(header["kind"], frames=tuple(PictureSource("image", *part) for part in parts))
+    else:
+        source = PictureSource(header["kind"], *parts[0])
+    written = header["measured"].items()
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written}
+    return source, Measured(**fields)
+
+
+def _header_of(content: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header, and where it ends."""
+    (size,) = _SIZE.unpack_from(content)
+    stop = _SIZE.size + size
+    return json.loads(bytes(content[_SIZE.size : stop])), stop
 
 
 def are_current(folder: Path) -> bool:
@@ -196,10 +210,10 @@ class PictureTable:
     def _has_its_bytes(self, number: int) -> bool:
         record = self._records[number]
         content = self._sources.values[record["offset"] : record["offset"] + record["size"]].data
-        size, measures = _HEADER.unpack_from(content)
-        files, held = files_in(content[_HEADER.size + measures :])
+        header, _ = _header_of(content)
+        sizes = (os.stat(path).st_size if size is None else size for path, size in header["parts"])
         try:
-            return bool(size == held + sum(os.stat(file).st_size for file in files))
+            return bool(header["bytes"] == sum(sizes))
         except OSError:
             return False
 

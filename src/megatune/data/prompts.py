@@ -14,9 +14,8 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Message
 from megatune.data.encode import make_encoder
-from megatune.data.formats import Question
 from megatune.data.pictures import DocumentPicture
-from megatune.data.questions import read_questions
+from megatune.data.questions import Question, read_questions
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.samples import replacements
 from megatune.data.sources import prompt_sources

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Conversation, Message, fill_placeholders, texts
-from megatune.data.formats import Question, to_example, to_question
+from megatune.data.conversation import Conversation, Message, fill_placeholders
+from megatune.data.formats import to_example, to_question
 from megatune.data.formats.pictures import check_inside
-from megatune.data.readers import RawRow
 from megatune.data.samples import Replacements, drawn_rows, not_filled, values_for
 from megatune.data.sources import DatasetSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _SEED = 42  # of the rows that NAME#N draws, as in training
+
+
+class Question(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        conversation: its messages end before the assistant's.
+        label: the row's own answer, None where it has none.
+    """
+
+    conversation: Conversation
+    label: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +67,26 @@ def read_questions(
                 if row.error is not None:
                     raise row.error
                 if takes_texts and source.formatting == "text":
-                    text = str(to_example(row.fields, source, "pt"))
-                    question = Question(Conversation((Message("user", text),)), None)
+                    chat = Conversation((Message("user", str(to_example(row.fields, source, "pt"))),))
                 else:
-                    question = to_question(row.fields, source, pictures=pictures)
-                question = _filled(question, row, placeholders)
+                    chat = to_question(row.fields, source, pictures=pictures)
                 if source.fetched:
-                    check_inside(question.conversation.pictures)
+                    check_inside(chat.pictures)
+                filled, missing = fill_placeholders(chat, values_for(row.fields, placeholders))
+                assert isinstance(filled, Conversation)
             except RowError as error:
                 leave_out(row.where, error)
                 continue
             except UnsupportedRow as unsupported:
                 what = f"{source.name} cannot be answered: {unsupported}"
                 raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
-            yield from [Asked(row.where, question)] * copies
+            if missing:
+                raise not_filled(dict.fromkeys(missing, row.where))
+            yield from [Asked(row.where, _question(filled))] * copies
 
 
-def _filled(question: Question, row: RawRow, placeholders: Replacements) -> Question:
-    label = () if question.label is None else (Message("assistant", question.label),)
-    whole = replace(question.conversation, messages=(*question.conversation.messages, *label))
-    if not any("{{" in text for text in texts(whole)):
-        return question
-    filled, missing = fill_placeholders(whole, values_for(row.fields, placeholders))
-    if missing:
-        raise not_filled(dict.fromkeys(missing, row.where))
-    assert isinstance(filled, Conversation)
-    *messages, last = filled.messages
-    if not label:
-        return Question(filled, None)
-    return Question(replace(filled, messages=tuple(messages)), last.content)
+def _question(chat: Conversation) -> Question:
+    *asked, last = chat.messages
+    if last.role != "assistant":
+        return Question(chat, None)
+    return Question(replace(chat, messages=tuple(asked)), last.content)

@@ -12,7 +12,10 @@ texts of the data. One that differs anywhere is not used.
 from __future__ import annotations
 
 import json
+import random
 import re
+import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
@@ -20,11 +23,13 @@ from typing import Any
 
 import regex
 
-from megatune.data.characters import plain_characters, probes, ranges
-
 LONGEST_WORD = 32  # characters; longer ones, such as lines of Chinese, hardly come again
 MOST_WORDS = 2**18  # about 60 MiB in each process
 CHECKED_TEXTS = 512  # of the data, held against the tokenizer's own
+
+# Blocks whose characters have the same classes in every library: letters, signs, CJK, Hangul, emoji.
+_BLOCKS = ((0x0, 0x1100), (0x1200, 0xA000), (0xA000, 0xD7A4), (0xF900, 0xFFF0), (0x1F000, 0x1FB00))
+_NUM_PROBES = 800
 
 # The words of tokenizers that name no expression, as the library writes it for them.
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -51,7 +56,7 @@ class Words:
         if any(_READ_OTHERWISE.search(_READ_ALIKE.sub("", each)) for each in expressions):
             raise ValueError(f"may be read otherwise: {expressions}")
         *self._cuts, self._words = (regex.compile(f"({each})") for each in expressions)
-        self._other = re.compile(f"[^{ranges(plain_characters())}]")
+        self._other = re.compile(f"[^{_ranges(_plain_characters())}]")
         self._tokens = _Tokens(backend)
         self._backend, self._expressions = backend, tuple(expressions)
         self._unchecked = CHECKED_TEXTS  # texts of the data left to hold against the tokenizer's own; -1: one differed
@@ -126,10 +131,10 @@ def words_of(backend: Any) -> Words | None:
         words = Words(backend, expressions)
     except (regex.error, ValueError):
         return None
-    plain = plain_characters()
+    plain = _plain_characters()
     if backend.normalizer is not None and backend.normalizer.normalize_str(plain) != plain:
         return None
-    tried = probes([token.content for token in backend.get_added_tokens_decoder().values()])
+    tried = _probes([token.content for token in backend.get_added_tokens_decoder().values()])
     own = [each.ids for each in backend.encode_batch_fast(tried, add_special_tokens=False)]
     return words if [words.tokens(text) for text in tried] == own else None
 
@@ -185,3 +190,50 @@ def _letters() -> dict[int, int]:
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return {byte: 256 + number for number, byte in enumerate(hidden)}
+
+
+@cache
+def _plain_characters() -> str:
+    """Return the characters that no normalization to NFC touches, whatever stands beside them, in ascending order."""
+    characters = (chr(number) for start, stop in _BLOCKS for number in range(start, stop))
+    return "".join(each for each in characters if each < "\x80" or _is_plain(each))
+
+
+def _is_plain(character: str) -> bool:
+    category = unicodedata.category(character)
+    if character == "\u0295":  # a small letter, or none, by the version of Unicode
+        return False
+    # Unassigned ones another version of Unicode may know; marks compose with what they follow.
+    if category[0] == "M" or category in ("Cn", "Co", "Cs") or unicodedata.combining(character):
+        return False
+    # A long s is an s where an expression ignores case.
+    folds = len(character.casefold()) == 1 and character.casefold().isascii()
+    return not folds and unicodedata.normalize("NFC", character) == character
+
+
+def _ranges(characters: str) -> str:
+    """Write characters, in ascending order, as the inside of a class of an expression."""
+    numbers = [ord(each) for each in characters]
+    starts = [number for before, number in zip([-2, *numbers], numbers, strict=False) if number != before + 1]
+    stops = [number for number, after in zip(numbers, [*numbers[1:], sys.maxsize], strict=False) if after != number + 1]
+    return "".join(rf"\U{start:08x}-\U{stop:08x}" for start, stop in zip(starts, stops, strict=True))
+
+
+def _probes(added: Sequence[str]) -> list[str]:
+    """Return strings that mix kinds of characters, spaces, digits, contractions and added tokens."""
+    draw = random.Random(0)
+    kinds: dict[str, str] = {}
+    for each in _plain_characters():
+        category = unicodedata.category(each)
+        kinds[category] = kinds.get(category, "") + each
+    ascii_kinds: list[str] = ["aAsStz", "0123", " ", "\n", " \n\t\r", "'\"", ".,!?_-", "([{<|>", "'s", "'LL", "\r\n"]
+    written = []
+    for _ in range(_NUM_PROBES):
+        parts: list[str] = []
+        for _ in range(draw.randint(2, 14)):
+            kind = draw.choice(ascii_kinds if draw.random() < 0.7 else list(kinds.values()))
+            parts += [kind] if kind in ("'s", "'LL", "\r\n") else draw.choices(kind, k=draw.randint(1, 3))
+        if added and draw.random() < 0.3:
+            parts.insert(draw.randrange(len(parts)), draw.choice(added))
+        written.append("".join(parts))
+    return written

@@ -30,9 +30,9 @@ from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.blocks import PART, StreamState
 from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.producer import EVALUATION, HeldOut, StreamRequest
 from megatune.data.streaming.sharing import Machines, open_store
-from megatune.data.streaming.stream import Stream
+from megatune.data.streaming.stream import StartedStream, Stream
 from megatune.data.vision import load_vision_input
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -192,9 +192,10 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     """
     context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
     if context.local_rank != 0:
-        folder, name = json.loads(wait_for_machines(context, "stream", None))
+        folder, name, evaluation = json.loads(wait_for_machines(context, "stream", None))
         check_same(context, "data to stream", None)
-        return Stream(StreamFolder(Path(folder)), name, settings.run.ddp_timeout)
+        held_out = None if evaluation is None else HeldOut.load(Path(evaluation))
+        return Stream(StreamFolder(Path(folder)), name, held_out, settings.run.ddp_timeout)
     tokenizer = load_tokenizer(tokenizer_dir)
     vision = load_vision_input(tokenizer_dir, tokenizer, settings.data)
     pipeline = Pipeline.of(settings, tokenizer, vision)
@@ -204,9 +205,10 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     state = None
     if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
         state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
-    stream = Stream.start(StreamRequest(made, pipeline, key.name, state, _machines(context)))
+    stream = StartedStream(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
-        wait_for_machines(context, "stream", json.dumps([str(made.path), key.name]))
+        evaluation = None if stream.held_out is None else str(stream.held_out.folder)
+        wait_for_machines(context, "stream", json.dumps([str(made.path), key.name, evaluation]))
         check_same(context, "data to stream", {**key.parts, KEY: key.name})
     except BaseException:
         stream.close()
@@ -252,11 +254,11 @@ class StreamFollower:
         self._quarantine = quarantine
 
     def evaluation(self) -> TokenRows | None:
-        """Return the evaluation rows, once they are ready. Collective."""
-        rows, held_out = self._stream.wait_ready(self._beat), self._stream.held_out
-        if rows is None or held_out is None:
+        """Return the evaluation rows. Collective."""
+        held_out = self._stream.held_out
+        if held_out is None:
             return None
-        wait_for_machines(self._context, "evaluation", "" if self._context.local_rank == 0 else None)
+        rows = TokenRows(held_out.folder / EVALUATION)
         check_same(self._context, "evaluation rows", _rows_contents(held_out.tokens, rows))
         check_limits(held_out.tokens, self._limits)
         self._keep_bad_rows(held_out.folder)

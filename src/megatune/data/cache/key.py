@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 # Raised whenever the same files and settings come to give other rows.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
@@ -123,7 +123,7 @@ def _name(determining: Any) -> str:
 def _template_content(name: str | None) -> Any:
     """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
     from megatune.data.templates import template_source, tool_texts
-    from megatune.data.templates.table import NAMED_TEMPLATES
+    from megatune.data.templates.named import NAMED_TEMPLATES
 
     if name in NAMED_TEMPLATES:
         texts = {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}

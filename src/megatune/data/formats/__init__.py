@@ -92,23 +92,11 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
-class Question(NamedTuple):
-    """What a row asks.
-
-    Attributes:
-        conversation: its messages end before the assistant's.
-        label: the row's own answer, None where it has none.
-    """
-
-    conversation: Conversation
-    label: str | None
-
-
 _NO_ANSWER = Message("assistant", "-")
 
 
-def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Question:
-    """Read one row as what a model is asked: a conversation, with or without the answer at its end.
+def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Conversation:
+    """Read one row as what a model is asked: a conversation that ends with the row's own answer only if it has one.
 
     Raises:
         RowError, UnsupportedRow: as `to_example`, for stage sft.
@@ -121,15 +109,19 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
     if form.formatting in ("sharegpt", "openai"):
         # What has no answer of its own is read with one that stands for it.
         chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
-        last = chat.messages[-1]
-        label = None if last is _NO_ANSWER else last.content or None  # a call of a tool has no text
-        return Question(replace(chat, messages=chat.messages[:-1]), label)
+        *asked, last = chat.messages
+        answer = "" if last is _NO_ANSWER else last.content  # a call of a tool has no text
+        return replace(chat, messages=(*asked, *_answered(answer)))
     turns = tuple(_prompt(row, form))
     name = columns.response or "output" if form.formatting == "alpaca" else None
     name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name
-    label = optional_string(row, name) if name is not None else ""
+    answer = optional_string(row, name)
     turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
-    return Question(Conversation(turns, _system(row, form), tools(row, columns.tools), found), label or None)
+    return Conversation((*turns, *_answered(answer)), _system(row, form), tools(row, columns.tools), found)
+
+
+def _answered(answer: str) -> tuple[Message, ...]:
+    return (Message("assistant", answer),) if answer else ()
 
 
 def _tag(row: Mapping[str, Any], column: str) -> bool:

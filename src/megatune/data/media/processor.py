@@ -7,10 +7,8 @@ torchvision.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -47,17 +45,6 @@ class Measured:
     def num_patches(self) -> int:
         """Rows of pixel_values."""
         return self.grid[0] * self.grid[1] * self.grid[2]
-
-    def to_json(self) -> str:
-        """Return it for the row cache."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Measured:
-        """Return what `to_json` wrote."""
-        written = json.loads(text).items()
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written}
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -44,43 +43,6 @@ class PictureSource:
         if self.frames is not None:
             return f"{len(self.frames)} frames"
         return self.path if self.path is not None else f"{self.kind} of {len(self.data or b'')} bytes"
-
-    def to_bytes(self) -> bytes:
-        """Return it for the row cache: a line of JSON, and the content that the row holds."""
-        parts = (self,) if self.frames is None else self.frames
-        header = {
-            "kind": self.kind,
-            "frames": self.frames is not None,
-            "parts": [[part.path, None if part.data is None else len(part.data)] for part in parts],
-        }
-        return b"".join([json.dumps(header).encode(), b"\n", *(part.data or b"" for part in parts)])
-
-    @classmethod
-    def from_bytes(cls, content: bytes | memoryview) -> PictureSource:
-        """Return what `to_bytes` made the content of."""
-        header, begin = _header(content)
-        parts = []
-        for path, size in header["parts"]:
-            parts.append((path, None if size is None else bytes(content[begin : begin + size])))
-            begin += size or 0
-        if header["frames"]:
-            return cls(header["kind"], frames=tuple(cls("image", *part) for part in parts))
-        return cls(header["kind"], *parts[0])
-
-
-def files_in(content: bytes | memoryview) -> tuple[list[str], int]:
-    """Return the files of what `to_bytes` made, and the bytes of pictures that it holds itself; these are not read."""
-    parts = _header(content)[0]["parts"]
-    return [path for path, size in parts if size is None], sum(size or 0 for _, size in parts)
-
-
-def _header(content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """Return the line of JSON, and where it ends."""
-    size = 256
-    while b"\n" not in (head := bytes(content[:size])) and size < len(content):
-        size *= 4
-    line = head.partition(b"\n")[0]
-    return json.loads(line), len(line) + 1
 
 
 def picture_source(value: object, kind: Kind, media_dir: str) -> PictureSource:

@@ -61,18 +61,19 @@ class StreamState:
 class BlockMeta:
     """What is known of a block without reading it."""
 
-    number: int  # from 0 over the whole run
-    first_row: int  # of the run, that it holds
-    rows: int
-    epoch: int  # of its samples
     tokens: TokenReport
     start: StreamState  # before it
     end: StreamState  # behind it
 
     @property
+    def number(self) -> int:
+        """From 0 over the whole run."""
+        return self.start.block
+
+    @property
     def stop_row(self) -> int:
         """The first row of the run behind it."""
-        return self.first_row + self.rows
+        return self.end.first_row
 
     @property
     def dropped(self) -> Counter[str]:
@@ -83,7 +84,7 @@ class BlockMeta:
     def line(self) -> str | None:
         """Return what a user should know; None where nothing was wrong with its rows, or the first epoch had them."""
         dropped = self.dropped
-        if not dropped or self.epoch:
+        if not dropped or self.end.epoch:
             return None
         before, after = (sum(report.read for report in state.reports) for state in (self.start, self.end))
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
@@ -149,7 +150,7 @@ class MixedStream:
         settings, start = self._pipeline.settings, self.state
         shuffled = not settings.data.disable_shuffling
         samples = islice(self._rest_of_epoch(), settings.data.buffer_size)
-        tokens = self.write_part(folder, PART, samples, progress, lambda size: self._order(size, shuffled))
+        tokens = self.write_part(folder, PART, samples, lambda size: self._order(size, shuffled), progress)
         self._check_bad_rows(self.sets)
         # Packing sorts by length; the rows it makes are shuffled once more.
         order = self._order(tokens.rows, shuffled and settings.packing)
@@ -161,12 +162,17 @@ class MixedStream:
             sets=tuple(reader.state for reader in self.sets),
             reports=tuple(deepcopy(reader.report) for reader in self.sets),
         )
-        meta = BlockMeta(start.block, start.first_row, tokens.rows, self._now.epoch, tokens, start, self.state)
+        meta = BlockMeta(tokens, start, self.state)
         (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(meta))
         return meta
 
     def write_part(
-        self, folder: Path, part: str, samples: Iterable[Encoded], progress: Progress, order: Order
+        self,
+        folder: Path,
+        part: str,
+        samples: Iterable[Encoded],
+        order: Order,
+        progress: Progress = lambda samples: None,
     ) -> TokenReport:
         """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()

@@ -1,9 +1,7 @@
-"""The process that reads, tokenises and writes blocks ahead of the ranks of its machine.
+"""The process that reads, tokenises and writes blocks, one after the other, ahead of the ranks of its machine.
 
-    python -m megatune.data.streaming.producer PARENT FOLDER    (a pickled StreamRequest on stdin)
-
-It lives as long as its parent, local rank 0: it ends on SIGUSR1, and when the parent is gone. The signals that stop a
-run are the ranks' to handle; they need rows until their last step.
+It is a pool of one process, which local rank 0 asks for the next block, and which keeps the stream between two of them.
+The signals that stop a run are the ranks' to handle; they need rows until their last step.
 """
 
 from __future__ import annotations
@@ -11,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,19 +26,16 @@ from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.processes import when_parent_ends
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
-from megatune.data.streaming.blocks import BlockMeta, MixedStream, Progress, StreamState
-from megatune.data.streaming.folder import READY_NOTE, StreamFolder
+from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
+from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-BLOCKS_AHEAD = 2  # of the last one that a rank has come to
 END_SIGNAL = signal.SIGUSR1
 END_SECONDS = 3.0  # from the signal to its end
 EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
-_POLL_SECONDS = 0.02
-_POLLS_A_TOUCH = 10_000  # signs of life for other machines
 _SAY_SECONDS = 0.5
 
 
@@ -57,7 +50,7 @@ class HeldOut:
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """Read what the producer wrote."""
+        """Read what is known of the rows in a folder."""
         content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
         return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
 
@@ -90,10 +83,8 @@ class StreamRequest:
     def _hold_out(self, folder: Path) -> None:
         """Write the first samples of the training data, which training then leaves out; or all of eval_dataset."""
         count = None if self.pipeline.evaluation else int(self.pipeline.settings.data.val_size)
-        of = f" of {count}" if count else ""
-        progress = self._progress(lambda samples: f"it was preparing the evaluation rows: {samples}{of} samples")
         with contextlib.closing(MixedStream(self.pipeline, evaluation=count is None)) as stream:
-            tokens = stream.write_part(folder, EVALUATION, islice(iter(stream.next, None), count), progress, np.arange)
+            tokens = stream.write_part(folder, EVALUATION, islice(iter(stream.next, None), count), np.arange)
             if count is not None and tokens.samples < count:
                 raise stream.nothing_left()
             # Copies, before `_starts` reads on.
@@ -110,76 +101,88 @@ class StreamRequest:
         """Write the next block and publish it."""
         size = self.pipeline.settings.data.buffer_size
         where = f"it was filling block {stream.state.block} of rows, in epoch {stream.state.epoch} of the data"
-        progress = self._progress(lambda samples: f"{where}: {samples} of {size} samples")
-        with TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
-            meta = stream.write_block(Path(draft), progress)
-            self.folder.publish(Path(draft), meta.number, meta.first_row, meta.rows)
-        return meta
-
-    def _progress(self, words: Callable[[int], str]) -> Progress:
         said_at = 0.0
 
         def progress(samples: int) -> None:
             nonlocal said_at
             if (now := time.monotonic()) - said_at > _SAY_SECONDS:
                 said_at = now
-                self.folder.say(words(samples))
+                self.folder.say(f"{where}: {samples} of {size} samples")
 
         progress(0)
-        return progress
+        with TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
+            meta = stream.write_block(Path(draft), progress)
+            self.folder.publish(Path(draft), meta.number, meta.start.first_row, meta.tokens.rows)
+        return meta
 
 
-def produce(request: StreamRequest) -> None:
-    """Write blocks until a MegatuneError says what keeps it from continuing."""
-    folder, held_out = request.folder, request.held_out()
-    folder.note(READY_NOTE, {"evaluation": str(held_out.folder) if held_out else None})
-    exchange = None if request.machines is None else Exchange(request.machines)
-    stream = request.stream(held_out, exchange)
-    first = stream.state.block
-    try:
-        with contextlib.closing(stream):
-            while True:
-                polls = 0
-                while stream.state.block > max([*folder.reached(), first - 1]) + BLOCKS_AHEAD:
-                    if polls % _POLLS_A_TOUCH == 0:
-                        folder.touch()
-                    polls += 1
-                    time.sleep(_POLL_SECONDS)
-                request.write(stream)
-    except Exception as error:
-        if exchange is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, too
-                exchange.fail(str(error))
-        raise
+class _Producer:
+    """The state of the process that writes blocks."""
+
+    def __init__(self, request: StreamRequest, held_out: HeldOut | None) -> None:
+        self.folder, self._request, self._held_out = request.folder, request, held_out
+        self._exchange: Exchange | None = None
+        self._stream: MixedStream | None = None
+        self._failure: MegatuneError | None = None
+        self._has_ended = False
+
+    def write_next(self) -> None:
+        if self._has_ended:  # the task waited behind the one that the signal has ended
+            return
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._stream is None:
+                machines = self._request.machines
+                self._exchange = None if machines is None else Exchange(machines)
+                self._stream = self._request.stream(self._held_out, self._exchange)
+            self._request.write(self._stream)
+        except Exception as error:
+            self._failure = _as_finding(error, self.folder.path)
+            if self._exchange is not None:
+                with contextlib.suppress(RuntimeError):  # the store is gone, too
+                    self._exchange.fail(str(error))
+            raise self._failure from error
+
+    def end(self) -> None:
+        """End the processes that tokenise, and remove what was written."""
+        self._has_ended = True
+        if self._stream is not None:
+            with contextlib.suppress(ValueError):  # it is at work, and ends them as it ends
+                self._stream.close()
+        self.folder.remove()
 
 
-def main() -> int:
-    """Produce for the process that started this one, as long as it lives."""
-    folder = StreamFolder(Path(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(END_SIGNAL, lambda *_: sys.exit())  # in good order, with the processes that tokenise
+_producer: _Producer
 
-    def end() -> None:
+
+def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None:
+    """Begin to be the process that writes blocks, until END_SIGNAL comes or the parent is gone."""
+    global _producer
+    _producer = _Producer(request, held_out)
+
+    def end(*_: object) -> None:
+        _producer.end()
+        sys.exit()
+
+    def end_soon() -> None:
         os.kill(os.getpid(), END_SIGNAL)
         time.sleep(END_SECONDS)
-        folder.remove()
-        os._exit(0)  # it hangs
+        os._exit(0)  # it hangs, or waits for another task
 
-    try:
-        when_parent_ends(int(sys.argv[1]), end)
-        produce(pickle.load(sys.stdin.buffer))
-    except SystemExit:
-        folder.remove()
-        return 0
-    except MegatuneError as error:
-        folder.fail(error)
-    except BaseException as error:
-        failed = _as_finding(error, folder.path)
-        if failed.exit_code != ExitCode.CANNOT_WRITE:
-            traceback.print_exc()
-        folder.fail(failed)
-    return 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, end)
+    when_parent_ends(parent, end_soon)
+
+
+def write_next() -> None:
+    """Write the next block, in that process.
+
+    Raises:
+        MegatuneError: what keeps it from continuing.
+    """
+    _producer.write_next()
 
 
 def _starts(stream: MixedStream) -> tuple[SetState, ...]:
@@ -195,17 +198,16 @@ def _starts(stream: MixedStream) -> tuple[SetState, ...]:
     return starts
 
 
-def _as_finding(error: BaseException, folder: Path) -> MegatuneError:
+def _as_finding(error: Exception, folder: Path) -> MegatuneError:
+    if isinstance(error, MegatuneError):
+        return error
     if isinstance(error, OSError) and is_full(error):
         what = "no room for the rows that are read ahead"
         fix = "name a folder with more room as $MEGATUNE_CACHE, or make buffer_size smaller"
         return MegatuneError(Finding(what, str(folder), room_left(folder), fix), ExitCode.CANNOT_WRITE)
+    traceback.print_exception(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip()
     code = ExitCode.OUT_OF_MEMORY if isinstance(error, MemoryError) else ExitCode.INTERNAL
     finding = Finding("the process that reads the data failed", f"{Path(frame.filename).name}:{frame.lineno}", text)
     return MegatuneError(finding, code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

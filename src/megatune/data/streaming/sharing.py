@@ -3,29 +3,22 @@
 All machines read all rows, which costs little, and make the same blocks of them, so that order, mixing and the places
 that a run resumes from do not depend on how many machines there are. A chunk is known by its number, since all machines
 come to the same chunks in the same order. It goes with a digest of the rows that it was made of: a machine that has
-read other rows tokenises them itself, and its blocks are then named as different. It goes as arrays and JSON, so that
-what comes from another machine runs nothing here.
+read other rows tokenises them itself, and its blocks are then named as different.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import xxhash
 
-from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
-from megatune.data.pictures import DocumentPicture
-from megatune.data.samples import Facts
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -37,7 +30,10 @@ _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 1.0  # between looks at whether another machine has failed
 _CONNECT_SECONDS = 60.0
 _FAILED = "failed"
-_PROBLEMS = {kind.__name__: kind for kind in (RowError, LengthError, UnsupportedRow)}
+_OWN = ("RowError", "LengthError", "UnsupportedRow", "DocumentPicture", "Facts")
+_IN_CHUNKS = {("megatune", name) for name in _OWN} | {
+    ("numpy", name) for name in ("_reconstruct", "_frombuffer", "ndarray", "dtype", "scalar")
+}
 
 
 class Machines(NamedTuple):
@@ -119,7 +115,8 @@ class Chunk:
         """Send what this machine has encoded."""
         if encoded.cancelled() or encoded.exception() is not None:
             return
-        self.exchange.store.set(self.key, _to_bytes(self.rows, encoded.result()))  # type: ignore[arg-type]
+        content = pickle.dumps((self.rows, encoded.result()))
+        self.exchange.store.set(self.key, content)  # type: ignore[arg-type]
 
     def done(self) -> bool:
         """Return whether it has come."""
@@ -140,7 +137,7 @@ class Chunk:
                 if store.check([_FAILED]):
                     raise _peer_failed(store.get(_FAILED).decode())
             time.sleep(_POLL_SECONDS)
-        rows, encoded = _from_bytes(store.get(self.key))
+        rows, encoded = _ChunkUnpickler(io.BytesIO(store.get(self.key))).load()
         if store.add(f"{self.key}/read", 1) == self.exchange.machines.total - 1:
             for key in (self.key, f"{self.key}/read"):
                 store.delete_key(key)
@@ -152,43 +149,10 @@ def _peer_failed(what: str) -> MegatuneError:
     return MegatuneError(finding, ExitCode.PROCESS_DIED)
 
 
-def _to_bytes(rows: str, encoded: Any) -> bytes:
-    """Write the digest of a chunk's rows and what `workers` has made of them."""
-    tokens, labels, sizes, pictures, results, facts = encoded
-    flat = [picture for document in pictures for picture in document]
-    noted = {
-        "rows": rows,
-        "sizes": sizes,
-        "pictures": list(map(len, pictures)),
-        "entries": [[*picture[:5], len(picture.packed)] for picture in flat],
-        "results": [each if isinstance(each, tuple) else _problem(each) for each in results],
-        "facts": facts,
-    }
-    text = np.frombuffer(json.dumps(noted, default=np.generic.item).encode(), np.uint8)
-    content = np.frombuffer(b"".join(picture.packed for picture in flat), np.uint8)
-    file = io.BytesIO()
-    np.savez(file, tokens=tokens, labels=labels, noted=text, content=content)
-    return file.getvalue()
+class _ChunkUnpickler(pickle.Unpickler):
+    """Makes nothing but what a chunk has in it, so that what comes from another machine runs nothing here."""
 
-
-def _from_bytes(content: bytes) -> tuple[str, Any]:
-    """Return what `_to_bytes` was given."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        noted, held = json.loads(arrays["noted"].tobytes()), arrays["content"].tobytes()
-        tokens, labels = arrays["tokens"], arrays["labels"]
-    borders = pairwise(accumulate((size for *_, size in noted["entries"]), initial=0))
-    flat = [
-        DocumentPicture(start, count, tuple(grid), seconds, is_video, held[begin:end])
-        for (start, count, grid, seconds, is_video, _), (begin, end) in zip(noted["entries"], borders, strict=True)
-    ]
-    pictures = [tuple(flat[a:b]) for a, b in pairwise(accumulate(noted["pictures"], initial=0))]
-    results = [_PROBLEMS[each[0]](*each[1:]) if isinstance(each[0], str) else tuple(each) for each in noted["results"]]
-    facts = [Facts(tuple(missing), *others) for missing, *others in noted["facts"]]
-    return noted["rows"], (tokens, labels, noted["sizes"], pictures, results, facts)
-
-
-def _problem(error: RowError | UnsupportedRow) -> list[Any]:
-    if isinstance(error, UnsupportedRow):
-        return [UnsupportedRow.__name__, error.what, error.fix]
-    length = [error.length] if isinstance(error, LengthError) else []
-    return [type(error).__name__, error.code, error.reason, error.detail, *length]
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.partition(".")[0], name) not in _IN_CHUNKS:
+            raise pickle.UnpicklingError(f"{module}.{name} is not a part of a chunk")
+        return super().find_class(module, name)

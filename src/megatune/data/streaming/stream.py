@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import pickle
-import subprocess
-import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import numpy as np
 from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
-from megatune.data.streaming.folder import READY_NOTE, BlockPlace, Meanwhile, StreamFolder
-from megatune.data.streaming.producer import END_SECONDS, END_SIGNAL, EVALUATION, HeldOut, StreamRequest
+from megatune.data.streaming.folder import BlockPlace, StreamFolder
+from megatune.data.streaming.producer import HeldOut, StreamRequest
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+BLOCKS_AHEAD = 2  # of the last one that a step has come to
 _MOST_OPEN = 4  # blocks
 
 
@@ -30,82 +30,33 @@ class Stream:
 
     Args:
         folder: that the producer fills.
-        limit: seconds to wait for the producer.
-        process: the producer, in the rank that started it.
-
-    Attributes:
-        held_out: the evaluation rows, once `wait_ready` has returned; None without evaluation.
         key: of all that determines the rows.
+        held_out: the evaluation rows; None without evaluation.
+        limit: seconds to wait for a block.
     """
 
-    def __init__(self, folder: StreamFolder, key: str, limit: float, process: subprocess.Popen[bytes] | None = None):
-        self.folder, self.key = folder, key
-        self.held_out: HeldOut | None = None
-        self._limit, self._process = limit, process
+    def __init__(self, folder: StreamFolder, key: str, held_out: HeldOut | None, limit: float) -> None:
+        self.folder, self.key, self.held_out, self._limit = folder, key, held_out, limit
         self._meta: BlockMeta | None = None  # of the last block that a step has come to
 
-    @classmethod
-    def start(cls, request: StreamRequest) -> Stream:
-        """Start the producer. It ends with `close`, and with this process."""
-        place = (str(os.getpid()), str(request.folder.path))
-        command = [sys.executable, "-P", "-m", producer.__name__, *place]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        with process.stdin as pipe, contextlib.suppress(BrokenPipeError):
-            pickle.dump(request, pipe)
-        return cls(request.folder, request.key, request.pipeline.settings.run.ddp_timeout, process)
-
     def close(self) -> None:
-        """End the producer, and remove what it made, in the rank that started it."""
-        if self._process is None:
-            return
-        self._process.send_signal(END_SIGNAL)
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.folder.remove()
+        """End what reads ahead, in the rank that started it."""
+
+    def _ask(self, last: int) -> None:
+        """Ask for the blocks up to this one, in the rank that started the producer."""
 
     def _failure(self) -> MegatuneError | None:
-        """Return why the producer has ended, which is noted for all ranks; None while it lives, and in other ranks."""
-        if self._process is None or (code := self._process.poll()) is None:
-            return None
-        if (noted := self.folder.failure()) is not None:
-            return noted
-        what = f"the process that reads the data {f'was killed by signal {-code}' if code < 0 else 'ended'}"
-        why, resume = f"its last report: {self.folder.doing()}", "the same command continues from the last checkpoint"
-        fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
-        died = MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
-        self.folder.fail(died)
-        return died
-
-    def _watching(self, meanwhile: Meanwhile) -> Meanwhile:
-        def watch() -> None:
-            meanwhile()
-            self._failure()
-
-        return watch
-
-    def wait_ready(self, meanwhile: Meanwhile) -> TokenRows | None:
-        """Wait for the evaluation rows. They may take any time, as long as the producer makes progress.
-
-        Raises:
-            MegatuneError: as `StreamFolder.wait_for`.
-        """
-        look = partial(self.folder.noted, READY_NOTE)
-        ready = self.folder.wait_for(look, self._limit, "evaluation data", self._watching(meanwhile), patient=True)
-        if ready["evaluation"] is None:
-            return None
-        self.held_out = HeldOut.load(Path(ready["evaluation"]))
-        return TokenRows(self.held_out.folder / EVALUATION)
+        """Return why no more blocks come; None while they do, and in ranks that leave it to another to notice."""
+        return None
 
     def steps(self, global_batch_size: int, *, is_packed: bool, is_pairs: bool = False) -> StreamedSteps:
         """Return the rows of each step."""
         # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
         return StreamedSteps(self.folder, global_batch_size, is_packed, self._limit + 60, is_pairs)
 
-    def before(self, first: int, stop: int, last: int, meanwhile: Meanwhile) -> Iterator[tuple[BlockMeta, Path]]:
+    def before(
+        self, first: int, stop: int, last: int, meanwhile: Callable[[], None]
+    ) -> Iterator[tuple[BlockMeta, Path]]:
         """Wait for the rows of a step.
 
         Args:
@@ -116,21 +67,25 @@ class Stream:
             The blocks that this is the first step to come to, and their folders.
 
         Raises:
-            MegatuneError: as `StreamFolder.wait_for`, and as soon as the producer is gone and the run needs more of it.
+            MegatuneError: as `StreamFolder.wait_for_row`; and as soon as the producer is gone and the run needs more.
         """
+
+        def look() -> MegatuneError | None:
+            meanwhile()
+            return self._failure()
+
         failure = self._failure()
         if failure is not None and max((block.stop_row for block in self.folder.blocks()), default=0) < last:
             raise failure
         while self._meta is None or self._meta.stop_row < stop:
             row = first if self._meta is None else self._meta.stop_row
-            place = self.folder.wait_for_row(row, self._limit, self._watching(meanwhile))
+            place = self.folder.wait_for_row(row, self._limit, look)
             self._meta = BlockMeta.load(place.folder)
+            self._ask(place.number + BLOCKS_AHEAD)
             yield self._meta, place.folder
 
     def after(self, first: int) -> None:
-        """Delete what ends before the rows of a step that all ranks have trained."""
-        if self._process is not None:
-            self.folder.release(first)
+        """Delete what ends before the rows of a step that all ranks have trained, in the rank that started it."""
 
     def state(self, row: int) -> StreamState:
         """Return where a run continues whose next row is this one, the first that the last step has not trained."""
@@ -155,6 +110,60 @@ class Stream:
             yield from ([f"    note: {note}"] if (note := report.tags_note()) else [])
             yield from (f"    left out {count}: {reason}" for reason, count in report.dropped.most_common())
             yield from (f"        {example}" for example in dict.fromkeys(report.examples))
+
+
+class StartedStream(Stream):
+    """The stream in the rank that starts the producer, and ends it."""
+
+    def __init__(self, request: StreamRequest) -> None:
+        try:
+            held_out = request.held_out()
+        except BaseException:
+            request.folder.remove()
+            raise
+        super().__init__(request.folder, request.key, held_out, request.pipeline.settings.run.ddp_timeout)
+        self._tasks: deque[Future[None]] = deque()  # that may not have ended well
+        self._asked = request.state.block - 1 if request.state is not None else -1  # the last block that was asked for
+        # Spawned: forking a rank that has used a GPU, threads or a tokenizer can deadlock.
+        spawn, begins = multiprocessing.get_context("spawn"), (request, held_out, os.getpid())
+        self._pool = ProcessPoolExecutor(1, spawn, initializer=producer.begin, initargs=begins)
+        others = set(multiprocessing.active_children())
+        self._ask(self._asked + BLOCKS_AHEAD)
+        (self._process,) = set(multiprocessing.active_children()) - others
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid or 0, producer.END_SIGNAL)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._process.join(producer.END_SECONDS)
+        self._process.kill()
+        self.folder.remove()
+
+    def after(self, first: int) -> None:
+        self.folder.release(first)
+
+    def _ask(self, last: int) -> None:
+        with contextlib.suppress(BrokenProcessPool):  # the tasks before have noticed
+            while self._asked < last:
+                self._tasks.append(self._pool.submit(producer.write_next))
+                self._asked += 1
+
+    def _failure(self) -> MegatuneError | None:
+        while self._tasks and self._tasks[0].done():
+            error = self._tasks[0].exception()
+            if isinstance(error, MegatuneError):
+                return error
+            if error is not None:
+                break
+            self._tasks.popleft()
+        return None if self._process.is_alive() else self._died()
+
+    def _died(self) -> MegatuneError:
+        code = self._process.exitcode or 0
+        what = f"the process that reads the data {f'was killed by signal {-code}' if code < 0 else 'ended'}"
+        why, resume = f"its last report: {self.folder.doing()}", "the same command continues from the last checkpoint"
+        fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
+        return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
 
 
 class StreamedSteps:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megatune.data.conversation import ToolCall
+from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.tool_texts import ToolTexts, compact, fill, fill_from, prepared, tool_name
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
@@ -174,29 +172,15 @@ NOT_SUPPORTED = (
 _NAMES_IN_3 = {"glm4": "chatglm4", "glm4_0414": "glm4"}
 
 
-@cache
-def _entries() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return entries
-
-
-def _texts(name: str, version: int) -> dict[str, Any]:
-    """Return the texts of an entry, with those that it takes from the one it is like."""
-    entry = dict(_entries()[name])
-    like, in_3 = entry.pop("like", None), entry.pop("in_3", {})
-    entry.pop("since", None)
-    return (_texts(like, version) if like else {}) | entry | (in_3 if version < 4 else {})
-
-
 def agent_names(version: int) -> dict[str, str]:
     """Return the names that a version of ms-swift has, each with the name of its entry."""
-    names = {name: name for name, entry in _entries().items() if version >= entry.get("since", 3)}
+    names = {name: name for name, written in read_table("agents").items() if version >= written.get("since", 3)}
     return names if version >= 4 else names | _NAMES_IN_3
 
 
 def _build(name: str, version: int) -> AgentTemplate:
-    texts = _texts(name, version)
+    texts = entry_of("agents", name, in_3=version < 4)
+    texts.pop("since", None)
     if texts.get("keywords"):
         texts["keywords"] = Keywords(*texts["keywords"])
     return AgentTemplate(**texts, version=version)

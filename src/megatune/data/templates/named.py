@@ -1,6 +1,6 @@
 """Templates as data: the text that a chat format has for each role, and how they write a conversation.
 
-A template of the user's own comes from a YAML file.
+Those that have a name are in named.yaml; one of the user's own comes from another YAML file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
+from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, tool_format
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
@@ -202,6 +203,16 @@ class NamedTemplate:
 def _fill(text: str, content: str) -> str:
     before, _, after = text.partition("{content}")
     return f"{before}{content}{after}"
+
+
+def _named(name: str) -> NamedTemplate:
+    """Return the template of an entry of named.yaml."""
+    texts = entry_of("named", name)
+    tools = tool_format(texts.pop("tool_format")) if "tool_format" in texts else None
+    return NamedTemplate(**texts, tool_format=tools, name=name)
+
+
+NAMED_TEMPLATES = {name: _named(name) for name in read_table("named")}
 
 
 def is_template_file(name: str) -> bool:

@@ -1,6 +1,6 @@
 """ms-swift's chat templates: how its command lines write a conversation, and which part of it they train.
 
-They follow the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. `swift_table` has one
+They follow the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. swift.yaml has one
 entry for each template.
 """
 

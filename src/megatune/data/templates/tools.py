@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
+from megatune.data.templates.entries import entry_of
 from megatune.data.templates.tool_texts import Tool, ToolTexts, call_id, fill
 
 # Llama 3's tool prompt states the day. This is the one its own chat template falls back to; the true day would make the
@@ -76,18 +73,9 @@ class ToolFormat(ToolTexts):
 
 
 @cache
-def _entries() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return entries
-
-
-@cache
 def tool_format(name: str) -> ToolFormat:
     """Return the format of an entry of tools.yaml."""
-    entry = dict(_entries()[name])
-    lent = _entries()[entry.pop("like")] if "like" in entry else {}
-    return ToolFormat(**{**lent, **entry, "name": name})
+    return ToolFormat(**entry_of("tools", name), name=name)
 
 
 # What `tools` of a template's file may be.
