@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS
+from megatune.plan.catalogue.devices import catalogue
 from megatune.plan.catalogue.models import published_names
 from megatune.plan.machine import Device
 from megatune.plan.time.rates import EFFICIENCIES
@@ -32,7 +32,7 @@ def _device_table() -> str:
     rows = (
         (
             f"`{entry.device.name}`",
-            ", ".join(f"`{alias}`" for alias in entry.aliases),
+            ", ".join(f"`{alias}`" for alias in entry.fields.aliases),
             entry.device.generation,
             f"{entry.device.memory / 2**30:.2f}",
             *(f"{peak / 1e12:g}" for peak in entry.device.flops.values()),
@@ -41,9 +41,9 @@ def _device_table() -> str:
             f"{entry.device.watts:g}",
             f"{_reached(entry.device):.0%}",
             entry.device.link,
-            entry.network,
+            entry.fields.network,
         )
-        for entry in CATALOGUE_DEVICES.values()
+        for entry in catalogue().devices.values()
     )
     return _markdown(head, rows)
 
@@ -58,9 +58,9 @@ def _link_table(*, between_machines: bool) -> str:
     """Links inside a machine, or networks."""
     head = ("network" if between_machines else "link", "GB/s each way", "latency, µs", "")
     rows = (
-        (f"`{name}`", f"{entry.link.bandwidth / 1e9:g}", f"{entry.link.latency * 1e6:g}", entry.what)
-        for name, entry in CATALOGUE_LINKS.items()
-        if entry.between_machines == between_machines
+        (f"`{name}`", f"{entry.link.bandwidth / 1e9:g}", f"{entry.link.latency * 1e6:g}", entry.fields.what)
+        for name, entry in catalogue().links.items()
+        if entry.fields.network == between_machines
     )
     return _markdown(head, rows)
 

@@ -15,7 +15,7 @@ from megatune.plan.catalogue import (
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.devices import CATALOGUE_DEVICES, CATALOGUE_LINKS, GENERATIONS, LINKS
+from megatune.plan.catalogue.devices import GENERATIONS, catalogue
 from megatune.plan.catalogue.find import plain_name
 from megatune.plan.catalogue.own import own_catalogue
 
@@ -30,14 +30,14 @@ def no_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_entry_is_whole() -> None:
-    for name, entry in CATALOGUE_DEVICES.items():
+    for name, entry in catalogue().devices.items():
         device = entry.device
         assert device.name == name
         assert device.generation in GENERATIONS
         assert set(device.flops) == {"bfloat16", "float16", "float32"}
         assert device.flops["float16"] > device.flops["float32"]
         machine = find_machine(name)
-        assert not CATALOGUE_LINKS[machine.link.name].between_machines
+        assert not catalogue().links[machine.link.name].fields.network
         assert machine.network.bandwidth <= machine.link.bandwidth
         hash(machine)  # answers are cached by it
 
@@ -45,8 +45,8 @@ def test_every_entry_is_whole() -> None:
 def test_names_are_of_one_device_each() -> None:
     names = [
         (plain_name(name), entry.device.name)
-        for entry in CATALOGUE_DEVICES.values()
-        for name in {plain_name(each) for each in (entry.device.name, *entry.aliases, *entry.driver_names)}
+        for entry in catalogue().devices.values()
+        for name in {plain_name(each) for each in (entry.device.name, *entry.other_names)}
     ]
     assert len(dict(names)) == len(names)
 
@@ -74,7 +74,7 @@ def test_names_are_of_one_device_each() -> None:
     ],
 )
 def test_what_people_type(typed: str, name: str) -> None:
-    assert find_machine(typed).device is CATALOGUE_DEVICES[name].device
+    assert find_machine(typed).device is catalogue().devices[name].device
 
 
 def test_driver_names() -> None:
@@ -153,10 +153,10 @@ def test_own_file(tmp_path: Path) -> None:
     file.write_text(OWN)
     machine = find_machine("a100", devices_file=file)
     assert machine.device == dataclasses.replace(
-        CATALOGUE_DEVICES["a100-80g"].device,
+        catalogue().devices["a100-80g"].device,
         name="mine",
         memory=int(78.5 * 2**30),
-        flops={**CATALOGUE_DEVICES["a100-80g"].device.flops, "bfloat16": 300e12},
+        flops={**catalogue().devices["a100-80g"].device.flops, "bfloat16": 300e12},
     )
     assert (machine.gpus_per_node, machine.network.bandwidth, machine.network.latency) == (4, 1e9, pytest.approx(3e-5))
     other = find_machine("other", devices_file=file)
@@ -211,22 +211,21 @@ def test_everything_wrong_in_an_own_file(tmp_path: Path) -> None:
     for line, what in {
         (3, "first: there is no like 'a100-81g'"),
         (4, "unknown key 'memory_gb' in devices: first"),
-        (5, "first: tflops: bfloat16: 'fast' is not a number above 0"),
-        (5, "unknown key 'float8' in first: tflops"),
-        (5, "first: tflops has no float16, float32"),
-        (7, "second: there is no generation 'hooper'"),
+        (5, "first: tflops: bfloat16 is 'fast'"),
+        (5, "unknown key 'float8' in devices: first: tflops"),
+        (5, "first: tflops has no bfloat16, float16, float32"),
+        (7, "second: generation is 'hooper'"),
         (7, "second has no tflops, bandwidth_gb_per_s, link"),
-        (8, "second: memory_gib: -1 is not a number above 0"),
-        (9, "second: gpus_per_node: 1.5 is not a whole number"),
+        (8, "second: memory_gib is -1.0"),
+        (9, "second: gpus_per_node is 1.5"),
         (10, "second: there is no network 'nvlink4'"),
-        (11, "second: aliases is not a list of names"),
         (12, "second appears twice"),
-        (14, "wire: network: 'maybe' is neither true nor false"),
+        (14, "wire: network is 'maybe'"),
         (14, "wire has no latency_us"),
         (15, "unknown key 'speed' in the file"),
     }:
         assert (str(line), what) in found
-    assert len(found) == 15
+    assert len(found) == 14
 
 
 @pytest.mark.parametrize("text", ["devices: [1]", "devices: {a: 1}", "[]", "a: b: c"])
@@ -247,4 +246,3 @@ def test_page_is_current(tmp_path: Path) -> None:
     own = own_catalogue(example)
     assert set(own.devices) == {"my-a100", "new-card"}
     assert find_machine("ours", devices_file=example).network.bandwidth == 25e9
-    assert set(LINKS) == set(CATALOGUE_LINKS)

@@ -10,13 +10,11 @@ from typing import TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
 from megatune.plan.catalogue.devices import (
-    CATALOGUE_DEVICES,
-    CATALOGUE_LINKS,
     DTYPES,
-    LINKS,
     CatalogueDevice,
     CatalogueLink,
     Peaks,
+    catalogue,
     split_ports,
 )
 from megatune.plan.catalogue.own import own_catalogue
@@ -42,13 +40,13 @@ def plain_name(name: str) -> str:
 def device_by_driver_name(name: str) -> Device | None:
     """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None where it is not known."""
     wanted = plain_name(name)
-    entries = CATALOGUE_DEVICES.values()
-    return next((each.device for each in entries if wanted in map(plain_name, each.driver_names)), None)
+    entries = catalogue().devices.values()
+    return next((each.device for each in entries if wanted in map(plain_name, each.fields.driver_names)), None)
 
 
 def device_names(devices_file: str | Path | None = None) -> list[str]:
     """Return the names of all devices, those of one's own among them; see `own_catalogue`."""
-    return list({**CATALOGUE_DEVICES, **own_catalogue(devices_file).devices})
+    return list({**catalogue().devices, **own_catalogue(devices_file).devices})
 
 
 def find_machine(
@@ -73,16 +71,16 @@ def find_machine(
     """
     own = own_catalogue(devices_file)
     findings: list[Finding] = []
-    links = {**CATALOGUE_LINKS, **own.links}
+    links = {**catalogue().links, **own.links}
     entry = _collect(findings, lambda: _entry(gpu, own.devices))
     if gpus_per_node is not None and gpus_per_node < 1:
         findings.append(
             Finding(f"gpus_per_node: {gpus_per_node} is not a valid number of GPUs", fix="gpus_per_node: 8")
         )
-    size = gpus_per_node or (entry.gpus_per_node if entry else 1)
+    size = gpus_per_node or (entry.fields.gpus_per_node if entry else 1)
     # A device that is not known leaves nothing to assume: only what was given is looked up.
     inside = link or (entry.device.link if entry else "pcie4")
-    between = network or (entry.network if entry else "ib-400")
+    between = network or (entry.fields.network if entry else "ib-400")
     found_link = _collect(findings, lambda: _link(inside, links, size, network=False))
     found_network = _collect(findings, lambda: _link(between, links, size, network=True))
     if entry is None or found_link is None or found_network is None or findings:
@@ -114,8 +112,9 @@ def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
         bandwidth=_CORE_BANDWIDTH * share,
         link="loopback",
     )
-    network = replace(LINKS["ethernet-10g"], bandwidth=LINKS["ethernet-10g"].bandwidth / processes)
-    return Machine(device=device, gpus_per_node=processes, link=LINKS["loopback"], network=network)
+    loopback, ethernet = (catalogue().links[name].link for name in ("loopback", "ethernet-10g"))
+    network = replace(ethernet, bandwidth=ethernet.bandwidth / processes)
+    return Machine(device=device, gpus_per_node=processes, link=loopback, network=network)
 
 
 def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
@@ -127,11 +126,15 @@ def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
 
 
 def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
-    entries = {**CATALOGUE_DEVICES, **own}
+    entries = {**catalogue().devices, **own}
     # A user's names come last, and win.
-    by_name = {plain_name(each): entry for entry in entries.values() for each in (*entry.driver_names, *entry.aliases)}
+    by_name = {
+        plain_name(each): entry
+        for entry in entries.values()
+        for each in (*entry.fields.driver_names, *entry.fields.aliases)
+    }
     by_name |= {plain_name(each): entry for each, entry in entries.items()}
-    by_name |= {plain_name(each): entry for entry in own.values() for each in entry.aliases}
+    by_name |= {plain_name(each): entry for entry in own.values() for each in entry.fields.aliases}
     wanted = plain_name(name)
     if entry := by_name.get(wanted):
         return entry
@@ -147,14 +150,14 @@ def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
 def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
     """Return the link as each of a machine's devices has it."""
     kind = "network" if network else "link"
-    of_kind = [each for each, entry in links.items() if entry.between_machines == network]
+    of_kind = [each for each, entry in links.items() if entry.fields.network == network]
     base, ports = split_ports(name, links)
     if base not in of_kind or (ports and not network):
         near = nearest_names(base, of_kind, cutoff=0.4) or of_kind
         what, why = f"{kind}: there is no {kind} {name!r} in the catalogue", f"nearest: {', '.join(near)}"
         raise MegatuneError(Finding(what, "", why, _FIX), ExitCode.INPUT)
     entry = links[base]
-    ports = ports or entry.ports
+    ports = ports or entry.fields.ports
     if ports is None:
         return entry.link
     return replace(entry.link, name=name, bandwidth=entry.link.bandwidth * ports / gpus_per_node)

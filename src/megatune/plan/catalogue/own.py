@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import yaml
 
-from megatune.config.values import compose, value_of
+from megatune.config.entry import yaml_finding
+from megatune.config.setting import Group, describe, fitted
+from megatune.config.values import coerce, compose, shown, value_of, wrong_value
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names
 from megatune.plan.catalogue.devices import (
-    CATALOGUE_DEVICES,
-    CATALOGUE_LINKS,
-    DTYPES,
-    GENERATIONS,
+    DEVICE_NEEDS,
+    LINK_NEEDS,
+    Catalogue,
     CatalogueDevice,
     CatalogueLink,
-    Peaks,
+    DeviceFields,
+    LinkFields,
+    PeakFields,
+    catalogue,
     split_ports,
 )
-from megatune.plan.machine import Device, Link
+
+G = TypeVar("G", bound=Group)
+VARIABLE = "MEGATUNE_DEVICES"
+_EXAMPLE = "docs/devices.md has an example"
 
 
 def user_folder(env: Mapping[str, str] = os.environ) -> Path:
@@ -31,24 +37,7 @@ def user_folder(env: Mapping[str, str] = os.environ) -> Path:
     return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config") / "megatune"
 
 
-VARIABLE = "MEGATUNE_DEVICES"
-_DEVICE_KEYS = (
-    "like", "generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "watts", "multiprocessors", "link",
-    "network", "gpus_per_node", "aliases",
-)  # fmt: skip
-_LINK_KEYS = ("bandwidth_gb_per_s", "latency_us", "ports", "network")
-_EXAMPLE = "docs/devices.md has an example"
-
-
-@dataclass(frozen=True, slots=True)
-class OwnCatalogue:
-    """What a file adds to the catalogue; a name that the catalogue has is replaced."""
-
-    devices: Mapping[str, CatalogueDevice] = field(default_factory=dict)
-    links: Mapping[str, CatalogueLink] = field(default_factory=dict)
-
-
-def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> OwnCatalogue:
+def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> Catalogue:
     """Read the devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
     folder where there is one.
 
@@ -58,26 +47,20 @@ def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.en
     named = path or env.get(VARIABLE)
     file = Path(named) if named else user_folder(env) / "devices.yaml"
     if not named and not file.is_file():
-        return OwnCatalogue()
+        return Catalogue()
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        node = compose(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         where = "" if path or not named else f"environment, {VARIABLE}"
         raise MegatuneError(Finding(f"cannot read {file}", where, reason), ExitCode.INPUT) from None
+    except yaml.YAMLError as error:
+        raise MegatuneError(yaml_finding(error, str(file)), ExitCode.SETTINGS) from None
     reader = _Reader(str(file))
-    own = reader.catalogue(text)
+    own = Catalogue() if node is None else reader.catalogue(node)
     if reader.findings:
         raise MegatuneError(reader.findings, ExitCode.SETTINGS)
     return own
-
-
-class _Fields(NamedTuple):
-    """The keys of one device or link, each with its node, and its place in the file."""
-
-    name: str
-    where: str
-    nodes: dict[str, yaml.Node]
 
 
 class _Reader:
@@ -87,38 +70,79 @@ class _Reader:
         self.file = file
         self.findings: list[Finding] = []
 
-    def catalogue(self, text: str) -> OwnCatalogue:
-        try:
-            node = compose(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{self.file}:{mark.line + 1}" if mark else self.file
-            self.findings.append(Finding("not readable as YAML", where, getattr(error, "problem", None) or str(error)))
-            return OwnCatalogue()
-        if node is None:
-            return OwnCatalogue()
-        parts = self._mapping(node, "the file", ("devices", "links"))
-        links = {each.name: self._link(each) for each in self._entries(parts, "links", _LINK_KEYS)}
-        known_links = {**CATALOGUE_LINKS, **{name: link for name, link in links.items() if link}}
-        devices: dict[str, CatalogueDevice] = {}
-        for each in self._entries(parts, "devices", _DEVICE_KEYS):
-            if device := self._device(each, {**CATALOGUE_DEVICES, **devices}, known_links):
-                devices[device.device.name] = device
-        return OwnCatalogue(devices, {name: link for name, link in links.items() if link})
+    def catalogue(self, node: yaml.Node) -> Catalogue:
+        """Return the devices and links of the file's node, as far as they are right."""
+        parts, own = self._pairs(node, "the file", ("devices", "links")), Catalogue({}, {})
+        links, devices = dict(catalogue().links), dict(catalogue().devices)
+        for name, each in self._pairs(parts.get("links"), "links").items():
+            before = len(self.findings)
+            link, nodes = self._read(each, f"links: {name}", LinkFields)
+            self._require(each, name, nodes, LINK_NEEDS)
+            if len(self.findings) == before:
+                own.links[name] = links[name] = CatalogueLink.of(name, link)
+        for name, each in self._pairs(parts.get("devices"), "devices").items():
+            before = len(self.findings)
+            device = self._device(each, name, devices, links)
+            if len(self.findings) == before:
+                own.devices[name] = devices[name] = CatalogueDevice.of(name, device)
+        return own
 
-    def _where(self, node: yaml.Node) -> str:
-        return f"{self.file}:{node.start_mark.line + 1}"
+    def _device(
+        self, node: yaml.Node, name: str, devices: Mapping[str, CatalogueDevice], links: Mapping[str, CatalogueLink]
+    ) -> DeviceFields:
+        """Return the keys of a device, with those of the one that it is like."""
+        device, nodes = self._read(node, f"devices: {name}", DeviceFields)
+        inside, between = ([each for each in links if links[each].fields.network == kind] for kind in (False, True))
+        for key, known in (("like", list(devices)), ("link", inside), ("network", between)):
+            asked = getattr(device, key)
+            base = split_ports(asked, known)[0] if key == "network" else asked
+            if key in device.model_fields_set and base not in known:
+                near = nearest_names(asked, known, cutoff=0.4) or known
+                self._refuse(nodes[key], f"{name}: there is no {key} {asked!r}", fix=f"one of {', '.join(near)}")
+        written = {key: getattr(device, key) for key in device.model_fields_set}
+        if device.like is None:
+            self._require(node, name, nodes, DEVICE_NEEDS)
+        elif (like := devices.get(device.like)) is not None:
+            device = like.fields.model_copy(update={"aliases": [], "driver_names": [], **written})
+            if like.fields.tflops is not None and device.tflops is not None:
+                given = {dtype: peak for dtype, peak in device.tflops if peak is not None}
+                device = device.model_copy(update={"tflops": like.fields.tflops.model_copy(update=given)})
+        missing = [dtype for dtype, peak in device.tflops or () if peak is None]
+        if missing and "tflops" in nodes:
+            self._refuse(nodes["tflops"], f"{name}: tflops has no {', '.join(missing)}", fix=_EXAMPLE)
+        return device
 
-    def _refuse(self, node: yaml.Node, what: str, why: str = "", fix: str = "") -> None:
-        self.findings.append(Finding(what, self._where(node), why, fix))
+    def _read(self, node: yaml.Node, what: str, group: type[G]) -> tuple[G, dict[str, yaml.Node]]:
+        """Return the keys of a mapping that are right, and the node of each key that is written."""
+        infos = {info.name: replace(info, optional=False) for info in describe("", group)}
+        nodes, values = self._pairs(node, what, infos), dict[str, Any]()
+        for key, each in nodes.items():
+            try:
+                is_peaks = infos[key].kinds == {PeakFields}
+                values[key] = (
+                    self._read(each, f"{what}: {key}", PeakFields)[0]
+                    if is_peaks
+                    else coerce(value_of(each), infos[key])
+                )
+            except yaml.YAMLError as error:
+                self.findings.append(yaml_finding(error, self.file))
+        found, wrong = fitted(group, values)
+        for key in wrong:
+            name = f"{what.partition(': ')[2]}: {key}"
 
-    def _mapping(self, node: yaml.Node, what: str, known: tuple[str, ...] | None = None) -> dict[str, yaml.Node]:
+            def write(value: Any, key: str = key) -> str:
+                return key if value is None else f"{key}: {shown(value)}"
+
+            self.findings.append(wrong_value(name, values[key], infos[key], self._where(nodes[key]), write))
+        return found, nodes
+
+    def _pairs(self, node: yaml.Node | None, what: str, known: Collection[str] | None = None) -> dict[str, yaml.Node]:
         """Return the nodes of a mapping by key; with `known`, other keys are refused."""
-        if not isinstance(node, yaml.MappingNode):
-            self._refuse(node, f"{what} holds no `key: value` lines", fix=_EXAMPLE)
-            return {}
         found: dict[str, yaml.Node] = {}
-        for key_node, value_node in node.value:
+        if node is not None and not isinstance(node, yaml.MappingNode):
+            self._refuse(node, f"{what} holds no `key: value` lines", fix=_EXAMPLE)
+            return found
+        for key_node, value_node in node.value if node is not None else ():
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is None:
                 self._refuse(key_node, "a key must be text", fix="write `key: value`")
@@ -131,114 +155,12 @@ class _Reader:
                 found[key] = value_node
         return found
 
-    def _entries(self, parts: dict[str, yaml.Node], part: str, keys: tuple[str, ...]) -> list[_Fields]:
-        nodes = self._mapping(parts[part], part) if part in parts else {}
-        return [
-            _Fields(name, self._where(node), self._mapping(node, f"{part}: {name}", keys))
-            for name, node in nodes.items()
-        ]
+    def _where(self, node: yaml.Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
 
-    def _number(self, fields: _Fields, key: str) -> float | None:
-        return self._positive(fields.nodes.get(key), f"{fields.name}: {key}")
+    def _refuse(self, node: yaml.Node, what: str, fix: str) -> None:
+        self.findings.append(Finding(what, self._where(node), fix=fix))
 
-    def _positive(self, node: yaml.Node | None, what: str) -> float | None:
-        """Return a number above 0; None where it is absent or refused."""
-        if node is None:
-            return None
-        data = self._data(node)
-        if isinstance(data, bool) or not isinstance(data, int | float) or not (0 < data < math.inf):
-            self._refuse(node, f"{what}: {data!r} is not a number above 0")
-            return None
-        return float(data)
-
-    def _count(self, fields: _Fields, key: str) -> int | None:
-        value = self._number(fields, key)
-        if value is not None and not value.is_integer():
-            self._refuse(fields.nodes[key], f"{fields.name}: {key}: {value} is not a whole number")
-            return None
-        return None if value is None else int(value)
-
-    def _choice(self, fields: _Fields, key: str, known: Collection[str]) -> str | None:
-        if (node := fields.nodes.get(key)) is None:
-            return None
-        text = node.value if isinstance(node, yaml.ScalarNode) else ""
-        if (split_ports(text, known)[0] if key == "network" else text) not in known:
-            near = nearest_names(text, known, cutoff=0.4) or list(known)
-            self._refuse(node, f"{fields.name}: there is no {key} {text!r}", fix=f"one of {', '.join(near)}")
-            return None
-        return text
-
-    def _data(self, node: yaml.Node) -> object:
-        try:
-            return value_of(node).data
-        except yaml.YAMLError as error:
-            return getattr(error, "problem", None) or str(error)
-
-    def _link(self, fields: _Fields) -> CatalogueLink | None:
-        before = len(self.findings)
-        bandwidth = self._number(fields, "bandwidth_gb_per_s")
-        latency = self._number(fields, "latency_us")
-        ports = self._count(fields, "ports")
-        network = self._data(fields.nodes["network"]) if "network" in fields.nodes else False
-        if not isinstance(network, bool):
-            self._refuse(fields.nodes["network"], f"{fields.name}: network: {network!r} is neither true nor false")
-        self._require(fields, ("bandwidth_gb_per_s", "latency_us"))
-        if bandwidth is None or latency is None or len(self.findings) > before:
-            return None
-        link = Link(name=fields.name, bandwidth=bandwidth * 1e9, latency=latency * 1e-6)
-        return CatalogueLink(link, self.file, ports, between_machines=bool(network))
-
-    def _device(
-        self, fields: _Fields, devices: Mapping[str, CatalogueDevice], links: Mapping[str, CatalogueLink]
-    ) -> CatalogueDevice | None:
-        before = len(self.findings)
-        like = self._choice(fields, "like", devices)
-        base = devices[like] if like else None
-        inside, between = ([name for name in links if links[name].between_machines == kind] for kind in (False, True))
-        memory, bandwidth = self._number(fields, "memory_gib"), self._number(fields, "bandwidth_gb_per_s")
-        numbers: dict[str, Any] = {
-            "generation": self._choice(fields, "generation", GENERATIONS),
-            "memory": None if memory is None else int(memory * 2**30),
-            "flops": self._peaks(fields, base),
-            "bandwidth": None if bandwidth is None else bandwidth * 1e9,
-            "link": self._choice(fields, "link", inside),
-            "watts": self._number(fields, "watts"),
-            "multiprocessors": self._count(fields, "multiprocessors"),
-        }
-        machine: dict[str, Any] = {
-            "network": self._choice(fields, "network", between),
-            "gpus_per_node": self._count(fields, "gpus_per_node"),
-        }
-        aliases = self._texts(fields, "aliases")
-        if "like" not in fields.nodes:
-            self._require(fields, ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link"))
-        if len(self.findings) > before:
-            return None
-        numbers, machine = ({key: each[key] for key in each if each[key] is not None} for each in (numbers, machine))
-        if base is None:
-            device = Device(name=fields.name, **numbers)
-            return CatalogueDevice(device=device, aliases=aliases, **{"network": "ethernet-25g", **machine})
-        device = replace(base.device, name=fields.name, **numbers)
-        return replace(base, device=device, aliases=aliases, driver_names=(), **machine)
-
-    def _peaks(self, fields: _Fields, base: CatalogueDevice | None) -> Peaks | None:
-        if (node := fields.nodes.get("tflops")) is None:
-            return None
-        nodes = self._mapping(node, f"{fields.name}: tflops", DTYPES)
-        read = {dtype: self._positive(each, f"{fields.name}: tflops: {dtype}") for dtype, each in nodes.items()}
-        peaks = {**(base.device.flops if base else {}), **{key: value * 1e12 for key, value in read.items() if value}}
-        if missing := [dtype for dtype in DTYPES if dtype not in peaks and dtype not in read]:
-            self._refuse(node, f"{fields.name}: tflops has no {', '.join(missing)}", fix=f"give {', '.join(DTYPES)}")
-        return Peaks(peaks)
-
-    def _texts(self, fields: _Fields, key: str) -> tuple[str, ...]:
-        if (node := fields.nodes.get(key)) is None:
-            return ()
-        if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
-            return tuple(item.value for item in node.value)
-        self._refuse(node, f"{fields.name}: {key} is not a list of names", fix=f"{key}: [name, another]")
-        return ()
-
-    def _require(self, fields: _Fields, keys: tuple[str, ...]) -> None:
-        if missing := [key for key in keys if key not in fields.nodes]:
-            self.findings.append(Finding(f"{fields.name} has no {', '.join(missing)}", fields.where, fix=_EXAMPLE))
+    def _require(self, node: yaml.Node, name: str, written: Collection[str], keys: Collection[str]) -> None:
+        if missing := [key for key in keys if key not in written]:
+            self._refuse(node, f"{name} has no {', '.join(missing)}", fix=_EXAMPLE)
