@@ -19,7 +19,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import find_free_port
 from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
-from megatune.plan.job_files import GRACE_SECONDS, kubernetes_file, skypilot_file, slurm_file
+from megatune.plan.job_files import GRACE_SECONDS, job_file
 from megatune.plan.launch_lines import environment_lines, torchrun_lines
 
 LIMIT = 120.0  # seconds; the machine may be busy with other tests
@@ -115,7 +115,7 @@ exit 75
     for command in ("scontrol", "srun", "megatune"):
         (tmp_path / command).chmod(0o755)
     run = Settings(parallel=TP2.parallel, run=RunSettings(output_dir="out"))
-    text = slurm_file(case(16, settings=run), "it's mine.yaml")
+    text = job_file("slurm", case(16, settings=run), "it's mine.yaml")
     (tmp_path / "run.sbatch").write_text(text)
     slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_NODE": "64"}
 
@@ -148,7 +148,7 @@ exit 75
 
 
 def test_a_task_of_skypilot_starts_a_line_on_each_machine(tmp_path: Path) -> None:
-    task = yaml.safe_load(skypilot_file(case(16, "a100-80g"), "run.yaml"))
+    task = yaml.safe_load(job_file("skypilot", case(16, "a100-80g"), "run.yaml"))
     assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": "A100-80GB:8"})
     (tmp_path / "megatune").write_text('#!/bin/bash\necho "$NNODES $NODE_RANK $NPROC_PER_NODE $MASTER_ADDR $1 $2"\n')
     (tmp_path / "megatune").chmod(0o755)
@@ -163,7 +163,7 @@ def test_a_task_of_skypilot_starts_a_line_on_each_machine(tmp_path: Path) -> Non
 
 
 def test_a_jobset_has_a_pod_for_each_machine() -> None:
-    jobset = yaml.safe_load(kubernetes_file(case(24), "run.yaml"))
+    jobset = yaml.safe_load(job_file("kubernetes", case(24), "run.yaml"))
     (job,) = jobset["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

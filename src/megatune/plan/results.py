@@ -6,15 +6,9 @@ from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.answer import Answer
-from megatune.plan.job_files import kubernetes_file, skypilot_file, slurm_file
+from megatune.plan.job_files import JOB_FILES, job_file
 from megatune.plan.launch_lines import torchrun_lines, winner_yaml
 from megatune.plan.options import PlanOptions
-
-_JOB_FILES = {
-    "slurm": ("sbatch", slurm_file),
-    "skypilot": ("sky jobs launch", skypilot_file),
-    "kubernetes": ("kubectl apply", kubernetes_file),
-}
 
 
 def write_results(found: Answer, options: PlanOptions) -> list[str]:
@@ -50,9 +44,8 @@ def _launch(found: Answer, options: PlanOptions) -> list[str]:
     if chosen is None:
         return []
     file = options.output or found.question.file or "best.yaml"
-    if options.launch in _JOB_FILES:
-        how, write = _JOB_FILES[options.launch]
-        text = write(chosen.case, file)
+    if options.launch in JOB_FILES:
+        how, text = JOB_FILES[options.launch], job_file(options.launch, chosen.case, file)
         if options.launch_file is not None:
             return [f"written: {_write_file(Path(options.launch_file), text.encode())}, for {how}"]
         return ["", f"# A file for {how}", text]
