@@ -4,12 +4,11 @@ seconds."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.config.values import counted
 from megatune.plan.case import Case
 from megatune.plan.changes.fixes import savings
@@ -40,12 +39,10 @@ from megatune.plan.rl.answer import (
     plan_rl,
     sync_bytes,
 )
-from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, RLQuestion
+from megatune.plan.rl.question import RLQuestion
 from megatune.plan.rl.roles import (
     GRAPHS,
     OLD_PASS,
-    SAMPLE,
-    SYNC,
     TRAIN,
     TRAIN_CRITIC,
     forward_case,
@@ -56,6 +53,7 @@ from megatune.plan.rl.roles import (
 _SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 # Changes that are asked for, and that are said; those of the length of samples are not a role's own.
 _TRIED, _SAID, _NOT_A_ROLE_S = 8, 3, ("data.", "optimizer.exp_avg")
+_TRIED_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _ACCUMULATION = "batch.gradient_accumulation_steps"
 _LESS = "more devices, a larger tensor_model_parallel_size, a shorter response_length, lora_target"
 
@@ -281,14 +279,15 @@ def advice(found: RLAnswer) -> list[str]:
     """Return sentences: what to write, and what a device then holds; each was computed."""
     group, phase = found.fullest
     role = {TRAIN: found.question.settings.actor_train, TRAIN_CRITIC: found.question.settings.critic}.get(phase)
-    texts = [] if found.has_cache else [*_room_for_cache(found)]
-    if group.total(phase) > found.question.machine.device.memory:
-        if role is not None:
-            texts += _of_training(found, group, phase, role)
-        elif phase in (SAMPLE, SYNC):
-            texts += _smaller_share(found, group, phase)
-        else:
-            texts += _smaller_batch(found, group, phase)
+    is_too_large = group.total(phase) > found.question.machine.device.memory
+    texts = [*_of_training(found, group, phase, role)] if role is not None and is_too_large else []
+    for tried in _alternatives(found.question.settings):
+        for words, changes in tried:
+            after = plan_rl(replace(found.question, settings=replace(found.question.settings, **changes)))
+            if after.fits:
+                held = size(max(each.total(phase) for each in after.groups))
+                texts.append(f"{words}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once")
+                break
     return texts or [f"No single change that was tried is enough; what needs less: {_LESS}."]
 
 
@@ -307,49 +306,22 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
         yield f"{role.name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
 
 
-def _smaller_share(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
-    """Lower the share of the device that the engine takes, if that leaves room for a cache."""
-    infer, limit = found.question.settings.actor_infer, found.question.machine.device.memory
-    if (key := _SHARES.get(infer.engine)) is None:
-        return
-    over = group.total(phase) - limit
-    share = math.floor(100 * (float(infer.config.get(key, 0.9)) - over / limit) - 1) / 100
-    after = _with_share(found, key, share) if share > 0 else None
-    if after is not None and after.has_cache:
-        held = size(max(each.total(phase) for each in after.groups))
-        yield f"actor_infer: {key}: {share}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once"
+def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Yield kinds of changes, of each the least first: a lower share of the device for the engine, or one spread over
+    more devices, and fewer rows that pass forward together; in words, and as roles by name."""
+    infer = settings.actor_infer
 
-
-def _smaller_batch(found: RLAnswer, group: DeviceGroup, phase: str) -> Iterator[str]:
-    """Halve the rows that pass forward together until they fit."""
-    limit, settings = found.question.machine.device.memory, found.question.settings
-    busy = max(group.held, key=lambda held: held.parts[phase].get("activations", 0)).role
-    role = next((each for each in found.question.model_roles if each.name == busy), None)
-    while role is not None and busy in (ACTOR, REFERENCE, CRITIC) and role.infer_batch_size > 1:
-        role = role.model_copy(update={"infer_batch_size": role.infer_batch_size // 2})
-        changes: dict[str, Any] = {busy: role}
-        after = plan_rl(replace(found.question, settings=replace(settings, **changes)))
-        held = max(each.total(phase) for each in after.groups)
-        if held <= limit:
-            yield f"{busy}: infer_batch_size: {role.infer_batch_size}: {size(held)} in {phase}"
-            return
-
-
-def _room_for_cache(found: RLAnswer) -> Iterator[str]:
-    """Raise the share, or spread an engine over more devices."""
-    infer = found.question.settings.actor_infer
-    if (key := _SHARES.get(infer.engine)) is None:
-        return
-    for share in (0.7, 0.8, 0.85, 0.9):
-        if (after := _with_share(found, key, share)).fits:
-            yield f"actor_infer: {key}: {share}: {after.seconds.rollout.at_once:.0f} sequences at once"
-            return
-    more = 2 * infer.devices_per_engine
-    if len(infer.devices) % more == 0:
-        yield f"actor_infer: tensor_parallel_size: {more}, so that {more} devices hold the weights of an engine"
-
-
-def _with_share(found: RLAnswer, key: str, share: float) -> RLAnswer:
-    settings = found.question.settings
-    infer = settings.actor_infer.model_copy(update={"config": {**settings.actor_infer.config, key: share}})
-    return plan_rl(replace(found.question, settings=replace(settings, actor_infer=infer)))
+    if (key := _SHARES.get(infer.engine)) is not None:
+        configs = [(share, {**infer.config, key: share}) for share in _TRIED_SHARES]
+        yield [
+            (f"actor_infer: {key}: {share}", {"actor_infer": infer.model_copy(update={"config": config})})
+            for share, config in configs
+        ]
+        if len(infer.devices) % (more := 2 * infer.devices_per_engine) == 0:
+            spread = infer.model_copy(update={"devices_per_engine": more})
+            yield [(f"actor_infer: tensor_parallel_size: {more}", {"actor_infer": spread})]
+    for role in (settings.actor_train, settings.reference, settings.critic):
+        if role is not None:
+            sizes = [role.infer_batch_size >> power for power in range(1, role.infer_batch_size.bit_length())]
+            fewer = ((size, role.model_copy(update={"infer_batch_size": size})) for size in sizes)
+            yield [(f"{role.name}: infer_batch_size: {size}", {role.name: each}) for size, each in fewer]
