@@ -10,7 +10,7 @@ from typing import Literal
 from megatune.config.names import plain
 from megatune.plan.case import Case
 from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
-from megatune.plan.changes.variation import ACCUMULATION, Changes, named, varied
+from megatune.plan.changes.variation import ACCUMULATION, Changes, differences, named, varied
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import SearchRequest, search
@@ -139,12 +139,7 @@ def searched(before: Estimate) -> Fix | None:
     found = search(SearchRequest(case=case, global_batch_size=case.global_batch_size, keep=1, free=False)).best
     if found is None:
         return None
-    changes = {
-        f"{group}.{name}": value
-        for group in ("parallel", "batch", "recompute")
-        for name, value in getattr(found.case.settings, group)
-        if value != getattr(getattr(case.settings, group), name)
-    }
+    changes = differences(case.settings, found.case.settings, ("parallel", "batch", "recompute"))
     return Fix(changes, before, found)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatune.config.names import plain
 from megatune.config.rules import check
-from megatune.config.settings import setting_value, with_settings
+from megatune.config.settings import GROUPS, Settings, setting_value, with_settings
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
@@ -49,6 +49,17 @@ def varied(case: Case, changes: Mapping[str, Any]) -> tuple[dict[str, Any], Case
     if problems and set(problems) - set(check(case.settings, case.model.architecture, world)):
         return None
     return changes, replace(case, settings=settings, model=replace(case.model, architecture=architecture))
+
+
+def differences(before: Settings, after: Settings, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
+    """Return the second's values, by "group.name", of the settings in which two differ."""
+    return {
+        f"{group}.{name}": value
+        for group in groups
+        if (other := getattr(before, group)) != (own := getattr(after, group))
+        for name, value in own
+        if value != getattr(other, name)
+    }
 
 
 def smaller_micro_batch(case: Case) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.setting import SettingInfo
-from megatune.config.settings import GROUPS, Settings, all_settings, setting_value, with_settings
+from megatune.config.settings import Settings, all_settings, setting_value, with_settings
 from megatune.plan.case import Case
+from megatune.plan.changes.variation import differences
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.base_case import COMPANIONS, COMPANIONS_OF_PREFERENCE, BaseCase, problems
 from megatune.plan.memory.estimate import MEMORY_PARTS
@@ -117,8 +118,11 @@ def against(case: Case, path: str, value: Any) -> Effect | None:
 
 def _effect(case: Case, path: str, value: Any) -> Effect | None:
     """Return what another value changes; None where it cannot be."""
-    other = _changed(case, {path: value})
-    return None if other is None else Effect(value, _beside(case, other, path), estimate(case), estimate(other))
+    if (other := _changed(case, {path: value})) is None:
+        return None
+    beside = differences(case.settings, other.settings)
+    beside.pop(path, None)
+    return Effect(value, beside, estimate(case), estimate(other))
 
 
 def value_of(case: Case, path: str) -> Any:
@@ -214,14 +218,6 @@ def _same_rows(case: Case, settings: Settings, changes: Mapping[str, Any]) -> Ca
     if _ACCUMULATION in changes or case.global_batch_size % rows:
         return new
     return replace(new, settings=with_settings(settings, {_ACCUMULATION: case.global_batch_size // rows}))
-
-
-def _beside(case: Case, other: Case, path: str) -> dict[str, Any]:
-    """Return what differs between two cases, but for one setting."""
-    differing = [group for group in GROUPS if getattr(other.settings, group) != getattr(case.settings, group)]
-    paths = (f"{group}.{name}" for group in differing for name in GROUPS[group].model_fields)
-    new = {each: setting_value(other.settings, each) for each in paths if each != path}
-    return {each: value for each, value in new.items() if value != setting_value(case.settings, each)}
 
 
 def _unread(info: SettingInfo, case: Case | None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import counted, shown
+from megatune.plan.changes.variation import differences
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
 from megatune.plan.pages.page import Item, Table, time_table
@@ -158,16 +159,15 @@ def too_large_lines(result: SearchResult) -> Iterator[Item]:
 # --- two plans next to each other -----------------------------------------------------------------------------------
 
 
-def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, tuple[object, object]]:
-    """Return the keys of layout, batch, recomputation and kernels that differ, with both values."""
-    changed = {
-        LLAMAFACTORY.key_of(f"{group}.{name}"): (before, after)
-        for group in ("parallel", "batch", "recompute", "performance", "experts")
-        for name, before in getattr(mine.case.settings, group)
-        if before != (after := getattr(getattr(other.case.settings, group), name))
-    }
+_GROUPS = ("parallel", "batch", "recompute", "performance", "experts")
+
+
+def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, object]:
+    """Return the keys of layout, batch, recomputation and kernels that differ, with what to write."""
     first, second = (_effective(estimate.case.settings.recompute) for estimate in (mine, other))
-    return {key: values for key, values in changed.items() if key not in first or first[key] != second[key]}
+    changed = differences(mine.case.settings, other.case.settings, _GROUPS)
+    named = {LLAMAFACTORY.key_of(path): value for path, value in changed.items()}
+    return {key: value for key, value in named.items() if key not in first or first[key] != second[key]}
 
 
 def _effective(recompute: RecomputeSettings) -> dict[str, object]:
@@ -183,8 +183,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
 
 def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[Item]:
     """Print what to write, and both plans next to each other."""
-    changed = _changed_settings(mine, better)
-    yield from (f"  {key}: {shown(after)}" for key, (_, after) in changed.items())
+    yield from (f"  {key}: {shown(value)}" for key, value in _changed_settings(mine, better).items())
     yield "Why, part by part:"
     unit = seconds_unit(max(mine.time.total, better.time.total))
     memory = bytes_unit(max(mine.fullest.total, better.fullest.total))
