@@ -143,7 +143,7 @@ def test_out_of_memory_names_the_part_that_was_larger_than_planned(tmp_path: Pat
 def test_what_the_kernel_killed_for_memory_is_out_of_memory_too(tmp_path: Path) -> None:
     findings = [{"what": "rank 1 was killed by SIGKILL", "why": "the kernel's out-of-memory killer: this machine or"
                  " container is out of main memory"}]  # fmt: skip
-    folder = leave(tmp_path / "run", exit_code=71, culprit=1, findings=findings)
+    folder = leave(tmp_path / "run", exit_code=76, culprit=1, findings=findings)
     assert ran_out_of_memory(folder)
     text = "\n".join(diagnose(folder))
     assert "measured   nothing" in text
@@ -198,7 +198,7 @@ def test_a_run_that_really_runs_out_of_memory(tmp_path: Path) -> None:
 
 def test_a_run_that_torchrun_started_is_explained_by_what_its_ranks_noted(tmp_path: Path) -> None:
     folder = leave(tmp_path / "run", outcome="failed", memory=RankMemory(rank=1, peak=2**34))
-    noted: dict[str, Any] = {"host": "here", "pid": 1, "phase": "train", "step": 3, "findings": [], "traceback": ""}
+    noted: dict[str, Any] = {"host": "here", "phase": "train", "step": 3, "findings": [], "traceback": ""}
     lost = {**noted, "rank": 0, "exit_code": 76, "kind": "collective", "time": 1.0, "summary": "peer is gone"}
     first = {**noted, "rank": 1, "exit_code": 71, "kind": "error", "time": 2.0, "summary": "tried to allocate 2 GiB"}
     earlier = {**noted, "rank": 8, "exit_code": 70, "kind": "error", "time": 0.0, "summary": "of a larger run"}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.failure import read_failure
-from megatune.launch.report import raised_outcome
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
@@ -31,6 +29,7 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
 _LESS = 0.9  # of the memory at which a run ended, for what helps
+_KINDS = ("error", "unavailable", "collective")  # what started the others first
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
@@ -85,20 +84,30 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
     `world_size` on are of an earlier, larger run."""
     try:
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
-        return _ended(int(report["exit_code"]), report["culprit"], [Finding(**each) for each in report["findings"]])
+        said = [Finding(**each) for each in report["findings"]]
+        exit_code, rank = int(report["exit_code"]), report["culprit"]
     except (OSError, ValueError, LookupError, TypeError):
-        noted = []
+        return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
+    killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
+    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed)
+
+
+def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
+    """Yield of each rank that noted one (`launch.failure.Failure`) how likely it was the first, when, and what."""
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            noted += [found for found in [read_failure(path)] if found is not None]
-    own = [each for each in noted if world_size is None or each.rank < world_size]
-    if (first := min(own, key=lambda each: (each.kind, each.time), default=None)) is None:
-        return Ended()
-    return _ended(first.exit_code, first.rank, raised_outcome(launch, first, first.rank).findings)
-
-
-def _ended(exit_code: int, rank: int | None, findings: Sequence[Finding]) -> Ended:
-    return Ended(exit_code, rank, findings[0].what if findings else "", exit_code == ExitCode.OUT_OF_MEMORY)
+            noted = json.loads(path.read_text(encoding="utf-8"))
+            exit_code, rank, step = int(noted["exit_code"]), int(noted["rank"]), int(noted["step"])
+            out_of_memory = exit_code == ExitCode.OUT_OF_MEMORY
+            if noted["findings"]:
+                what = Finding(**noted["findings"][0]).what
+            else:
+                verb = "ran out of memory" if out_of_memory else "failed"
+                place = f"at step {step}" if step else "before the first step"
+                what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
+            order, when = _KINDS.index(noted["kind"]), float(noted["time"])
+            if world_size is None or rank < world_size:
+                yield order, when, Ended(exit_code, rank, what, out_of_memory)
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
