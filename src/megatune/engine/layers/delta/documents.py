@@ -21,38 +21,35 @@ _REMEMBERED = 64
 
 
 class Documents(NamedTuple):
-    """The documents of a row; every tensor is bool, on the device.
+    """The documents of a row; every tensor is on the device.
 
     Attributes:
-        sees: [N, C, C], whether a token sees an earlier one, or itself, of its chunk: both are of one document.
-        continues: [N, C], whether a token's document began before the chunk, so that the token sees the state.
-        lasts: [N, C], whether a token's document is that of the chunk's end, so that the token changes the state.
-        carries: [N], whether one document fills the chunk and began before it: the state is kept, decayed.
-        taps: [taps - 1, s], whether the token that many places before, from 1 on, is of the same document.
+        sees: bool [N, C, C + 1], whether a token sees an earlier one, or itself, of its chunk: of its document.
+            The last column is the state before the chunk, which tokens of a document that began earlier see; the last
+            row is also what the state behind the chunk keeps.
+        places: int64 [s], where each token is among `num_places`, which have a place without a token for each earlier
+            tap of the convolution before each document, and behind the last.
+        num_places: of tokens and without one.
     """
 
     sees: Tensor
-    continues: Tensor
-    lasts: Tensor
-    carries: Tensor
-    taps: Tensor
+    places: Tensor
+    num_places: int
 
 
 @lru_cache(_REMEMBERED)
 def documents_of(boundaries: tuple[int, ...], num_taps: int) -> Documents:
-    """Return the masks of a row.
+    """Return what a row's boundaries say.
 
     Args:
         num_taps: of the convolution.
     """
-    s = boundaries[-1]
+    s, gap = boundaries[-1], num_taps - 1
     document = torch.bucketize(torch.arange(s), torch.tensor(boundaries), right=True)
     padded = torch.cat((document, document[-1:].expand(-s % CHUNK))).view(-1, CHUNK)
     before = torch.cat((padded[:1, 0], padded[:-1, -1]))[:, None]
-    sees = (padded[:, :, None] == padded[:, None, :]) & torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    lasts = padded == padded[:, -1:]
-    taps = [
-        torch.cat((torch.zeros(min(k, s), dtype=torch.bool), document[k:] == document[:-k])) for k in range(1, num_taps)
-    ]
-    masks = sees, padded == before, lasts, (padded[:, -1:] == before)[:, 0], torch.stack(taps)
-    return Documents(*map(device.send, masks))
+    seen = torch.cat((padded, before), 1)
+    earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
+    sees = (padded[:, :, None] == seen[:, None, :]) & torch.nn.functional.pad(earlier, (0, 1), value=True)
+    places = torch.arange(s) + gap * document
+    return Documents(device.send(sees), device.send(places), s + gap * len(boundaries))

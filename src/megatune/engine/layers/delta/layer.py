@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatune.architecture import DeltaNet
 from megatune.engine.layers.attention.spans import gathered
+from megatune.engine.layers.delta.convolution import convolve
 from megatune.engine.layers.delta.documents import Documents, documents_of
 from megatune.engine.layers.delta.rule import chunked
 from megatune.engine.layers.norm import wide_of
@@ -100,7 +101,7 @@ class GatedDeltaNet(torch.nn.Module):
         delta, (conv_weight, A_log, dt_bias) = self.delta, weights
         r, d, e = delta.values_per_key, delta.key_head_dim, delta.value_head_dim
         qkv, z, b, a = rows.split((2 * d + r * e, r * e, r, r), -1)
-        mixed = _keeping_inputs(_convolve, qkv, conv_weight, documents.taps)
+        mixed = convolve(qkv, conv_weight, documents)
         query, key, value = mixed.split((d, d, r * e), -1)
         decay = -wide_of(A_log).exp() * F.softplus(wide_of(a) + wide_of(dt_bias))
         # Heads of values are never moved: a copy would be kept beside the projection.
@@ -113,23 +114,6 @@ class GatedDeltaNet(torch.nn.Module):
 
 def _parameter(*shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device()))
-
-
-def _convolve(qkv: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
-    """Mix each channel's last tokens of its document, causally, and activate.
-
-    Args:
-        qkv: [s, b, k, channels].
-        weight: [k, channels, taps], the last tap is a token's own.
-        taps: bool [taps - 1, s], see Documents.
-    """
-    wide, weight = wide_of(qkv), wide_of(weight)
-    output = wide * weight[..., -1]
-    for back, same in enumerate(taps, 1):
-        if back < len(wide):
-            before = torch.cat((torch.zeros_like(wide[:back]), wide[:-back]))
-            output = output + before * weight[..., -1 - back] * same[:, None, None, None]
-    return F.silu(output).to(qkv.dtype)
 
 
 def _normalize_and_gate(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -88,7 +88,7 @@ class _Chunked(torch.autograd.Function):
         states, outputs = [], []
         for part in _parts(documents):
             states.append(state)
-            chunks = _inside([_cut(each, part) for each in rows], _of(documents, part))
+            chunks = _inside([_cut(each, part) for each in rows], documents.sees[part])
             before, state, corrections = _through(chunks, state)
             outputs.append(_outputs(chunks, before, corrections))
         ctx.save_for_backward(*rows, *states)
@@ -104,7 +104,7 @@ class _Chunked(torch.autograd.Function):
         for part, state in reversed(list(zip(_parts(documents), states, strict=True))):
             inputs = [_cut(each, part).detach().requires_grad_() for each in rows]
             with torch.enable_grad():
-                chunks = _inside(inputs, _of(documents, part))
+                chunks = _inside(inputs, documents.sees[part])
             grad_outputs = wide_of(_cut(grad, part)).flatten(1, 3)
             grad_chunks, grad_state = _backward_through(
                 _Chunks(*(each.detach() for each in chunks)), state, grad_outputs, grad_state
@@ -117,12 +117,7 @@ class _Chunked(torch.autograd.Function):
 def _parts(documents: Documents) -> list[slice]:
     """Return the chunks that are computed together, one part after another."""
     size = _CHUNKS_AT_ONCE
-    return [slice(first, first + size) for first in range(0, len(documents.carries), size)]
-
-
-def _of(documents: Documents, part: slice) -> Documents:
-    sees, continues, lasts, carries, taps = documents
-    return Documents(sees[part], continues[part], lasts[part], carries[part], taps)
+    return [slice(first, first + size) for first in range(0, len(documents.sees), size)]
 
 
 def _first_state(key: Tensor, value: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ def _cut(row: Tensor, part: slice) -> Tensor:
     missing = -len(tokens) % CHUNK
     if missing:
         tokens = torch.cat((tokens, tokens.new_zeros(missing, *tokens.shape[1:])))
-    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4)
+    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4).contiguous()  # or each product would copy it
 
 
 def _joined(parts: tuple[Tensor, ...], row: Tensor) -> Tensor:
@@ -149,30 +144,41 @@ def _normalize(channels: Tensor) -> Tensor:
     return channels * torch.rsqrt(channels.square().sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
-def _inside(rows: Sequence[Tensor], documents: Documents) -> _Chunks:
+def _inside(rows: Sequence[Tensor], sees: Tensor) -> _Chunks:
     """Compute what chunks have without the state.
 
-    Every exponent is at most 0: differences of logarithms, never a quotient of powers.
+    Args:
+        rows: query, key, value, decay and beta, as `_cut` returns them.
+        sees: bool [N, C, C + 1], see Documents.
     """
     query, key, value, decay, beta = rows
     query, key = (_normalize(wide_of(each)) for each in (query, key))
     query = query * key.shape[-1] ** -0.5
     value, decay, beta = (wide_of(each) for each in (value, decay, beta))
-
-    def masked(exponent: Tensor, mask: Tensor) -> Tensor:
-        return exponent.masked_fill(~mask[:, None, None, None], -torch.inf).exp()
-
-    total = decay.cumsum(-1)
-    between = masked(total[..., :, None] - total[..., None, :], documents.sees)
-    from_start = masked(total, documents.continues)[..., None]
-    to_end = masked(total[..., -1:] - total, documents.lasts)[..., None]
+    between = _decay_between(decay, sees)
+    between, from_start = between[..., :-1], between[..., -1:]
+    to_end, kept = between[..., -1, :, None], from_start[..., -1:, :]
     system = beta[..., None] * (key @ key.mT) * between
     wanted = torch.cat((beta[..., None] * value, (beta[..., None] * from_start) * key), -1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     corrections, readings = solved.split((value.shape[-1], key.shape[-1]), -1)
-    kept = masked(total[..., -1:], documents.carries[:, None])[..., None]
     whole = corrections, readings, (query @ key.mT) * between, query * from_start, key * to_end, kept
     return _Chunks(*(each.flatten(1, 3) for each in whole))
+
+
+def _decay_between(decay: Tensor, sees: Tensor) -> Tensor:
+    """Return what is left at each token of what each token, and the state before the chunk, held: [..., C, C + 1].
+
+    Each exponent is a sum of its own. A difference of sums from the chunk's start would round with the size of these,
+    and in the gradient large terms would cancel each other where decays are fast.
+
+    Args:
+        decay: [N, b, k, r, C].
+        sees: bool [N, C, C + 1].
+    """
+    later = torch.nn.functional.pad(decay.new_ones(CHUNK, CHUNK).tril(-1), (0, 1), value=1.0)
+    exponents = (decay[..., None] * later).cumsum(-2)
+    return exponents.masked_fill(~sees[:, None, None, None], -torch.inf).exp()
 
 
 def _through(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
