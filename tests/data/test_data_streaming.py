@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -395,10 +394,10 @@ def stream(datasets: list[str], tmp_path: Path) -> Iterator[Stream]:
 
 
 def process_of(stream: Stream) -> int:
-    """The producer, the only child of this process."""
-    (process,) = multiprocessing.active_children()
-    assert process.pid is not None
-    return process.pid
+    """The producer; the tests' ranks are children of this process, too."""
+    assert isinstance(stream, StartedStream)
+    assert stream._process.pid is not None
+    return stream._process.pid
 
 
 def test_steps_are_the_same_in_every_layout_and_the_producer_is_missed_when_it_dies(

@@ -54,7 +54,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     def __init__(self, settings: Settings, rank: int) -> None:
         logs = settings.logging
         self._steps = range(logs.profile_step_start, logs.profile_step_end) if rank in profiled_ranks(settings) else ()
-        self._path = profile_dir(settings) / f"rank-{rank}"
+        self._settings, self._name = settings, f"rank-{rank}"
         self._profile: profile | None = None
 
     def begin(self, done: int) -> None:
@@ -76,15 +76,16 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         assert self._profile is not None
         device.synchronize()
         done, self._profile = self._profile, None
+        path = profile_dir(self._settings) / self._name
         try:
             done.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            done.export_chrome_trace(f"{self._path}.json.gz")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            done.export_chrome_trace(f"{path}.json.gz")
             averages = done.key_averages()
             table = averages.table(sort_by=device.PROFILER_SORT_KEY, row_limit=_OPERATORS, max_name_column_width=80)
-            self._path.with_suffix(".txt").write_text(table, encoding="utf-8")
+            path.with_suffix(".txt").write_text(table, encoding="utf-8")
         except Exception as error:  # a full disk, say, must not end the run
-            _logger.warning("the profile of this rank cannot be written to %s: %r", self._path.parent, error)
+            _logger.warning("the profile of this rank cannot be written to %s: %r", path.parent, error)
 
 
 @contextlib.contextmanager
