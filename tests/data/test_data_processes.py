@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +70,9 @@ def test_a_producer_at_work_ends_with_its_stream(
     while not (stream.folder.path / "doing.json").exists():
         assert producer.is_alive()
     stream.close()
+    until = time.monotonic() + 10.0
+    while producer.exitcode is None and time.monotonic() < until:  # the pool's thread may have it, and not noted it yet
+        time.sleep(0.01)
     assert producer.exitcode == 0
     assert not stream.folder.path.exists()
     assert "Traceback" not in capfd.readouterr().err
