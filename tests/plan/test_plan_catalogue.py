@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from megatune.plan.catalogue import (
     find_machine,
     machine_assumptions,
 )
-from megatune.plan.catalogue.devices import GENERATIONS, catalogue
+from megatune.plan.catalogue.devices import Generation, catalogue
 from megatune.plan.catalogue.find import plain_name
 from megatune.plan.catalogue.own import own_catalogue
 
@@ -33,7 +34,7 @@ def test_every_entry_is_whole() -> None:
     for name, entry in catalogue().devices.items():
         device = entry.device
         assert device.name == name
-        assert device.generation in GENERATIONS
+        assert device.generation in get_args(Generation)
         assert set(device.flops) == {"bfloat16", "float16", "float32"}
         assert device.flops["float16"] > device.flops["float32"]
         machine = find_machine(name)

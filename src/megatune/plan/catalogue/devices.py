@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
@@ -16,7 +16,6 @@ from megatune.config.setting import Count, Group, Positive
 from megatune.plan.machine import Device, Link
 
 Generation = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "blackwell-rtx", "cpu"]
-GENERATIONS: tuple[str, ...] = get_args(Generation)
 # What a link, and a device that is like no other, must have.
 LINK_NEEDS = ("bandwidth_gb_per_s", "latency_us")
 DEVICE_NEEDS = ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link")

@@ -128,11 +128,7 @@ def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
 def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
     entries = {**catalogue().devices, **own}
     # A user's names come last, and win.
-    by_name = {
-        plain_name(each): entry
-        for entry in entries.values()
-        for each in (*entry.fields.driver_names, *entry.fields.aliases)
-    }
+    by_name = {plain_name(each): entry for entry in entries.values() for each in entry.other_names}
     by_name |= {plain_name(each): entry for each, entry in entries.items()}
     by_name |= {plain_name(each): entry for entry in own.values() for each in entry.fields.aliases}
     wanted = plain_name(name)

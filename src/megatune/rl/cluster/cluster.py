@@ -174,9 +174,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         if spec.py_executable:
             runtime["py_executable"] = spec.py_executable
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(placement.node)}
-        kind = type(
-            f"{spec.name}-{placement.rank}", (ServerHost if spec.is_server else Host,), {}
-        )  # the name that `ps` shows
+        # The name of the class is what `ps` shows.
+        kind = type(f"{spec.name}-{placement.rank}", (ServerHost if spec.is_server else Host,), {})
         return ray.remote(kind).options(runtime_env=runtime, **options).remote(config)
 
     def _environment(self, spec: RoleSpec, placement: ActorPlacement, env: RankEnv) -> dict[str, str]:
