@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,25 @@ class LinearRopeScaling:
     """Positions are divided by `factor` (Transformers' rope_type "linear")."""
 
     factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753), as Transformers' rope_type "longrope": a divisor for the angle of each pair of
+    channels, and another one in documents that are longer than the original context.
+
+    Attributes:
+        short_factors, long_factors: one for each pair of channels that is turned.
+        attention_factor: multiplies cosine and sine.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling: TypeAlias = Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +395,7 @@ class Architecture:
     max_position_embeddings: int
     norm_epsilon: float
     rotary_base: float
-    rope_scaling: Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     add_qkv_bias: bool = False
     add_bias_linear: bool = False
     attention_sinks: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatune.architecture import Architecture, Llama3RopeScaling
+from megatune.architecture import Architecture, LinearRopeScaling, Llama3RopeScaling, LongRopeScaling
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
 
@@ -78,10 +78,46 @@ def test_positions_are_those_that_yarn_stretches_to(tmp_path, changes, positions
     assert load(tmp_path, max_position_embeddings=40960, **changes).max_position_embeddings == positions
 
 
+# As Phi-4-mini has it: three quarters of 128 channels are turned.
+LONGROPE = {
+    "model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 24, "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1] * 48, "long_factor": [1.5] * 48},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_is_read(tmp_path, name):
+    architecture = load(tmp_path, **LONGROPE | {"rope_scaling": {**LONGROPE["rope_scaling"], "type": name}})
+    scaling = architecture.rope_scaling
+    assert (architecture.max_position_embeddings, architecture.num_turned) == (131072, 96)
+    assert isinstance(scaling, LongRopeScaling)
+    assert (scaling.short_factors, scaling.long_factors) == ((1.0,) * 48, (1.5,) * 48)
+    assert scaling.original_max_position_embeddings == 4096
+    assert scaling.attention_factor == pytest.approx(1.1902380714238083, rel=1e-12)  # sqrt(1 + ln 32 / ln 4096)
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({"short_factor": [1] * 47}, "short_factor has 47 numbers"),
+        ({"long_factor": None}, "no list 'long_factor' of numbers above 0"),
+        ({"long_factor": [1.0, 0] * 24}, "no list 'long_factor' of numbers above 0"),
+    ],
+)
+def test_longrope_needs_a_factor_for_each_pair(tmp_path, factors, said):
+    changes = LONGROPE | {"rope_scaling": {**LONGROPE["rope_scaling"], **factors}}
+    assert said in str(refusal(tmp_path, **changes))
+
+
 def test_rotary_settings_have_transformers_defaults(tmp_path):
     assert load(tmp_path).rotary_base == 10000.0
     assert load(tmp_path, rope_scaling=None, rope_theta=1e6).rotary_base == 1e6
     assert load(tmp_path, rope_scaling=None).rope_scaling is None
+    # As DeepSeek-Coder has it; and what changes nothing up to max_position_embeddings.
+    assert load(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}).rope_scaling == LinearRopeScaling(4.0)
+    dynamic = load(tmp_path, rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert (dynamic.rope_scaling, dynamic.max_position_embeddings) == (None, 131072)
 
 
 def test_numbers_are_read(tmp_path):
@@ -107,7 +143,8 @@ def test_what_families_add(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rotary scaling 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rotary scaling 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rotary scaling 'linear' has no number 'factor'"),
         ({"rope_scaling": {"type": "yarn"}}, "rotary scaling 'yarn' has no number 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "has no number 'low_freq_factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -117,7 +154,7 @@ def test_what_families_add(tmp_path):
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized (fp8)"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a whole number above 0"),
-        ({"model_type": "qwen2", "rope_scaling": {"rope_type": "llama3", **SCALING}}, "rotary scaling 'llama3'"),
+        ({"model_type": "olmo3", "rope_scaling": {"rope_type": "longrope"}}, "rotary scaling 'longrope'"),
         ({"model_type": "qwen4"}, "nearest: qwen"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
@@ -128,7 +165,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, said):
 
 
 def test_every_reason_is_given_at_once(tmp_path):
-    error = refusal(tmp_path, attention_bias=True, mlp_bias=True, rope_scaling={"type": "dynamic", "factor": 2})
+    error = refusal(tmp_path, attention_bias=True, mlp_bias=True, rope_scaling={"type": "longrope"})
     assert len(error.findings) == 3
     assert all(finding.where == str(tmp_path / "config.json") for finding in error.findings)
 

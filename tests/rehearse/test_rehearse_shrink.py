@@ -59,6 +59,9 @@ def default_config(family: str) -> dict[str, Any]:
     config: dict[str, Any] = AutoConfig.for_model(family).to_dict()
     # Transformers has no number of chosen experts where nothing is said.
     config |= {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+    if family == "phi3":  # a factor for each of 36 pairs of channels, as Phi-4-mini has
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+        config["rope_parameters"] = rope | {"short_factor": [1.0] * 36, "long_factor": [2.0] * 36}
     if "vision_config" in config:  # nor encoders and decoders that fit
         config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
     return json.loads(json.dumps(config))

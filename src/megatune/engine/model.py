@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture, LongRopeScaling, Vision
 from megatune.config.settings import Settings
 from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
@@ -73,6 +73,10 @@ class DecoderModel(GPTModel):
         )
         self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
+        self.long_frequencies: Tensor | None = None
+        if isinstance(architecture.rope_scaling, LongRopeScaling):
+            self.long_frequencies = inverse_frequencies(architecture, long=True).to(torch.cuda.current_device())
+            self.original_length = architecture.rope_scaling.original_max_position_embeddings
         self.local_frequencies: Tensor | None = None
         if architecture.local_rotary_base is not None:
             local = replace(architecture, rotary_base=architecture.local_rotary_base, rope_scaling=None)
@@ -195,12 +199,17 @@ class DecoderModel(GPTModel):
         return self.compute_language_model_loss(labels, logits)
 
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
-        """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; with pictures of every row, [2,
-        s / cp, b, 1, channels]. Where layers with a window have angles of their own, those come behind: [4, ...]."""
+        """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; of each row, with pictures or where
+        long documents have other angles, [2, s / cp, b, 1, channels]. Where layers with a window have angles of their
+        own, those come behind: [4, ...]."""
         arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
         if self.local_frequencies is not None:
             local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
             return torch.cat((cos_sin(sequences.position_ids, *arguments), local))
+        if self.long_frequencies is not None:
+            long = cos_sin(sequences.position_ids, self.long_frequencies, *arguments[1:])
+            is_long = (sequences.lengths > self.original_length).T[:, :, None, None]
+            return torch.where(is_long, long, cos_sin(sequences.position_ids, *arguments))
         if sequences.rotary_position_ids is None or self.rows_of_frequencies is None:
             return cos_sin(sequences.position_ids, *arguments)
         return multimodal_cos_sin(sequences.rotary_position_ids, self.rows_of_frequencies, *arguments)

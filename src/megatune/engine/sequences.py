@@ -86,6 +86,7 @@ class Sequences(PackedSeqParams):
     Attributes:
         boundaries: where documents begin in a whole row, and s at the end. Without packing (0, s), for every row.
         position_ids: int64 [s / cp], of this rank's tokens in their documents; the same for all rows.
+        lengths: int64 [b, 1], or packed [1, s / cp]: tokens of each token's document, without padding.
         is_padding: bool [b, s / cp].
         normalizer: int64 [], what the whole micro-batch adds to the number that the loss is divided by.
         trained: int64 [n], where this rank's trained tokens are in its flattened rows. Found on the host: on a GPU,
@@ -98,6 +99,7 @@ class Sequences(PackedSeqParams):
 
     boundaries: tuple[int, ...]
     position_ids: Tensor
+    lengths: Tensor
     is_padding: Tensor
     normalizer: Tensor
     trained: Tensor
@@ -183,6 +185,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
     sequences = Sequences(
         boundaries=boundaries,
         position_ids=to_device(batch.position_ids[0]),
+        lengths=send(lengths) if spans is None else to_device(lengths)[None],
         is_padding=to_device(batch.position_ids >= lengths),
         normalizer=send(normalizer),
         trained=send((of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0]),

@@ -13,8 +13,10 @@ from megatune.families.delta import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import (
     FULL_ATTENTION,
+    ROPE_TYPES,
     SLIDING_ATTENTION,
     context_length,
+    factor_problems,
     rope_parameters,
     rope_problems,
     rope_scaling,
@@ -80,7 +82,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     nulls: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "yarn")
+    rope_types: tuple[str, ...] = ROPE_TYPES
     ignored_keys: tuple[str, ...] = ()
     carried_keys: tuple[str, ...] = ()
     partial_rotary: bool = False
@@ -152,6 +154,7 @@ class Family:
             architecture = self.architecture(written)
             findings += _findings(expert_problems(architecture), where, published)
             findings += _findings(delta_problems(architecture), where, published)
+            findings += _findings(factor_problems(architecture), where, published)
             findings += _findings(_vision_problems(architecture), where, published)
         return findings
 

@@ -8,7 +8,6 @@ FAMILY = Family(
     weights=DECODER,
     # What the configuration may say and this engine does not compute: refused by name.
     required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_act": "silu"},
-    rope_types=("default", "llama3", "yarn"),
     # inv_freq is computed, not learned; old checkpoints carry it.
     ignored_keys=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
 )

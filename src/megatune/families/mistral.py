@@ -18,6 +18,5 @@ FAMILY = replace(
     # In Transformers a file that says nothing of a window has this one.
     defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
     nulls=("sliding_window",),
-    rope_types=("default", "yarn"),
     windows=windows,
 )

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4 without stretched positions: a llama whose queries, keys and values are one tensor in files, and
-whose gates and ups are another."""
+"""Phi-3, Phi-3.5 and Phi-4: a llama whose queries, keys and values are one tensor in files, and whose gates and ups are
+another."""
 
 from megatune.families.dense import ATTENTION, FRAME, layer_weight
 from megatune.families.family import Family
@@ -30,7 +30,7 @@ FAMILY = Family(
         "hidden_act": "silu",
     },
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    rope_types=("default",),
+    rope_types=("default", "longrope"),
     partial_rotary=True,
     windows=windows,
 )  # fmt: skip

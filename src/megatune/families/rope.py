@@ -6,13 +6,24 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatune.architecture import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+from megatune.architecture import (
+    Architecture,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _NUMBERS = {
     "default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
-    "linear": ("factor",),
+    "linear": ("factor",), "dynamic": ("factor",), "longrope": (),
 }  # fmt: skip
+_LISTS = {"longrope": ("short_factor", "long_factor")}
+# Of families that say nothing else. "dynamic" stretches texts beyond max_position_embeddings alone, which no run takes:
+# up to there it is "default".
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,6 +34,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     written = written.get(FULL_ATTENTION, written)
     parameters = {key: value for key, value in written.items() if value is not None}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    if parameters["rope_type"] == "su":  # as the first files of Phi-3 call it
+        parameters["rope_type"] = "longrope"
     parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     share = config.get("partial_rotary_factor")
     if share is None and config.get("rotary_dim") and config.get("head_dim"):  # as published files of MiniMax say it
@@ -32,6 +45,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("original_max_position_embeddings"):
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if parameters["rope_type"] == "longrope" and not parameters.get("factor"):
+        positions, original = config.get("max_position_embeddings"), parameters["original_max_position_embeddings"]
+        parameters["factor"] = positions / original if positions and original else 1.0
     return parameters
 
 
@@ -60,13 +76,27 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
     for key in _NUMBERS[rope_type]:
         if not isinstance(rope.get(key), int | float):
             yield f"rotary scaling {rope_type!r} has no number {key!r}", f"it is {rope.get(key)!r}"
+    for key in _LISTS.get(rope_type, ()):
+        value = rope.get(key)
+        if not isinstance(value, list) or not all(isinstance(each, int | float) and each > 0 for each in value):
+            yield f"rotary scaling {rope_type!r} has no list {key!r} of numbers above 0", ""
     part = rope["partial_rotary_factor"]
     if part not in (None, 1) and not (partial and isinstance(part, int | float) and 0 < part < 1):
         why = "it is a share of the channels" if partial else "rotary embedding turns every channel here"
         yield f"partial_rotary_factor = {part!r} is not supported", why
 
 
-def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | None:
+def factor_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """Yield which lists of factors have not one for each pair of channels."""
+    scaling, pairs = architecture.rope_scaling, architecture.num_turned // 2
+    if isinstance(scaling, LongRopeScaling):
+        for key, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+            if len(factors) != pairs:
+                why = f"rotary embedding turns {pairs} pairs of channels, each with a factor of its own"
+                yield f"{key} has {len(factors)} numbers", why
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
         case "linear":
@@ -84,6 +114,15 @@ def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling
                 beta_slow=float(rope.get("beta_slow") or 1),
                 attention_factor=_attention_factor(rope),
                 truncate=bool(rope.get("truncate", True)),
+            )
+        case "longrope":
+            original, factor = int(rope["original_max_position_embeddings"]), float(rope["factor"])
+            derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            return LongRopeScaling(
+                short_factors=tuple(map(float, rope["short_factor"])),
+                long_factors=tuple(map(float, rope["long_factor"])),
+                original_max_position_embeddings=original,
+                attention_factor=float(rope.get("attention_factor") or derived),
             )
     return None
 

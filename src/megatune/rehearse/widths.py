@@ -94,12 +94,14 @@ def _kinds(architecture: Architecture, num_layers: int) -> dict[str, Any]:
 
 
 def _rope(config: Config, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """Return rotary parameters, with the frequencies of three positions dealt as before."""
+    """Return rotary parameters: the frequencies of three positions dealt as before, a factor for each pair of channels
+    where there are factors."""
     rope = dict(config.get("rope_parameters") or {})
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
     if section := rope.get("mrope_section") or (architecture.mrope and architecture.mrope.section):
         side = half * section[1] // sum(section)
         rope["mrope_section"] = [half - 2 * side, side, side]
+    rope |= {key: (rope[key] * half)[:half] for key in ("short_factor", "long_factor") if rope.get(key)}
     return rope
 
 

@@ -13,14 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture, LinearRopeScaling, Llama3RopeScaling, MultimodalRope, YarnRopeScaling
+from megatune.architecture import (
+    Architecture,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    MultimodalRope,
+    YarnRopeScaling,
+)
 from megatune.engine import device
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
+def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Tensor:
     """Compute the rotation per position of each pair of channels (arXiv:2104.09864), scaled as the checkpoint asks.
 
     Megatron-Core builds in one set of Llama 3 constants; checkpoints state their own.
+
+    Args:
+        long: of documents longer than the original context, where LongRoPE tells them apart.
 
     Returns:
         fp32 [d / 2], in radians per token.
@@ -34,13 +44,15 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
             return _llama3(1.0 / wavelengths, scaling)
         case YarnRopeScaling() as scaling:
             return _yarn(wavelengths, architecture.rotary_base, scaling)
+        case LongRopeScaling() as scaling:
+            return 1.0 / (torch.tensor(scaling.long_factors if long else scaling.short_factors) * wavelengths)
     return 1.0 / wavelengths
 
 
 def attention_factor(architecture: Architecture) -> float:
-    """Return what cosine and sine are multiplied with: YaRN makes attention sharper this way."""
+    """Return what cosine and sine are multiplied with: YaRN and LongRoPE make attention sharper this way."""
     scaling = architecture.rope_scaling
-    return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
+    return scaling.attention_factor if isinstance(scaling, YarnRopeScaling | LongRopeScaling) else 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
