@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from pictures_kit import asks, draw, make_model
+from PIL import Image
 from pool import RankPool
 from runs import evaluations, run, settings_of, train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
@@ -94,6 +97,44 @@ def test_answers_are_those_of_the_checkpoint(
     lines = read_json_lines(tmp_path / "out" / "generations.jsonl")
     assert [(line["step"], line["id"]) for line in lines] == [(step, row) for step in (1, 2) for row in range(5)]
     assert [line["tokens"] for line in lines[5:]] == [len(answer) for answer in by_rank[0][1][1]]
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2"])
+def test_answers_about_pictures(layout: str, pool: RankPool, tmp_path: Path) -> None:
+    """Questions with an image, with two and with none, in micro-batches: Transformers' processor and generate answer
+    them the same way."""
+    model = make_model(tmp_path, "qwen2_5_vl").folder
+    images = [str(draw(tmp_path / f"{n}.png", 64 + 32 * n, 32, seed=n)) for n in range(2)]
+    asked = [("<image>What is it?", images[:1]), ("Who are you?", []), ("<image><image>Which one?", images)]
+    rows = [asks(question, "It is it.", images=pictures) for question, pictures in asked]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    _, world_size, changes = LAYOUTS[layout]
+    changes |= {
+        "dataset": tmp_path / "rows.json", "eval_generate_prompts": tmp_path / "rows.json", "val_size": 0,
+        "max_steps": 1, "template": "qwen2_vl", "image_max_pixels": 64 * 64,
+    }  # fmt: skip
+    ((prompts, answers),), *_ = pool.run(
+        world_size, train_and_note, answering(model, tmp_path / "out", **changes), tmp_path
+    )
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+    stock = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    (pad,) = tokenizer("<|image_pad|>")["input_ids"]
+    for (question, pictures), prompt, answer in zip(asked, prompts, answers, strict=True):
+        seen = processor([Image.open(path) for path in pictures], return_tensors="pt") if pictures else {}
+        tokens = [int(grid.prod()) // 4 for grid in seen.get("image_grid_thw", ())]
+        text = question.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        counts = iter(tokens)
+        ids = [each for token in ids for each in [token] * (next(counts) if token == pad else 1)]
+        assert ids == prompt
+        inputs = {"input_ids": (whole := torch.tensor([ids])), "attention_mask": torch.ones_like(whole)}
+        inputs["mm_token_type_ids"] = (whole == pad).int()
+        found = stock.generate(**inputs, **seen, do_sample=False, max_new_tokens=9)
+        assert answer == found[0, len(prompt) :].tolist()
 
 
 def test_scores_are_logged_and_a_resume_goes_on(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
