@@ -326,7 +326,7 @@ def posted(key: str) -> str | None:
 
 
 def relay(value: T) -> T:
-    """Return rank 0's value on every rank, as `broadcast`, through the store: however long rank 0 takes to call this."""
+    """Return rank 0's value on every rank, as `broadcast`; however long rank 0 takes, for ranks look into the store."""
     global _num_relayed
     _num_relayed += 1
     key = f"relayed/{_num_relayed}"
