@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_writer import adapter_files, finish_adapter
+from megatune.bridge.adapter_files import adapter_files, finish_adapter
 from megatune.bridge.file_set import MAX_FILE_BYTES, FileSet
 from megatune.bridge.parameters import LocalParameter
 from megatune.bridge.shard_files import optimizer_files

@@ -26,8 +26,7 @@ from adapter_kit import (
 from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
-from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import open_adapter, write_adapter, write_adapter_config
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged import MergedFolder
 from megatune.config.groups.finetuning import FinetuningSettings

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from bridging import assert_same_bits, resave_weights, tensors
-from layouts import LAYOUTS, MORE_LAYOUTS
+from layouts import LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, MORE_SEQUENCE_LAYOUTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatune.bridge import assemble as assembling
 from megatune.bridge.assemble import assemble, open_checkpoint
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
+from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.table import Box
@@ -103,6 +105,38 @@ def test_each_rank_reads_only_what_it_owns(pool, model_dir):
         else:
             assert len(sizes) == 2
             assert sum(sizes) == size, f"{name}: every byte is read once"
+
+
+def read_together(model: Path, settings: Settings, folder: Path) -> int:
+    """On every rank: how many bytes it read. However small, parameters are read together, in blocks; then saved."""
+    kept = assembling._READ_ALONE, assembling._READ_TOGETHER
+    assembling._READ_ALONE, assembling._READ_TOGETHER = 1, 1000
+    try:
+        sizes = bytes_read_by_each_tensor(model, settings)
+        groups.unbuild()
+        resave_weights(model, settings, folder, 5 * 10**9)
+    finally:
+        assembling._READ_ALONE, assembling._READ_TOGETHER = kept
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(("qwen3", layout) for layout in ("dp2", "cp2 dp2", "tp2 pp2 dp2 sp")),
+        *(("qwen3_moe", layout) for layout in ("ep2 dp4", "ep2 etp1 tp2 sp pp2 dp2")),
+    ],
+)
+def test_ranks_that_hold_the_same_read_a_part_each(pool, model_dir, tmp_path, family, layout):
+    model = model_dir(family)
+    chosen = {**LAYOUTS, **MORE_SEQUENCE_LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
+    found = pool.run(chosen.world_size, read_together, model, chosen.settings(), tmp_path)
+    read = tensors(tmp_path)
+    assert_same_bits(read, tensors(model))
+    whole = sum(tensor.nbytes for tensor in read.values())
+    # Norms and the router are whole on every tensor-parallel rank.
+    assert whole <= sum(found) < 1.05 * whole
+    assert max(found) < 1.4 * whole / chosen.world_size  # a stage may have more than another
 
 
 # Refusals. None needs an engine.

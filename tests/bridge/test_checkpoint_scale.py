@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from functools import cache
 from math import prod
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from live_bytes import LiveBytes
 from torch import Tensor
 
 from megatune.architecture import Architecture
@@ -21,7 +23,7 @@ from megatune.bridge import parameters as of_ranks
 from megatune.bridge import safetensors_files, shard_files
 from megatune.bridge.assemble import load_weights
 from megatune.bridge.checked_files import BLOCK_BYTES, begin_check, digests_of, end_check
-from megatune.bridge.file_stream import index_files
+from megatune.bridge.file_stream import FileStream, HostBuffers, index_files
 from megatune.bridge.parameters import LocalParameter
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, header_of
 from megatune.bridge.shard_files import ShardFiles
@@ -99,14 +101,14 @@ def shards(held: list[LocalParameter], dp_rank: int) -> Iterator[tuple[LocalPara
         bucket, size = [], 0
 
 
-def files_of(architecture: Architecture, stage: int, tp_rank: int, dp_rank: int) -> ShardFiles:
+def files_of(architecture: Architecture, stage: int, tp_rank: int, dp_rank: int, device: str = "meta") -> ShardFiles:
     """The files that a rank writes."""
     held = parameters(architecture, stage, tp_rank, torch.bfloat16)
     of_ranks.groups.tensor_parallel_group = lambda: SimpleNamespace(size=lambda: TP, rank=lambda: tp_rank)
     tensors: dict[Tensor, dict[str, Tensor]] = {}
     owned: dict[Tensor, MainShard] = {}
     for local, start, stop in shards(held, dp_rank):
-        values = torch.empty(stop - start, device="meta")
+        values = torch.empty(stop - start, device=device)
         owned[local.parameter] = MainShard(start, stop, values, values, {})
         tensors[local.parameter] = dict.fromkeys(KINDS, values)
     place: Any = SimpleNamespace(rank=0, pp_rank=stage, ep_size=1, etp_size=TP, tp_size=TP)
@@ -120,6 +122,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "replica_group", lambda: SimpleNamespace(size=lambda: DP, rank=lambda: 0))
     monkeypatch.setattr(groups, "tensor_parallel_group", groups.tensor_parallel_group)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *args, **options: None)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *args, **options: None)
     assert shard_files.groups is of_ranks.groups is groups
 
 
@@ -173,16 +176,34 @@ def _read_again(
     held = parameters(architecture, stage, tp_rank, torch.bfloat16)
     begin_check(folder)
     optimizer = SafetensorsFolder(folder / "training", "optimizer")
-    needed = 0
-    for local, start, stop in shards(held, dp_rank):
-        target = torch.empty(stop - start, device="meta")
-        for kind in KINDS:
-            optimizer.fill(target, local.segments(architecture), f"{kind}/", start=start)
-            needed += target.numel() * 4
+    mine = [(local, start, torch.empty(stop - start, device="meta")) for local, start, stop in shards(held, dp_rank)]
+    needed = len(KINDS) * 4 * sum(target.numel() for _, _, target in mine)
+    with LiveBytes() as live:
+        for local, start, target in mine:
+            for kind in KINDS:
+                optimizer.fill(target, local.segments(architecture), f"{kind}/", start=start)
+    assert live.peak <= 4 * BUCKET  # beyond its state
     check = end_check()
     assert check is not None
     assert not check.problems
     assert check.num_bytes <= 1.05 * needed
+
+
+def test_a_rank_that_saves_holds_a_bucket_beyond_its_state(
+    alone: None, architecture: Architecture, tmp_path: Path
+) -> None:
+    files = files_of(architecture, 1, 3, 7, "cpu")
+    whole, files._entries = sum(entry.tensor.num_bytes for entry in files._entries), files._entries[:40]
+    assert files.num_bytes > 1.2 * 4 * BUCKET  # of the state enough to tell
+    assert whole > files.num_bytes
+    stream = FileStream(tmp_path, HostBuffers())
+    writer = threading.Thread(target=stream.write)
+    writer.start()
+    with LiveBytes() as live:
+        stream.put(files.files())
+    writer.join()
+    assert stream.written > files.num_bytes
+    assert live.peak <= 4 * BUCKET
 
 
 def test_each_rank_reads_its_slices_of_a_model(
@@ -203,7 +224,8 @@ def test_each_rank_reads_its_slices_of_a_model(
     check = end_check()
     assert check is not None
     assert not check.problems
-    assert check.num_bytes <= 1.05 * sum(local.parameter.nbytes for local in held)
+    # Of what its replicas hold, too, a rank reads a part.
+    assert check.num_bytes <= 1.05 * sum(local.parameter.nbytes for local in held) / DP
 
 
 def _sparse(path: Path, entries: list[TensorEntry]) -> None:

@@ -28,8 +28,7 @@ from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
 from megatune.bridge import merged_model
-from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import open_adapter, write_adapter, write_adapter_config
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.merged_model import MergedModel

@@ -10,7 +10,7 @@ from bridging import tensors
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.norm import parameters_norm
+from megatune.bridge.parameters import parameters_norm
 from megatune.config.settings import Settings
 
 

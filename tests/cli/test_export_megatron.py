@@ -84,12 +84,19 @@ def test_what_is_beside_the_weights_says_what_they_are(here: Path, capsys: pytes
 
 
 def test_adapters_are_merged(here: Path) -> None:
+    Path("m/chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads(Path("m/tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    Path("m/tokenizer_config.json").write_text(json.dumps(config))
     save_adapter(Path("m"), Path("lora"))
     assert main(["export", "--model", "m", "--adapters", "lora", "--export_dir", "merged"]) == 0
     assert main(["export", "--model", "m", "--adapters", "lora", "--to_mcore", "true", "--output_dir", "mc"]) == 0
     assert main(["export", "--mcore_model", "mc", "--to_hf", "true", "--output_dir", "hf"]) == 0
     assert main(["export", "--model", "m", "--to_mcore", "true", "--output_dir", "plain"]) == 0
+    # The template that an adapter was trained with goes with it, where the model has none.
+    Path("lora/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert main(["export", "--mcore_model", "plain", "--adapters", "lora", "--to_hf", "--output_dir", "hf2"]) == 0
+    assert Path("hf2/chat_template.jinja").read_text() == "{{ messages[0].content }}"
     expected = load_file("merged/model.safetensors")
     for folder in ("hf", "hf2"):
         found = load_file(f"{folder}/model.safetensors")

@@ -18,11 +18,10 @@ from megatune.bridge.assemble import Assembly, assemble, load_model
 from megatune.bridge.parameters import LocalParameter
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.engine import frozen, step
+from megatune.engine import frozen, patches, step
 from megatune.engine.layers.adapter import Adapter, without_adapters
 from megatune.engine.optimizer import main_shards
 from megatune.engine.optimizer import step as optimizer_step
-from megatune.engine.patches import model as model_patches
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families.weights import Role
 from megatune.training.train_step import check_gradients, check_weights
@@ -207,9 +206,9 @@ def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.
         freeze(chunk, *args)
         chunk.asks_for_gradient = False
 
-    patched = model_patches._checkpoint
+    patched = patches._checkpoint
     if faulty:
-        frozen.freeze, model_patches._checkpoint = freeze_alone, random.checkpoint
+        frozen.freeze, patches._checkpoint = freeze_alone, random.checkpoint
     try:
         assembly = with_random_b(model, settings)
         measure_loss(assembly, batches_of(assembly, settings))
@@ -220,7 +219,7 @@ def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.
             if local.weight.role is Role.ADAPTER
         }
     finally:
-        frozen.freeze, model_patches._checkpoint, tensor_parallel.checkpoint = freeze, patched, checkpoint
+        frozen.freeze, patches._checkpoint, tensor_parallel.checkpoint = freeze, patched, checkpoint
 
 
 def test_recomputation_behind_frozen_words_keeps_gradients(pool: RankPool, model_dir: Any) -> None:

@@ -14,10 +14,9 @@ from megatron.core.tensor_parallel import random
 from packaging.version import Version
 
 from megatune import engine
-from megatune.engine.patches import VERSIONS, Patch, model, optimizer
+from megatune.engine.patches import ADAM, PATCHES, VERSIONS, Patch, patch_model
 
 ENGINE = Path(engine.__file__).parent
-PATCHES = (*model.PATCHES, *optimizer.PATCHES)
 INSTALLED = version("megatron-core")
 RELIED_ON = [(patch, name) for patch in PATCHES for name in patch.relies_on]
 
@@ -46,7 +45,7 @@ def test_what_a_patch_relies_on_is_what_it_was_checked_with(patch: Patch, name: 
         f"{name} of Megatron-Core {INSTALLED} is not the text that a patch was checked with "
         f"({', '.join(checked)}). Compare the two, and what engine/ sets in {patch.module}: "
         f"{', '.join(patch.names)}. {patch.reason} Where it is still right, run tests/engine and tests/parity with "
-        f'{INSTALLED}, and write "{INSTALLED}": "{digest}" in engine/patches.'
+        f'{INSTALLED}, and write "{INSTALLED}": "{digest}" in engine/patches.py.'
     )
 
 
@@ -96,12 +95,12 @@ def test_nothing_is_patched_beside_the_table() -> None:
 
 def test_a_name_that_no_patch_declares_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"megatron\.core\.optimizer: .*SGD"):
-        optimizer.ADAM.set(SGD=None)
+        ADAM.set(SGD=None)
 
 
 def test_a_recomputed_output_gets_its_memory_back_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.17 on Megatron-Core compiles an extension for this where it is first needed."""
-    model.install(swiglu=False, weight_gradients=False)
+    patch_model(swiglu=False, weight_gradients=False)
     monkeypatch.setattr(random, "load_inline", None, raising=False)
     values = torch.randn(6, requires_grad=True)
     recomputed = random.CheckpointWithoutOutput()

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_dist_kit import to_mcore
 
-from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import open_adapter, write_adapter, write_adapter_config
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.safetensors_files import SafetensorsFolder, TensorSource
 from megatune.config.groups.run import ModelSettings, RunSettings
@@ -33,7 +32,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.weights import Segment, hf_shapes, layers_of
 from megatune.training.before import check_before
-from megatune.training.storage.manifest import problem_of, read_manifest
+from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_state import read_state
 
@@ -152,7 +151,7 @@ def _as_training(model: Path, output: Path, step: int) -> Path:
     save_file(optimizer, folder / "training" / "optimizer.safetensors")
     save_file({"cpu": torch.get_rng_state()}, folder / "training" / "rng-00000.safetensors")
     (folder / "training" / "state.json").write_text(json.dumps({"step": step, "seed": 1, "global_batch_size": 4}))
-    return store.commit(step, store.digest(step, [folder / "config.json"]), {"layout": {"tp": 1}})
+    return store.commit(step, digest_files(folder, [folder / "config.json"]), {"layout": {"tp": 1}})
 
 
 def _as_adapter(model: Path, folder: Path, factor: float) -> Path:

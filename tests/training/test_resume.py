@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,20 @@ def test_whatever_rank_0_raises_is_raised_on_all_ranks(
     first, *others = pool.run(3, relay, kind)
     assert first == (*error, code, "ERROR")
     assert others == [(*(relayed or error), code, "RELAYED")] * 2
+
+
+def wait_for_rank_0(seconds: float, folder: Path) -> str:
+    """On a rank: what rank 0 returns after a time that a collective operation does not last."""
+    from megatune.engine import groups
+    from megatune.training.agreement import on_rank_0
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    groups.leave()
+    groups.meet(torch.distributed.FileStore(str(folder / "store"), world_size), rank, world_size, timeout=seconds / 4)
+    found = on_rank_0(lambda: [time.sleep(seconds), "done"][1], is_long=True)
+    return found + on_rank_0(lambda: "!", is_long=True)
+
+
+def test_others_wait_for_rank_0_beyond_the_limit_of_collective_operations(pool: RankPool, tmp_path: Path) -> None:
+    """It deletes checkpoints, or copies the final model, for as long as that takes."""
+    assert pool.run(3, wait_for_rank_0, 4.0, tmp_path) == ["done!"] * 3

@@ -25,7 +25,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
 from megatune.training.storage import store
 from megatune.training.storage.files import OutputLock, ensure_room, writing
-from megatune.training.storage.manifest import problem_of, read_manifest
+from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
 
 SHARD = "training/__0_0.distcp"
@@ -43,7 +43,8 @@ def save(output: Path, step: int, content: str = "a", *, resumable: bool = True)
     store = CheckpointStore(output)
     folder = store.begin(step)
     fill(folder, content, resumable=resumable)
-    return store.commit(step, store.digest(step, [folder / "model.safetensors"]), {"consumed_samples": 8 * step})
+    digests = digest_files(folder, [folder / "model.safetensors"])
+    return store.commit(step, digests, {"consumed_samples": 8 * step})
 
 
 def verify(checkpoint: Path) -> list[Finding]:
@@ -94,12 +95,12 @@ def test_digests_that_contradict_are_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     folder = store.begin(1)
     fill(folder, "a")
-    digests = store.digest(1, [folder / SHARD])
+    digests = digest_files(folder, [folder / SHARD])
     (folder / SHARD).write_bytes(b"another rank wrote here")
     with pytest.raises(ValueError, match=r"__0_0.distcp was digested with 2000 bytes"):
         store.commit(1, digests)
     with pytest.raises(ValueError, match=r"two digests of training/__0_0.distcp"):
-        store.commit(1, [*digests, *store.digest(1, [folder / SHARD])])
+        store.commit(1, [*digests, *digest_files(folder, [folder / SHARD])])
     assert list_checkpoints(tmp_path) == []
 
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
-from megatune.families import load_architecture
+from megatune.families import FAMILIES, load_architecture
 from megatune.verify.compare import Difference, compare, judge
 from megatune.verify.localize import Location, forward_order, locate, place_of_weight
-from megatune.verify.measure import measure, measure_trace
+from megatune.verify.measure import measure
 from megatune.verify.numbers import Numbers, Trace, write_trace
-from megatune.verify.reference import write_reference, write_reference_trace
+from megatune.verify.reference import write_reference
 from megatune.verify.samples import Sample, random_pictures, random_samples
 
 SAMPLES = random_samples(301, (17, 5, 30, 12))
@@ -51,7 +51,6 @@ def compute(model: Path, settings: Settings, samples: list[Sample], folder: Path
                 layer.self_attention.register_forward_hook(spoil_gradient)
     packed = settings.data.packing
     measure(assembly, samples, settings.parallel, folder, packed=packed)
-    measure_trace(assembly, samples, settings.parallel, folder, packed=packed)
 
 
 def spoil_gradient(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
@@ -71,10 +70,26 @@ def location(
     (folder / "layout").mkdir()
     pool.run(layout.world_size, compute, model, layout.settings(), samples, folder / "layout", *spoiled)
     write_reference(reference, samples, folder / "truth")
-    write_reference_trace(reference, samples, folder / "truth")
     differences = judge(compare(Numbers(folder / "layout"), Numbers(folder / "truth")))
     assert not all(one.passes for one in differences)
     return locate(differences, Trace(folder / "layout"), Trace(folder / "truth"))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_has_the_places_of_its_reference(pool, model_dir, tmp_path, family):
+    """In one pass of each side, and all of them agree."""
+    model = model_dir(family)
+    (tmp_path / "layout").mkdir()
+    vision = load_architecture(model).vision
+    pictures = random_pictures(2, vision) if vision is not None else ()
+    samples = random_samples(301, (17, 9), pictures=pictures, vision=vision)
+    pool.run(1, compute, model, LAYOUTS["1"].settings(), samples, tmp_path / "layout")
+    write_reference(model, samples, tmp_path / "truth")
+    traces = Trace(tmp_path / "layout"), Trace(tmp_path / "truth")
+    assert traces[0].places == traces[1].places
+    assert {"embedding", "layer 0 attention", "final norm"} < traces[0].places
+    wrong = [place for place in locate([], *traces).places if not place.passes]
+    assert not wrong
 
 
 DENSE = [

@@ -6,13 +6,14 @@ Each rank reads the slices of weights, and of the optimizer's state, that it hol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
@@ -39,6 +40,9 @@ from megatune.families.weight_index import key_findings
 from megatune.families.weights import TensorLayout, Weight, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
+
+_READ_TOGETHER = 2**25  # elements of a parameter that ranks with copies of it read at a time
+_READ_ALONE = 2**16  # fewer are not worth an exchange
 
 
 @dataclass(slots=True)
@@ -188,7 +192,8 @@ def _check_keys(
 def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from Hugging Face tensors, cast to their dtype; padding is zero.
 
-    Collective over the ranks that hold slices of the same weights. What is quantized is quantized on the way.
+    Ranks that hold the same slices read a part of them each, and send it to the others: collective over these ranks,
+    and over those that hold slices of the same weights. What is quantized is quantized on the way.
 
     Raises:
         MegatuneError: INPUT, where a file is damaged.
@@ -196,30 +201,69 @@ def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], arc
     for local in parameters:
         if isinstance(local.parameter, QuantizedMatrix):
             fill_quantized(local.parameter, source, local.segments(architecture), local.hf_shapes(architecture))
-            continue
-        if local.weight.layout is TensorLayout.COLUMNS and local.slice.tp_size > 1:
+        elif local.weight.layout is TensorLayout.COLUMNS and local.slice.tp_size > 1:
             _fill_columns(source, local, architecture)
-            continue
-        source.fill(local.parameter.data.view(-1), local.segments(architecture))
+        else:
+            _fill(source, local, architecture)
+
+
+def _fill(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
+    """Fill a parameter whose slice lies together in files, a part of it at a time."""
+    whole, segments, group = local.parameter.data.view(-1), local.segments(architecture), _readers(local)
+    if group is None:
+        source.fill(whole, segments)
+        return
+    for first in range(0, len(whole), _READ_TOGETHER):
+        part = whole[first : first + _READ_TOGETHER]
+
+        def read(start: int, stop: int, first: int = first) -> Tensor:
+            mine = whole.new_empty(stop - start)
+            source.fill(mine, segments, start=first + start)
+            return mine
+
+        part.copy_(_read_together(group, len(part), read))
 
 
 def _fill_columns(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
     """Fill a matrix whose columns are cut over ranks: each reads whole rows, which lie together in files, and sends the
-    others their columns of them. None reads what it does not need; collective over these ranks."""
+    others their columns of them. None reads what it does not need."""
     group = groups.expert_tensor_parallel_group() if local.weight.per_expert else groups.tensor_parallel_group()
-    size, rank = local.slice.tp_size, local.slice.tp_rank
+    size, rank, readers = local.slice.tp_size, local.slice.tp_rank, _readers(local)
     target = local.parameter.data
     for piece in local.pieces(architecture):
         ((name, (rows, columns)),) = hf_shapes(local.weight, architecture, local.layer, piece.slice).items()
-        edges = [rows * number // size for number in range(size + 1)]
-        box = Box(edges[rank], edges[rank + 1], 0, columns)
-        mine = source.read_box(name, box).to(target.device, target.dtype)
         width = columns // size
-        sent = [part.contiguous().view(-1).view(torch.uint8) for part in mine.split(width, dim=1)]
-        counts = [(last - first) * width * target.dtype.itemsize for first, last in pairwise(edges)]
-        found = torch.empty(sum(counts), dtype=torch.uint8, device=target.device)
-        torch.distributed.all_to_all_single(found, torch.cat(sent), counts, [len(part) for part in sent], group=group)
-        target.view(-1)[piece.start : piece.stop].copy_(found.view(target.dtype))
+
+        def read(start: int, stop: int, name: str = name, columns: int = columns, width: int = width) -> Tensor:
+            edges = [start + (stop - start) * number // size for number in range(size + 1)]
+            box = Box(edges[rank], edges[rank + 1], 0, columns)
+            mine = source.read_box(name, box).to(target.device, target.dtype)
+            sent = [part.contiguous().view(-1).view(torch.uint8) for part in mine.split(width, dim=1)]
+            counts = [(last - first) * width * target.dtype.itemsize for first, last in pairwise(edges)]
+            found = torch.empty(sum(counts), dtype=torch.uint8, device=target.device)
+            torch.distributed.all_to_all_single(found, torch.cat(sent), counts, [len(one) for one in sent], group=group)
+            return found.view(target.dtype).view(stop - start, width)
+
+        found = read(0, rows) if readers is None else _read_together(readers, rows, read)
+        target.view(-1)[piece.start : piece.stop].copy_(found.view(-1))
+
+
+def _readers(local: LocalParameter) -> ProcessGroup | None:
+    """Return the ranks that hold copies of a slice, to read it together; None where it is as quick to read it alone."""
+    group = groups.expert_replica_group() if local.weight.per_expert else groups.replica_group()
+    return group if group.size() > 1 and local.parameter.numel() >= _READ_ALONE else None
+
+
+def _read_together(group: ProcessGroup, length: int, read: Callable[[int, int], Tensor]) -> Tensor:
+    """Return what `read` gives of 0..length, [length, ...]; each rank of the group reads a part of it for all."""
+    size, rank = group.size(), group.rank()
+    share = -(-length // size)
+    mine = read(min(rank * share, length), min((rank + 1) * share, length))
+    sent, found = (mine.new_empty(count * share, *mine.shape[1:]) for count in (1, size))
+    sent[: len(mine)] = mine
+    received, given = (each.view(-1).view(torch.uint8) for each in (found, sent))
+    torch.distributed.all_gather_into_tensor(received, given, group=group)
+    return found[:length]
 
 
 @torch.no_grad()

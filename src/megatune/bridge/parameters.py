@@ -1,4 +1,4 @@
-"""The weights that this rank holds, and whole Hugging Face tensors from the slices of all ranks."""
+"""The weights that this rank holds, whole Hugging Face tensors from the slices of all ranks, and the norm of all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.weights import named_weights, rank_slice
+from megatune.families.table import rows_of
 from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes, segments
 
 
@@ -203,3 +204,28 @@ def _whole(
             target.copy_(values[position : position + target.numel()].view(target.shape))
             position += target.numel()
     return whole
+
+
+@torch.no_grad()
+def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architecture, place: RankCoordinates) -> float:
+    """Compute the L2 norm of all weights, each element counted once; collective over all ranks.
+
+    Weights that several ranks hold are counted by one of them, and padding by none. Squares are summed in fp32 within a
+    weight and in fp64 over weights and ranks.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for local in parameters:
+        if _is_counted_here(local, place):
+            values = local.parameter.data.reshape(-1)
+            for row in rows_of(local.weight, architecture, local.slice, local.layer):  # without padding
+                part = values[row.start : row.start + row.box.numel]
+                total += torch.linalg.vector_norm(part, dtype=torch.float32).double().square()
+    groups.add_up(total)
+    return float(total.sqrt())
+
+
+def _is_counted_here(local: LocalParameter, place: RankCoordinates) -> bool:
+    """Return whether this rank is the first of those that hold the same slice."""
+    holders = holders_of(place, experts=local.weight.per_expert)
+    is_whole = local.weight.layout is TensorLayout.REPLICATED
+    return not local.is_copy and holders.replicas.rank() == 0 and (not is_whole or holders.slices.rank() == 0)

@@ -20,7 +20,7 @@ from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
 from megatune.families.table import Box, segment_rows, split_rows, whole_box
-from megatune.families.weight_index import HeaderEntry, damaged_file, no_weights, read_header, read_weight_index
+from megatune.families.weight_index import HeaderEntry, damaged_file, no_weights, read_header, read_whole_index
 from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -164,19 +164,10 @@ class SafetensorsFolder(ModelFolder):
     def _list(self, name: str) -> dict[str, str]:
         index, single = self.folder / f"{name}.safetensors.index.json", self.folder / f"{name}.safetensors"
         if index.is_file():
-            return self._read_index(index)
+            return read_whole_index(index)
         if single.is_file():
             return dict.fromkeys(self._opened(single.name)[1], single.name)
         raise MegatuneError(no_weights(self.folder, single.name), ExitCode.INPUT)
-
-    def _read_index(self, index: Path) -> dict[str, str]:
-        file_of = read_weight_index(index)
-        files = set(file_of.values())
-        missing = sorted(file for file in files if not (self.folder / file).is_file())
-        if missing:
-            what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
-            raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
-        return file_of
 
     def names(self) -> set[str]:
         parts = {part.entry for each in self._parts.values() for part in each}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.progress import say
 
+if TYPE_CHECKING:
+    from megatune.hub.models import Model
+
 
 class VerifyOptions(Group):
     """The options of `megatune verify`."""
@@ -25,6 +28,8 @@ class VerifyOptions(Group):
     """rows of random tokens"""
     length: Annotated[int, Field(ge=2)] = 64
     """tokens of the longest row, images aside"""
+    layers: Count | None = None
+    """compare the first N layers alone, with the rest of the model: for one that takes too much memory or time whole"""
     verbose: bool = False
     """show every parameter, not only the worst 10"""
     against: Annotated[str | None, Flag("'SETTING ...'")] = None
@@ -67,32 +72,57 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
     """
-    from megatune.families import load_architecture, read_config
-    from megatune.families.peft_config import has_score
-    from megatune.families.scores import STAGE
     from megatune.generation.adapters import adapted_model
     from megatune.hub.models import open_model
-    from megatune.verify import question
-    from megatune.verify.trained import trained_in
 
     given = COMMAND.read(words)
-    options = given.options
     name, loaded, other = _read(given)
     base, adapters = loaded.settings.model.model_name_or_path, loaded.settings.finetuning.adapter_name_or_path
     named = adapted_model(name, base, adapters)
+    count = given.options.layers
+    if count is not None and named.adapters:
+        why, fix = "an adapter is of all layers", "leave --layers out, or write --finetuning_type lora: random adapters"
+        raise MegatuneError(Finding(f"--layers {count} with an adapter", "", why, fix), ExitCode.SETTINGS)
     model = open_model(named.base, loaded.settings.model.model_revision, loaded.settings.model.cache_dir)
+    if count is None:
+        return _compare(name, given.options, loaded, other, model, named.adapters, reference)
+
+    from megatune.hub.models import Model
+    from megatune.verify.checkpoints import first_layers
+
+    with first_layers(model.fetch(), count) as folder:
+        part = f"the first {count} layers of {name}"
+        return _compare(part, given.options, loaded, other, Model(folder), (), None)
+
+
+def _compare(
+    name: str,
+    options: VerifyOptions,
+    loaded: Loaded,
+    other: Loaded | None,
+    model: Model,
+    adapters: Sequence[Path],
+    reference: Path | None,
+) -> int:
+    """Compare and print; see `verify`."""
+    from megatune.families import load_architecture, read_config
+    from megatune.families.peft_config import has_score
+    from megatune.families.scores import STAGE
+    from megatune.verify import question
+    from megatune.verify.trained import trained_in
+
     architecture = load_architecture(model.config_dir())
-    if architecture.num_labels or any(map(has_score, named.adapters)):
+    if architecture.num_labels or any(map(has_score, adapters)):
         architecture = load_architecture(model.config_dir(), STAGE)
         loaded, other = question.of_reward_model(loaded), None if other is None else question.of_reward_model(other)
-    finetuning = trained_in(loaded, named.adapters, architecture)
+    finetuning = trained_in(loaded, adapters, architecture)
     config, seed = read_config(model.config_dir()), loaded.settings.run.seed
     samples = question.samples_of(architecture, config, options.samples, options.length, seed)
     settings, world = question.checked(loaded, finetuning, architecture, samples, options.length)
     against = None if other is None else question.checked(other, finetuning, architecture, samples, options.length)
 
     from megatune.verify.adapters import with_adapters
-    from megatune.verify.reference_files import as_hugging_face
+    from megatune.verify.checkpoints import as_hugging_face
     from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
 
     described = question.describe(settings, world) + (f" against {question.describe(*against)}" if against else "")

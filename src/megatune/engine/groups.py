@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import functools
 import json
 import os
+import pickle
 import socket
 import threading
 import time
@@ -34,9 +36,11 @@ expert_replica_group = parallel_state.get_expert_data_parallel_group
 expert_slices_group = parallel_state.get_expert_tensor_and_model_parallel_group
 
 _store: torch.distributed.Store | None = None
+_num_relayed = 0  # values, since this process met the others
 
 _ANNOUNCE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # seconds between looks for a note
 _CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
 _EARLIER = "one of them is left over from an earlier run, or machines have the same NODE_RANK, or another NNODES"
 _ALL_ANEW = "end what is left on every machine, and start all of them again"
@@ -228,8 +232,8 @@ def named(ranks: Sequence[int]) -> str:
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
     """Join the other ranks through a store that all of them reach; see `join`."""
-    global _store
-    _store = store
+    global _store, _num_relayed
+    _store, _num_relayed = store, 0
     limit = datetime.timedelta(seconds=timeout)
     # Bound to the device, NCCL connects now, so that what keeps ranks from it shows here; Megatron-Core's groups are
     # then parts of this one.
@@ -319,6 +323,28 @@ def posted(key: str) -> str | None:
     """Return the note that a rank left under `key`, None while there is none."""
     assert _store is not None, "join first"
     return _store.get(key).decode() if _store.check([key]) else None
+
+
+def relay(value: T) -> T:
+    """Return rank 0's value on every rank, as `broadcast`; however long rank 0 takes, for ranks look into the store."""
+    global _num_relayed
+    _num_relayed += 1
+    key = f"relayed/{_num_relayed}"
+    if rank() == 0:
+        post(key, base64.b64encode(pickle.dumps(value)).decode())
+        return value
+    waits = pauses()
+    while (note := posted(key)) is None:
+        time.sleep(next(waits))
+    return pickle.loads(base64.b64decode(note))  # type: ignore[no-any-return]
+
+
+def pauses() -> Iterator[float]:
+    """Yield for how long to wait between looks into the store, which all ranks ask: the longer, the less often."""
+    pause = _LEAST_PAUSE
+    while True:
+        yield pause
+        pause = min(pause * 1.1, _MOST_PAUSE)
 
 
 def barrier() -> None:

@@ -31,7 +31,7 @@ from megatune.engine.layers.rotary import (
 from megatune.engine.layers.score import Score
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
-from megatune.engine.patches import model as patches
+from megatune.engine.patches import patch_model
 from megatune.engine.sequences import Pictures, Sequences
 from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
@@ -239,9 +239,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     transformer_engine.require(settings, architecture)
     activate_newest(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
-    patches.install(
-        swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion
-    )
+    patch_model(swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion)
     device.compile_operators(performance.compile_operators)
     config = transformer_config(architecture, settings)
     ddp_config = DistributedDataParallelConfig(

@@ -29,7 +29,7 @@ from megatune.config.settings import OptimizerSettings, ParallelSettings, Precis
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
 from megatune.engine.muon import Held, Muon
-from megatune.engine.patches.optimizer import install
+from megatune.engine.patches import patch_optimizer
 from megatune.families.weights import Role, Stack, Weight
 
 # The optimizer as the rest of the project sees it.
@@ -97,7 +97,7 @@ def build_optimizer(
     Args:
         adapter_ratio: loraplus_lr_ratio.
     """
-    install(settings)
+    patch_optimizer(settings)
     config = OptimizerConfig(
         # Muon is an Adam with matrices of its own; Megatron-Core's wants a package that Python 3.11 cannot have.
         optimizer="sgd" if settings.optimizer == "sgd" else "adam",

@@ -53,6 +53,20 @@ def read_weight_index(index: Path) -> dict[str, str]:
     return file_of
 
 
+def read_whole_index(index: Path) -> dict[str, str]:
+    """Return the same, where all of the files are there.
+
+    Raises:
+        MegatuneError: as `read_weight_index`; files are missing (exit code 66).
+    """
+    file_of = read_weight_index(index)
+    files = set(file_of.values())
+    if missing := sorted(file for file in files if not (index.parent / file).is_file()):
+        what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
+        raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
+    return file_of
+
+
 def tensor_names(folder: Path, name: str = "model.safetensors") -> Collection[str]:
     """Return the names of a checkpoint's tensors, by its index, or by the header of its one file.
 

@@ -10,7 +10,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError, closest
 from megatune.families import read_config
 from megatune.families.peft_config import has_score
 from megatune.families.scores import num_labels
-from megatune.families.weight_index import no_weights, read_weight_index
+from megatune.families.weight_index import no_weights, read_whole_index
 
 CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -88,14 +88,8 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = set(read_weight_index(index).values())
+            read_whole_index(index)
         except MegatuneError as error:
             yield from error.findings
-            return
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-        if missing:
-            named = ", ".join([*missing[:3], *(["…"] if len(missing) > 3 else [])])
-            what = f"{len(missing)} of {len(shards)} weight files are missing: {named}"
-            yield Finding(what, str(folder), f"{index.name} names them", "copy or download the whole model again")
     elif not (folder / "model.safetensors").is_file():
         yield no_weights(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from megatune.engine import groups
@@ -13,11 +13,13 @@ from megatune.launch.failure import describe_failure, mark_relayed
 
 T = TypeVar("T")
 
-_POLL_SECONDS, _MOST_POLL_SECONDS = 0.02, 1.0
 
-
-def on_rank_0(action: Callable[[], T]) -> T:
+def on_rank_0(action: Callable[[], T], *, is_long: bool = False) -> T:
     """Run `action` on rank 0 and return its result everywhere. Collective.
+
+    Args:
+        is_long: it may take longer than any collective operation may, such as deleting terabytes: the other ranks wait
+            for it as long as the beat before this call allows.
 
     Raises:
         Exception: on every rank, what `action` raised on rank 0: the same type and text where it can be pickled, a
@@ -32,7 +34,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
             relayed = _relayed(raised)
-    result, relayed = groups.broadcast((result, relayed))
+    result, relayed = (groups.relay if is_long else groups.broadcast)((result, relayed))
     if error is not None:
         raise error
     if relayed is not None:
@@ -80,7 +82,7 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
         Exception: what one of them left, as `on_rank_0` raises it elsewhere.
     """
     found: dict[int, Any] = {}
-    for pause in pauses():
+    for pause in groups.pauses():
         for rank in [rank for rank in range(world_size) if rank not in found]:
             if (outcome := find_outcome(key, token, rank)) is not None:
                 found[rank] = outcome.result()
@@ -88,14 +90,6 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
             break
         time.sleep(pause)
     return [found[rank] for rank in range(world_size)]
-
-
-def pauses() -> Iterator[float]:
-    """Yield for how long to wait between looks into the store, which all ranks ask: the longer, the less often."""
-    pause = _POLL_SECONDS
-    while True:
-        yield pause
-        pause = min(pause * 1.1, _MOST_POLL_SECONDS)
 
 
 def _relayed(error: Exception) -> tuple[Exception, int]:

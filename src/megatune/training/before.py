@@ -13,7 +13,7 @@ from megatune.config.settings import Settings
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
-from megatune.families.weight_index import check_layers, no_weights, read_weight_index
+from megatune.families.weight_index import check_layers, no_weights, read_whole_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 from megatune.training.rerun import check_rerun
@@ -95,11 +95,7 @@ def check_weights(folder: Path) -> None:
     """Refuse weights whose files, or layers of config.json, are not all there (exit code 66)."""
     index = folder / _INDEX
     if index.is_file():
-        files = set(read_weight_index(index).values())
-        missing = sorted(file for file in files if not (folder / file).is_file())
-        if missing:
-            what = f"{len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
-            raise MegatuneError(Finding(what, str(index), fix="download the checkpoint again"), ExitCode.INPUT)
+        read_whole_index(index)
     elif not (folder / "model.safetensors").is_file():
         raise MegatuneError(no_weights(folder), ExitCode.INPUT)
     if (folder / "config.json").is_file():

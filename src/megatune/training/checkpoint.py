@@ -16,8 +16,7 @@ from typing import Any
 import safetensors.torch
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import ADAPTER
-from megatune.bridge.adapter_writer import adapter_files, finish_adapter, write_adapter_config
+from megatune.bridge.adapter_files import ADAPTER, adapter_files, finish_adapter, write_adapter_config
 from megatune.bridge.assemble import Assembly, load_optimizer
 from megatune.bridge.checked_files import end_check
 from megatune.bridge.file_set import FileSet

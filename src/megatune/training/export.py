@@ -150,7 +150,8 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
 
     import torch
 
-    from megatune.training.megatron import to_hf, to_mcore
+    from megatune.training.megatron import to_mcore
+    from megatune.training.merge import to_hf
 
     folder, target = model.fetch(), Path(export.export_dir or _default_target(source, export))
     options: dict[str, Any] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatune.bridge.assemble import Assembly
-from megatune.bridge.norm import parameters_norm
+from megatune.bridge.parameters import parameters_norm
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Unreadable
 from megatune.data.batches import Batch

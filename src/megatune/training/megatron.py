@@ -1,4 +1,4 @@
-"""Conversions between Hugging Face checkpoints and Megatron-Core's torch_dist: streamed, whole or not there."""
+"""Writes Megatron-Core's torch_dist from Hugging Face checkpoints: streamed, whole or not there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from megatune.bridge.adapter_files import open_adapter
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged import MergedFolder
-from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.torch_dist.export import MegatronModel
-from megatune.bridge.torch_dist.source import TorchDistFolder
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.forms import CheckpointForm
@@ -78,44 +77,7 @@ def to_mcore(
         (partial / ARGS).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
         files = digest_files(partial, [path for path in partial.rglob("*") if path.is_file()])
         write_manifest(partial, Manifest(_ITERATION, tuple(files), {"megatune": __version__, "made_from": name}))
-    return f"{_merging(adapters)}{name} to Megatron-Core's torch_dist: {_amount(model.num_bytes, began)}, in {target}"
-
-
-def to_hf(
-    model_dir: Path,
-    weights: Path,
-    adapters: Sequence[Path],
-    target: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    overwrite: bool = False,
-) -> str:
-    """Write a model that is in Megatron-Core's format, or a Hugging Face checkpoint already, as the latter.
-
-    Args:
-        model_dir: with config.json, tokenizer and a link to the weights.
-        weights: the folder that was named.
-        adapters, dtype: as for `to_mcore`.
-
-    Returns:
-        What was done, in a line.
-
-    Raises:
-        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
-    """
-    began = time.perf_counter()
-    check_target(target, [weights, *adapters], overwrite)
-    check_digests(weights)
-    folder, _ = open_checkpoint(model_dir, load_architecture(model_dir))
-    if isinstance(folder, TorchDistFolder):
-        folder.check_files()
-    model = MergedModel(model_dir, adapters, dtype)
-    with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
-        written = model.write(partial, max_file_bytes, progress.add)
-        copy_small_files(model_dir, partial, str(model.dtype))
-    files = f"{written.num_files} file{'s' * (written.num_files > 1)}"
-    return f"{_merging(adapters)}{weights} to Hugging Face: {_amount(model.num_bytes, began)} in {files}, in {target}"
+    return f"{merging(adapters)}{name} to Megatron-Core's torch_dist: {speed(model.num_bytes, began)}, in {target}"
 
 
 def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:
@@ -150,10 +112,12 @@ def check_digests(folder: Path) -> None:
                 raise MegatuneError(findings, ExitCode.INPUT)
 
 
-def _merging(adapters: Sequence[Path]) -> str:
-    return f"merged {len(adapters)} adapter{'s' * (len(adapters) > 1)} and converted " if adapters else "converted "
+def merging(adapters: Sequence[Path]) -> str:
+    """Return how a line on a conversion begins."""
+    return f"merged {counted(len(adapters), 'adapter')} and converted " if adapters else "converted "
 
 
-def _amount(num_bytes: int, began: float) -> str:
+def speed(num_bytes: int, began: float) -> str:
+    """Return how much was written, and how fast."""
     seconds = time.perf_counter() - began
     return f"{amount(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.3g} GB/s"

@@ -118,7 +118,8 @@ def _train_from(
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
     memory = MemoryLog(context.run_dir, context.rank)
-    on_rank_0(lambda: _open_output(output_dir))
+    context.beat("tidy", 0, limit=float("inf"))
+    on_rank_0(lambda: _open_output(output_dir), is_long=True)
     resumed, notes = choose_checkpoint(context, settings, output_dir, damaged)
     source = model_on_node(context, settings, model_dir, resumed)
     architecture = load_architecture(source, settings.run.stage)
@@ -272,7 +273,8 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
         say("\n".join(summary(trainer, resumed, start)))
         with writing(output_dir):
             write_atomically(output_dir / DETAILS_NAME, "\n".join([*start.lines, *banner(trainer, resumed), ""]))
-    on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)))
+    trainer.context.beat("tidy", state.step, limit=float("inf"))
+    on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)), is_long=True)
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
     device.synchronize()
@@ -287,7 +289,8 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
             kept = trainer.store.checkpoint(state.step).name
             print(f"stopped {why}: {kept} is kept; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
-    chosen = on_rank_0(lambda: _finish(trainer, output_dir))
+    trainer.context.beat("finish", state.step, limit=float("inf"))  # where files cannot be linked, they are copied
+    chosen = on_rank_0(lambda: _finish(trainer, output_dir), is_long=True)
     if trainer.context.rank == 0:
         # However long a push takes, no other rank waits for it.
         trainer.context.beat("push", state.step, limit=float("inf"))

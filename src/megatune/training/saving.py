@@ -24,7 +24,7 @@ from megatune.engine import groups
 from megatune.engine.model import gather_parameters
 from megatune.launch.devices import free_memory
 from megatune.progress import Progress, amount
-from megatune.training.agreement import find_outcome, on_rank_0, pauses, post_outcome, posted_outcomes
+from megatune.training.agreement import find_outcome, on_rank_0, post_outcome, posted_outcomes
 from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
 from megatune.training.storage.files import ensure_room, writing
 from megatune.training.storage.manifest import FileDigest
@@ -222,7 +222,7 @@ class _Save(threading.Thread):
             MegatuneError: CANNOT_WRITE.
         """
         written = -1
-        for pause in pauses():
+        for pause in groups.pauses():
             if (found := find_outcome(_COMMITTED, self._token, 0)) is not None:
                 break
             if self._has_written or self._stream.written > written:  # a disk that hangs is noticed

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_writer import write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import write_adapter, write_adapter_config
 from megatune.bridge.adapters import InitialAdapters
 from megatune.bridge.assemble import open_checkpoint
 from megatune.config.settings import Settings

@@ -134,7 +134,7 @@ def reference_places(model: Any) -> Iterator[Place]:
     """Yield the places of a Transformers model."""
     decoder = getattr(model.model, "language_model", model.model)
     # With the features of pictures in their places.
-    yield EMBEDDING, decoder.layers[0].input_layernorm, _argument
+    yield EMBEDDING, decoder.layers[0], _argument
     for number, layer in enumerate(decoder.layers):
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
         yield f"layer {number} attention", mixer, _hidden_states

@@ -125,7 +125,7 @@ def measure(
     micro_batch_size: int = 1,
     packed: bool = False,
 ) -> None:
-    """Compute all numbers and write them into a folder that exists, as `numbers` says; collective.
+    """Compute all numbers and traces, and write them into a folder that exists, as `numbers` says; collective.
 
     In fp16 the loss is multiplied by FP16_LOSS_SCALE, and gradients are divided by it before they are written.
 
@@ -135,7 +135,7 @@ def measure(
     state = scalars(assembly.optimizer)
     if "loss_scale" in state:
         load_scalars(assembly.optimizer, {**state, "loss_scale": FP16_LOSS_SCALE})
-    measure_logits(assembly, samples, parallel, folder, packed=packed)
+    _measure_outputs(assembly, samples, parallel, folder, packed=packed)
     batches = shard_samples(
         samples,
         assembly.place,
@@ -169,21 +169,30 @@ class _SquaredScores(CrossEntropy):
         return super().__call__(scores.square(), batch)
 
 
-def measure_logits(
-    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool = False
+def _measure_outputs(
+    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool
 ) -> None:
-    """Write the logits of each sample. Every replica computes all samples; the last stage of the first writes them."""
+    """Write the logits of each sample, and what every place of the model computes of it. Every replica computes all
+    samples; the stages of the first write what is theirs, the last one the logits."""
     place = assembly.place
     rows = sample_rows(samples, packed=packed)
     batches = _batches(samples, rows, assembly.place, parallel, assembly.architecture.vision, packed)
-    logits = step.logits(assembly.model, batches)
-    found = {
+    with tracing(assembly.model, engine_places) as found:
+        logits = step.logits(assembly.model, batches)
+    traced = {
+        (number, name): outputs[index][0, tokens]
+        for name, outputs in found.items()
+        for number, index, tokens in _samples_in(rows, batches)
+    }
+    if traced:
+        write_trace(folder, place.pp_rank, traced)
+    whole = {
         number: _whole_vocabulary(assembly, logits[index][0, tokens])
         for number, index, tokens in _samples_in(rows, batches)
         if logits  # empty before the last stage
     }
     if place.is_last_stage and (place.tp_rank, place.replica_rank) == (0, 0):
-        write_logits(folder, [found[number] for number in range(len(samples))])
+        write_logits(folder, [whole[number] for number in range(len(samples))])
 
 
 def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
@@ -196,24 +205,6 @@ def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
     return torch.cat(parts, -1)[:, : assembly.architecture.vocab_size].cpu()
 
 
-def measure_trace(
-    assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool = False
-) -> None:
-    """Write what every place of the model computes of each sample; each stage of the first replica writes its own."""
-    rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, assembly.place, parallel, assembly.architecture.vision, packed)
-    with tracing(assembly.model, engine_places) as found:
-        step.logits(assembly.model, batches)
-    outputs = {
-        (number, place): outputs[index][0, tokens]
-        for place, outputs in found.items()
-        for number, index, tokens in _samples_in(rows, batches)
-    }
-    if outputs:
-        write_trace(folder, assembly.place.pp_rank, outputs)
-    groups.barrier()
-
-
 def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iterator[tuple[int, int, slice]]:
     """Yield each sample's number, its micro-batch, and where its tokens lie in that one's row."""
     for index, (row, batch) in enumerate(zip(rows, batches, strict=False)):
@@ -223,8 +214,8 @@ def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iter
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Do what every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`: a trace where
-    `payload["trace"]`, else numbers. Weights, but for adapters, are rounded to `payload["weights_dtype"]` first."""
+    """Do what every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`. Weights, but
+    for adapters, are rounded to `payload["weights_dtype"]` first."""
     settings, samples = payload["settings"], payload["samples"]
     groups.join(
         context.rank,
@@ -242,6 +233,5 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
             if isinstance(local.parameter, torch.nn.Parameter) and local.weight.role is not Role.ADAPTER:
                 local.parameter.copy_(local.parameter.to(getattr(torch, payload["weights_dtype"])))
     context.beat("measure", 0)
-    compute = measure_trace if payload["trace"] else measure
-    compute(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.packing)
+    measure(assembly, samples, settings.parallel, Path(payload["folder"]), packed=settings.packing)
     groups.leave()

@@ -70,6 +70,7 @@ class Numbers:
     """What was written into a folder, read tensor by tensor."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.loss: float = json.loads((folder / "loss.json").read_text(encoding="utf-8"))["loss"]
         self._logits = SafetensorsFolder(folder, "logits")
         self._gradients = SafetensorsFolder(folder, "gradient")

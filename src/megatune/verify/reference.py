@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -200,7 +203,7 @@ def write_reference(
     loss_scale: float = 1.0,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Compute the reference and write it as `numbers` says.
+    """Compute the reference and what every place puts out, and write them as `numbers` says.
 
     Args:
         adapters: folders; all but the last are merged into the model, and of that one are the gradients.
@@ -209,8 +212,10 @@ def write_reference(
         loss_scale: multiplies the loss; gradients are divided by it before they are written.
     """
     model, adapter = _load_rounded(model_dir, weights_dtype, dtype, adapters)
-    reference = compute_reference(model, samples, adapter=adapter, loss_scale=loss_scale)
+    with _tracing(model) as traced:
+        reference = compute_reference(model, samples, adapter=adapter, loss_scale=loss_scale)
     folder.mkdir(parents=True, exist_ok=True)
+    write_trace(folder, 0, traced)
     write_loss(folder, reference.loss)
     write_logits(folder, reference.logits)
     gradients = reference.gradients
@@ -219,46 +224,37 @@ def write_reference(
     write_gradients(folder, gradients)
 
 
-@torch.no_grad()
-def write_reference_trace(
-    model_dir: str | Path,
-    samples: Sequence[Sample],
-    folder: Path,
-    *,
-    weights_dtype: torch.dtype = torch.float32,
-    dtype: torch.dtype = torch.float32,
-    adapters: Sequence[str] = (),
-) -> None:
-    """Compute forward and write what every place puts out, as `numbers` says; arguments as `write_reference`."""
-    model, _ = _load_rounded(model_dir, weights_dtype, dtype, adapters)
-    architecture = _architecture(model)
-    found: dict[str, list[Tensor]] = {}
+@contextmanager
+def _tracing(model: torch.nn.Module) -> Iterator[dict[tuple[int, str], Tensor]]:
+    """Collect what every place of a model puts out of one sample after the other: [s, ...] by sample and place."""
+    found: dict[tuple[int, str], Tensor] = {}
+    number: Counter[str] = Counter()
 
-    def collect(place: str, take: Callable[[Any, Any], Tensor]) -> Callable[[torch.nn.Module, Any, Any], None]:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            found.setdefault(place, []).append(take(args, output).flatten(0, -2))
+    def collect(
+        place: str, take: Callable[[Any, Any], Tensor], module: torch.nn.Module, args: Any, output: Any
+    ) -> None:
+        found[number[place], place] = take(args, output).detach().flatten(0, -2).cpu()
+        number[place] += 1
 
-        return hook
-
-    for place, module, take in reference_places(model):
-        module.register_forward_hook(collect(place, take))
-    for sample in samples:
-        model(**_arguments(sample, architecture, torch.device("cpu")))
-    folder.mkdir(parents=True, exist_ok=True)
-    outputs = {(number, place): values for place, every in found.items() for number, values in enumerate(every)}
-    write_trace(folder, 0, outputs)
+    with ExitStack() as hooks:
+        for place, module, take in reference_places(model):
+            hooks.callback(module.register_forward_hook(partial(collect, place, take)).remove)
+        yield found
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Do what the one process of the reference does: write into `payload["folder"]`, a trace where `payload["trace"]`,
-    else numbers, computed in `payload["dtype"]` with weights rounded to `payload["weights_dtype"]`."""
+    """Do what the one process of the reference does: compute in `payload["dtype"]`, with weights rounded to
+    `payload["weights_dtype"]`, and write into `payload["folder"]`."""
     context.beat("reference", 0)
     weights_dtype, dtype = (getattr(torch, payload[key]) for key in ("weights_dtype", "dtype"))
-    model_dir, samples, folder = payload["model_dir"], payload["samples"], Path(payload["folder"])
-    dtypes = {"weights_dtype": weights_dtype, "dtype": dtype}
-    if payload["trace"]:
-        write_reference_trace(model_dir, samples, folder, **dtypes, adapters=payload["adapters"])
-        return
     # Both sides of a comparison in fp16 scale their loss.
     scale = FP16_LOSS_SCALE if weights_dtype is torch.float16 else 1.0
-    write_reference(model_dir, samples, folder, **dtypes, loss_scale=scale, adapters=payload["adapters"])
+    write_reference(
+        payload["model_dir"],
+        payload["samples"],
+        Path(payload["folder"]),
+        weights_dtype=weights_dtype,
+        dtype=dtype,
+        loss_scale=scale,
+        adapters=payload["adapters"],
+    )

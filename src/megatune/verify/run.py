@@ -1,5 +1,5 @@
 """Compares a layout with Transformers, or with another layout, on one checkpoint: starts the ranks of each, compares
-what they wrote and, where it differs, lets them compute once more to find where that begins."""
+what they wrote and, where it differs, finds where that begins."""
 
 from __future__ import annotations
 
@@ -48,24 +48,18 @@ class _Side:
     world: World
 
     def numbers(self, folder: Path) -> Numbers:
-        """Logits, loss and gradients."""
-        return Numbers(self._run(folder / self.name, trace=False))
-
-    def trace(self, folder: Path) -> Trace:
-        """Return what every place puts out."""
-        return Trace(self._run(folder / f"{self.name}-trace", trace=True))
-
-    def _run(self, folder: Path, *, trace: bool) -> Path:
+        """Compute logits, loss, gradients and what every place puts out, in a folder of that one."""
+        folder = folder / self.name
         folder.mkdir()
         world = replace(self.world, master_port=find_free_port())
         # Not inside the folder, which goes in the end: what is said of a failure names the ranks' logs.
         run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
-        code = run_ranks(self.target, {**self.payload, "folder": str(folder), "trace": trace}, world, run_dir)
+        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir)
         if code in (ExitCode.DONE, ExitCode.INPUT):  # a finding says all there is to say
             shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
             raise RanksFailed(code)
-        return folder
+        return Numbers(folder)
 
 
 def verify_layout(
@@ -97,10 +91,10 @@ def verify_layout(
         # The layout first: it names what is wrong with a checkpoint better than Transformers does.
         computed, expected = layout.numbers(folder), truth.numbers(folder)
         if stock is None:
-            return _verdict(folder, judge(compare(computed, expected)), layout, truth)
-        sides = (computed, stock.numbers(folder))
-        errors, stock_errors = (compare(side, expected, experts_together=True) for side in sides)
-        return _verdict(folder, judge(errors, stock_errors), layout, truth, stock)
+            return _verdict(judge(compare(computed, expected)), computed, expected)
+        rounded = stock.numbers(folder)
+        errors, stock_errors = (compare(side, expected, experts_together=True) for side in (computed, rounded))
+        return _verdict(judge(errors, stock_errors), computed, expected, rounded)
 
 
 def verify_layouts(
@@ -135,29 +129,27 @@ def verify_layouts(
         sides = (layout.numbers(folder), other.numbers(folder))
         differences = judge(compare(*sides))
         if dtype == "float32" or all(one.error == 0 for one in differences):
-            return _verdict(folder, differences, layout, other)
+            return _verdict(differences, *sides)
         wide = against.model_copy(update={"precision": PrecisionSettings()})
         truth = _layout("truth", other_dir, wide, samples, against_world, dtype)
         fp32 = truth.numbers(folder)
         differences = judge_alike(*(compare(side, fp32, experts_together=True) for side in sides))
-        return _verdict(folder, differences, layout, truth, other, alike=True)
+        return _verdict(differences, sides[0], fp32, sides[1], alike=True)
 
 
 def _verdict(
-    folder: Path,
     differences: list[Difference],
-    computed: _Side,
-    truth: _Side,
-    stock: _Side | None = None,
+    computed: Numbers,
+    truth: Numbers,
+    stock: Numbers | None = None,
     *,
     alike: bool = False,
 ) -> Verdict:
     """Say where the difference arises, if there is one."""
     if all(one.passes for one in differences):
         return Verdict(differences)
-    rounded = stock.trace(folder) if stock else None
-    location = locate(differences, computed.trace(folder), truth.trace(folder), rounded, alike=alike)
-    return Verdict(differences, location)
+    rounded = None if stock is None else Trace(stock.folder)
+    return Verdict(differences, locate(differences, Trace(computed.folder), Trace(truth.folder), rounded, alike=alike))
 
 
 def _layout(

@@ -88,8 +88,9 @@ class TrainedWorker(ModelWorker):
         Raises:
             MegatuneError: INPUT, where the one asked for is not whole, or none of those that are there is.
         """
+        self.context.beat("tidy", 0, limit=float("inf"))
+        on_rank_0(self._tidy, is_long=True)
         self.context.beat("find a checkpoint", 0)
-        on_rank_0(self._tidy)
         settings = with_settings(self.settings, {"run.resume_from_checkpoint": asked})
         path, notes = choose_checkpoint(self.context, settings, self.output_dir)
         return None if path is None else str(path), notes

@@ -39,7 +39,7 @@ class CheckpointStore:
     The order, with barriers of the caller's between the lines:
 
         one rank     begin(step)
-        every rank   writes its files under partial(step), then digests = digest(step, files)
+        every rank   writes its files under partial(step), with their digests (`bridge.file_stream`, `digest_files`)
         one rank     commit(step, all digests gathered, metadata)
 
     Every method raises MegatuneError (CANNOT_WRITE) where the disk is full or refuses.
@@ -64,17 +64,11 @@ class CheckpointStore:
             partial.mkdir(parents=True)
         return partial
 
-    def digest(self, step: int, files: Iterable[Path]) -> list[FileDigest]:
-        """Digest files that this rank wrote under `partial(step)`, and force them to the disk."""
-        partial = self.partial(step)
-        with writing(partial):
-            return digest_files(partial, files)
-
     def commit(self, step: int, digests: Iterable[FileDigest] = (), metadata: Mapping[str, Any] | None = None) -> Path:
         """Make the checkpoint of `step` visible, whole, and return it; an older one of the same step is replaced.
 
         Args:
-            digests: what `digest` returned, of all ranks. Files that no rank digested are digested here.
+            digests: of files, of all ranks. Files that no rank digested are digested here.
             metadata: kept in the manifest; anything that json can write.
 
         Raises:

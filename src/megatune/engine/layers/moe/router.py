@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.engine.device import send
 from megatune.engine.layers.moe import routing
-from megatune.engine.patches.model import define_missing_names
+from megatune.engine.patches import define_missing_names
 from megatune.engine.sequences import Sequences
 
 define_missing_names()

@@ -1,18 +1,66 @@
-"""Patches that a model needs: recomputation, linear layers, SwiGLU of shared experts, and names that are missing."""
+"""Patches of Megatron-Core: names of its modules that this engine sets, each with its reason and what it relies on.
+
+A model needs some of them, the optimizer others; nothing else of the engine sets a name of Megatron-Core. (device.py
+replaces calls of torch on a machine without a GPU.)
+
+A patch relies on functions of Megatron-Core: those that it replaces, and those that read what it sets. Their sources
+were read; a digest of each says of which text, from which version on. tests/engine/test_patches.py compares them with
+what is installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers, random
 from torch import Tensor
 
+from megatune.config.settings import OptimizerSettings
+from megatune.engine.adam import FusedAdam
 from megatune.engine.host_answers import asking_once
 from megatune.engine.layers.feed_forward import fused_swiglu
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
-from megatune.engine.patches import Patch
+from megatune.engine.muon import Muon
+
+# The versions whose sources were read.
+VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Names that are set in one module of Megatron-Core.
+
+    Attributes:
+        reason: why Megatron-Core's own do not serve.
+        relies_on: functions and classes as MODULE:NAME, each with the digests of its source, by the first version that
+            has this source.
+    """
+
+    module: str
+    names: tuple[str, ...]
+    reason: str
+    relies_on: Mapping[str, Mapping[str, str]]
+
+    def set(self, **values: Any) -> None:
+        """Set all of the names."""
+        assert set(values) == set(self.names), f"{self.module}: {set(values) ^ set(self.names)}"
+        module = importlib.import_module(self.module)
+        for name, value in values.items():
+            setattr(module, name, value)
+
+    def define(self, **values: Any) -> None:
+        """Set those of the names that the module does not have."""
+        module = importlib.import_module(self.module)
+        self.set(**{name: getattr(module, name, value) for name, value in values.items()})
+
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -89,7 +137,59 @@ SWIGLU = Patch(
         },
     },
 )
-PATCHES = (RECOMPUTATION, FP8, STORAGE, ROUTER, LINEAR, SWIGLU)
+
+_OPTIMIZER = "megatron.core.optimizer"
+
+CLIPPING = Patch(
+    f"{_OPTIMIZER}.clip_grads",
+    ("l2_norm_impl", "multi_tensor_scale_impl"),
+    "The norm waits for the GPU once a tensor, and scaling copies each tensor first.",
+    {
+        f"{_OPTIMIZER}.clip_grads:get_grad_norm_fp32": {
+            "0.16": "3ab7a7bbb25c",
+            "0.17": "e345de6ff5a0",
+            "0.18": "2cf1d3d13aa7",
+            "0.19": "c086cd323174",
+        },
+        f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32": {
+            "0.16": "d2d28092dcb2",
+            "0.17": "76544578aa2f",
+            "0.18": "19d15a603c4a",
+        },
+    },
+)
+ADAM = Patch(
+    _OPTIMIZER,
+    ("Adam", "DistributedOptimizer", "USING_PYTORCH_OPTIMIZER"),
+    "Without Apex it takes torch's AdamW, which the distributed optimizer cannot load; ours has Apex's shape.",
+    {
+        f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups": {
+            "0.16": "176a5068cd92",
+            "0.17": "42fd5230b5ed",
+            "0.18": "9ca8d83fc49e",
+            "0.19": "f4f1d380077e",
+        }
+    },
+)
+DISTRIBUTED = Patch(
+    f"{_OPTIMIZER}.distrib_optimizer",
+    ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
+    "It checks the class that it is given; SGD is as elementwise as Adam.",
+    {
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.__init__": {
+            "0.16": "1ae3e73c6c3a",
+            "0.18": "c93fc09b478d",
+            "0.19": "5771a1b549f9",
+        },
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.state_dict": {"0.16": "8881ca2f5638"},
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict": {
+            "0.16": "393f78388da7",
+            "0.18": "99be8b29719b",
+            "0.19": "5c2af1e56e0b",
+        },
+    },
+)
+PATCHES = (RECOMPUTATION, FP8, STORAGE, ROUTER, LINEAR, SWIGLU, CLIPPING, ADAM, DISTRIBUTED)
 
 
 def define_missing_names() -> None:
@@ -104,7 +204,7 @@ def define_missing_names() -> None:
     STORAGE.set(_get_share_storage=lambda: _fill_storage)
 
 
-def install(*, swiglu: bool, weight_gradients: bool) -> None:
+def patch_model(*, swiglu: bool, weight_gradients: bool) -> None:
     """Patch what the next model is built of, and what its layers call.
 
     Args:
@@ -165,3 +265,46 @@ def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
 
 # Apex's extension has one function for fp32 gradients and one for 16-bit ones; here the dtypes decide.
 _APEX = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+
+
+def patch_optimizer(settings: OptimizerSettings) -> None:
+    """Patch what the next optimizer is built of."""
+    CLIPPING.set(l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    adam: Any = partial(
+        FusedAdam,
+        exp_avg_dtype=dtypes[settings.exp_avg_dtype],
+        exp_avg_sq_dtype=dtypes[settings.exp_avg_sq_dtype],
+        holds_masters=settings.optimizer_cpu_offload,
+        host_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
+    )
+    if settings.optimizer == "muon":
+        momentum, nesterov, scale = settings.muon_momentum, settings.muon_nesterov, settings.muon_scale
+        adam = partial(Muon, momentum=momentum, nesterov=nesterov, scale=scale)
+    distributed = _WideGradients if settings.optimizer_cpu_offload else DistributedOptimizer
+    ADAM.set(Adam=adam, DistributedOptimizer=distributed, USING_PYTORCH_OPTIMIZER=False)
+    DISTRIBUTED.set(Adam=(FusedAdam, torch.optim.SGD), HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+
+
+class _WideGradients(DistributedOptimizer):
+    """The distributed optimizer over one that holds the master weights: gradients are checked, clipped and used in
+    fp32, as with master weights of its own, whatever they were summed in."""
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        super()._copy_model_grads_to_main_grads()
+        for group in () if self.is_stub_optimizer else self.optimizer.param_groups:
+            for param in group["params"]:
+                param.decoupled_grad = param.decoupled_grad.float()
+
+
+def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+
+
+def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
+    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
+    sources, targets = tensor_lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)

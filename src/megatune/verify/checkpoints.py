@@ -1,0 +1,112 @@
+"""Checkpoints that last as long as a comparison: a model's first layers, and what Transformers loads of weights in
+Megatron-Core's format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatune.architecture import Architecture
+from megatune.bridge import fp8, mxfp4
+from megatune.bridge.file_set import MAX_FILE_BYTES
+from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import find_form
+from megatune.families.weight_index import read_header, read_weight_index
+from megatune.hub.megatron import is_torch_dist
+from megatune.hub.models import CONFIG, INDEX, WEIGHTS
+
+_LINKED = "model-00001-of-00001.safetensors"  # the one file of weights, which Transformers would read without an index
+# Behind the name of a matrix, what a file has of it where it is quantized.
+_PARTS = ("", fp8.SCALES, mxfp4.BLOCKS, mxfp4.SCALES)
+
+
+@contextmanager
+def first_layers(model_dir: Path, count: int | None) -> Iterator[Path]:
+    """Yield a folder with a model of the first layers of a decoder, by links to its files; without a count its own.
+
+    Embeddings, final norm, output layer and encoder are the model's.
+
+    Raises:
+        MegatuneError: SETTINGS, where the model has no more layers, or cannot be cut.
+    """
+    if count is None:
+        yield model_dir
+        return
+    config = read_config(model_dir)
+    num_layers = _check(model_dir, load_architecture(model_dir), count)
+    with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
+        folder = Path(name)
+        for path in (path for path in model_dir.iterdir() if path.is_file() and path.name not in (CONFIG, INDEX)):
+            (folder / (_LINKED if path.name == WEIGHTS else path.name)).symlink_to(path.resolve())
+        (folder / CONFIG).write_text(json.dumps(_shortened(config, num_layers, count)), encoding="utf-8")
+        index = {"metadata": {}, "weight_map": _files_of_weights(model_dir, load_architecture(folder), config)}
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        yield folder
+
+
+def _check(model_dir: Path, architecture: Architecture, count: int) -> int:
+    """Return the number of layers of a model, of which so many are to be taken."""
+    num_layers, vision = architecture.num_layers, architecture.vision
+    least = 1 if vision is None else max(1, vision.num_deepstack_mergers)
+    what, why = f"--layers {count}", f"the model has {num_layers} layers"
+    if is_torch_dist(model_dir):
+        why, fix = "weights in Megatron-Core's format are not cut", "convert them first: megatune export --to_hf"
+    elif count >= num_layers:
+        fix = f"--layers {num_layers - 1} or less; without it all layers are compared"
+    elif count < least:
+        why, fix = f"an encoder's features are added to the first {least} layers", f"--layers {least} or more"
+    else:
+        return num_layers
+    raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
+
+
+def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[str, Any]:
+    """Return a config.json of fewer layers, with what it says of each of them."""
+    found = dict(config)
+    for key, value in config.items():
+        if key == "num_hidden_layers":
+            found[key] = count
+        elif key == "text_config" and isinstance(value, Mapping):
+            found[key] = _shortened(value, num_layers, count)
+        elif "layer" in key and isinstance(value, list) and len(value) == num_layers:
+            found[key] = value[:count]
+    return found
+
+
+def _files_of_weights(model_dir: Path, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the file of each tensor that a model of fewer layers has, by its name."""
+    if (model_dir / INDEX).is_file():
+        file_of = read_weight_index(model_dir / INDEX)
+    else:
+        file_of = dict.fromkeys(read_header(model_dir / WEIGHTS), _LINKED)
+    whole, family = SafetensorsFolder(model_dir), FAMILIES[architecture.model_type]
+    weights, version = family.weight_map(architecture), str(config.get("transformers_version") or "")
+    form = find_form(family.forms, weights, architecture, whole.names(), whole.file_shape, version)
+    used = {place.name for place in form.locate_all(weights, architecture).values()}
+    return {name: file for name, file in file_of.items() if any(name.removesuffix(end) in used for end in _PARTS)}
+
+
+@contextmanager
+def as_hugging_face(model_dir: Path, reference: Path | None = None) -> Iterator[Path]:
+    """Yield the folder of a model's Hugging Face checkpoint: its own, or one that is written meanwhile.
+
+    Args:
+        reference: where it is known to be.
+    """
+    if reference is not None or not is_torch_dist(model_dir):
+        yield reference or model_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
+        MergedModel(model_dir, []).write(Path(name), MAX_FILE_BYTES)
+        for path in model_dir.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, Path(name) / path.name)
+        yield Path(name)
