@@ -166,9 +166,7 @@ def shapes_of(case: Case) -> Shapes:
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size * case.sequences_per_row, case.sequence_length
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
-    embedding, output = (
-        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, output_weight(architecture))
-    )
+    embedding, output = _trained_ends(architecture, trainable)
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(
         architecture=architecture,
@@ -213,6 +211,15 @@ def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) 
     matrices = [weight for weight in _of_layers(architecture) if all(len(one.shape) == 2 for one in weight.hf)]
     inside = (_name(each) for each in matrices if is_full or ALL_MODULES in modules or module_of(each) in modules)
     return frozenset((*inside, *([OUTPUT] if is_full or ALL_MODULES in modules else [])))
+
+
+@lru_cache(maxsize=256)
+def _trained_ends(architecture: Architecture, trainable: FinetuningSettings) -> tuple[bool, bool]:
+    """Return whether the word embedding and the output layer are trained."""
+    embedding, output = (
+        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, output_weight(architecture))
+    )
+    return embedding, output
 
 
 @lru_cache(maxsize=256)
