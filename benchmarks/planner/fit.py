@@ -1,4 +1,5 @@
-"""Constants of `megatune.plan.time.rates` that were chosen from published rows, and what the open rows say of them."""
+"""Constants that were chosen from published rows, and what the open rows say of them: those of
+`megatune.plan.time.rates`, and Megatron-Core's host."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatune.plan.time.rates import EFFICIENCIES
 from megatune.plan.uncertainty import model_class
 from planner.predict import case_of, predict
 from planner.published import ROWS
-from planner.row import Row
+from planner.row import MEGATRON, Row
 from planner.sets import generation_of, held_out
 
 # The constant, of which generation, and the devices whose open rows say most of it: those that power limits, or not.
@@ -42,6 +43,21 @@ def fitted(constant: str, generation: str, devices: Sequence[str]) -> float:
 
     values = [now * step / 100 for step in range(70, 131)]
     return min((value for value in values if constant != "ceiling" or value <= 1), key=loss)
+
+
+def hosts() -> dict[float, float]:
+    """The mean |log(predicted / published)| of the open rows that Megatron-Core made, by `host` of its engine.
+
+    Few of them wait for the host: the median hardly depends on it.
+    """
+    closed = held_out(ROWS)
+    rows = [row for row in ROWS if row.engine.host == MEGATRON.host and row.name not in closed]
+
+    def loss(host: float) -> float:
+        made = (dataclasses.replace(row, engine=row.engine._replace(host=host)) for row in rows)
+        return statistics.mean(abs(math.log(1 + predict(row).error)) for row in made)
+
+    return {step / 10: loss(step / 10) for step in range(10, 31)}
 
 
 @contextmanager

@@ -66,7 +66,7 @@ MEASURED = (
     Published(row=_script("Qwen3-VL-8B TP 2, 2k, encoder frozen", "mcore_bridge/full/dense.sh", "Qwen3-VL-8B", 2,
                           {**tp(2)}, **_PICTURES), bytes=76 * GIB),
     Published(row=_row("Qwen1.5-MoE-A2.7B PP 2 EP 4"), bytes=57 * GIB),
-    Published(row=_row("Qwen3-30B-A3B PP 2 EP 8"), bytes=60 * GIB),
+    Published(row=_row("Qwen3-30B-A3B TP 2 EP 8"), bytes=60 * GIB),
     Published(row=_script("Moonlight-16B-A3B PP 2 EP 4", "moe/deepseek_v3.sh", "Moonlight-16B-A3B", 8,
                           ep(4, pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=13, **_MOE)),
               bytes=60 * GIB),

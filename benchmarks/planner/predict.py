@@ -12,6 +12,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.engines import OURS
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time
@@ -46,8 +47,13 @@ def predict(row: Row) -> Prediction:
     return Prediction(row, case, time, _sharding(case, time) if row.sharded else 0.0)
 
 
+def by_this_engine(row: Row) -> Prediction:
+    """What this project's engine is planned to reach with the same settings."""
+    return predict(dataclasses.replace(row, engine=OURS))
+
+
 def case_of(row: Row) -> Case:
-    """The row, planned as this project would train it."""
+    """The row, planned as it ran."""
     model = model_of(row.model)
     trainable = FinetuningSettings()
     if row.lora:
@@ -59,6 +65,7 @@ def case_of(row: Row) -> Case:
         machine=machine_of(row.device),
         document_length=row.document,
         image_tokens=row.image_tokens,
+        engine=row.engine,
     )
 
 

@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from megatune.plan.catalogue import find_model
-from planner.row import BALANCED, FULL, NARROW, NO_OVERLAP, Row, ep, tp
+from planner.row import BALANCED, FLASH, FULL, MEGATRON, NARROW, NO_OVERLAP, Row, ep, tp
 
 _VERL = "ISEEKYAN/verl_megatron_practice"
+# Log-probabilities and entropy are computed from the logits, over all words: as long as computing the logits again.
+_ACTOR = FLASH._replace(keeps_logits=False)
 _LLMQ = "IST-DASLab/llmq, README.md and benchmarks"
 _FACTORY = "IST-DASLab/llmq, LLaMA-Factory in benchmarks/4090x1.md and 4090x4.md"
 _SIMUMAX = "MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md"
@@ -32,6 +34,7 @@ def _verl(name: str, table: str, model: str, gpus: int, share: float, mean: int,
     return Row(
         name=name, source=f"{_VERL}, {table}", model=model, device="h20-96g", gpus=gpus, length=length, rows=1,
         steps=round(512 * mean / length / (gpus / processes)), speed=of_peak(model, share, 148e12, mean), document=mean,
+        engine=_ACTOR,
         settings={**layout, **NO_OVERLAP, "packing": True},
         assumed="rows filled to the limit, documents of the mean answer and 150 tokens",
     )  # fmt: skip
@@ -41,6 +44,7 @@ def _grpo(name: str, share: float, layout: dict[str, Any]) -> Row:
     return Row(
         name=name, source=f"{_VERL}, grpo_qwen2.5_7b.csv", model="Qwen2.5-7B", device="h100-80g", gpus=8, length=10240,
         rows=1, steps=4, speed=of_peak("Qwen2.5-7B", share, 989e12, 700), document=700,
+        engine=_ACTOR,
         settings={**layout, **NO_OVERLAP, "packing": True},
         assumed="rows filled to the limit, 4 rows a step; documents of 700 tokens in the mean, from tokens and seconds",
     )  # fmt: skip
@@ -49,7 +53,8 @@ def _grpo(name: str, share: float, layout: dict[str, Any]) -> Row:
 _CP2 = {"context_parallel_size": 2}
 H20 = (
     Row(name="Qwen3-14B TP 4 DP 2, H20", source="modelscope/ms-swift, examples/megatron/fp8/benchmark.sh",
-        model="Qwen3-14B", device="h20-96g", gpus=8, length=8192, rows=1, steps=8, speed=16 * 8192 / 13 / 8,
+        model="Qwen3-14B", engine=FLASH, device="h20-96g", gpus=8, length=8192, rows=1, steps=8,
+        speed=16 * 8192 / 13 / 8,
         document=2000, assumed="documents of 2000 tokens in the mean",
         settings={**tp(4), **NO_OVERLAP, "recompute_granularity": "selective", "packing": True,
                   "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
@@ -126,7 +131,7 @@ def _simumax(
         replicas //= layout.get(f"{name}_parallel_size", 1)
     return Row(
         name=f"{model}, {' '.join(parts)}, {length // 1024}k, {device.split('-')[0].upper()}",
-        source=_SIMUMAX, model=model, device=device,
+        source=_SIMUMAX, engine=MEGATRON, model=model, device=device,
         gpus=8, length=length, rows=1, steps=steps, speed=steps * replicas * length / (milliseconds / 1000) / 8,
         settings={**layout, **NO_OVERLAP, "overlap_p2p_comm": False},
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Which rows constants may be chosen from, and which they may not.
 
-The rule, made before any of the rows of 2026-11-23 was predicted, and kept as publishers were added: of each generation
-of devices, publishers in alphabetical order are in turn open and held out, with all their rows. Rows of a generation
-with one publisher are all held out.
+The rule, made before any of the rows of 2026-11-23 was predicted: of each generation of devices, publishers in
+alphabetical order are in turn open and held out, with all their rows. Rows of a generation with one publisher are all
+held out. `OPEN` has what the rule said of the publishers of that time. Of those that came later all rows are held out,
+so that none of these changes its set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,18 @@ from collections.abc import Sequence
 from planner.predict import machine_of
 from planner.row import Row
 
+OPEN = {
+    "ampere": ("modelscope/ms-swift", "pytorch/torchtitan"),
+    "hopper": (
+        "alibaba/Pai-Megatron-Patch",
+        "InternLM/xtuner",
+        "IST-DASLab/llmq",
+        "modelscope/ms-swift",
+        "NVIDIA-NeMo/Automodel",
+        "pytorch/torchtitan",
+    ),
+}
+
 
 def generation_of(row: Row) -> str:
     return machine_of(row.device).device.generation
@@ -19,10 +32,4 @@ def generation_of(row: Row) -> str:
 
 def held_out(rows: Sequence[Row]) -> frozenset[str]:
     """Names of the rows that nothing may be chosen from."""
-    names: set[str] = set()
-    for generation in {generation_of(row) for row in rows}:
-        mine = [row for row in rows if generation_of(row) == generation]
-        publishers = sorted({row.publisher for row in mine}, key=str.lower)
-        closed = publishers[1::2] if len(publishers) > 1 else publishers
-        names.update(row.name for row in mine if row.publisher in closed)
-    return frozenset(names)
+    return frozenset(row.name for row in rows if row.publisher not in OPEN.get(generation_of(row), ()))

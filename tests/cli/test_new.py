@@ -142,6 +142,12 @@ def test_problems_with_answers_are_for_reinforcement_learning(
     read = read_roll(str(found.file), [], lambda settings: None)
     assert read.findings == ()
     assert read.settings is not None
+    # Sampling and training are timed together, for the steps that the file has.
+    (time,) = (line for line in found.lines if line.startswith("time "))
+    assert time.endswith(" for 100 steps")
+    costs = [line for line in found.lines if line.startswith("cost ")]
+    assert len(costs) == ("gpu" in machine)
+    assert all(float(line.split()[1].replace(",", "")) > 0 for line in costs)
     parallel = read.settings.actor_train.settings.parallel
     assert parallel.expert_model_parallel_size == 1 or parallel.expert_tensor_parallel_size == 1
     with pytest.raises(MegatuneError, match=r"my\.csv has no column messages and no column ground_truth"):

@@ -9,7 +9,7 @@ import pytest
 from megatune.plan.catalogue import find_machine
 from megatune.plan.operators.operator import Product
 from megatune.plan.time.efficiency import kernel_seconds
-from megatune.plan.time.rates import Rates
+from megatune.plan.time.rates import EFFICIENCIES, Rates
 
 
 def test_boards_keep_their_clocks_as_long_as_their_power_lasts() -> None:
@@ -19,7 +19,8 @@ def test_boards_keep_their_clocks_as_long_as_their_power_lasts() -> None:
     h20, h100, rtx, l40s, t4, slow = (
         (rates := Rates.of(each, "float16")).dense / rates.peak for each in (*machines, limited)
     )
-    assert h20 == rtx > 0.9 > l40s > h100 > slow > t4
+    assert h20 == EFFICIENCIES["hopper"].ceiling > l40s > h100 > slow > t4
+    assert rtx == EFFICIENCIES["ada"].ceiling
     assert slow == pytest.approx(h100 * (500 / 700) ** 0.5)
     unknown = replace(machines[0], device=replace(machines[0].device, watts=None, multiprocessors=None))
     assert Rates.of(unknown, "bfloat16").dense / unknown.device.flops["bfloat16"] == pytest.approx(h100)

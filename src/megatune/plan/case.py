@@ -9,6 +9,7 @@ from statistics import NormalDist
 from megatune.architecture import Architecture
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
+from megatune.plan.engines import OURS, Engine
 from megatune.plan.machine import Machine
 from megatune.plan.rows import RowLengths, longest_of
 
@@ -41,6 +42,7 @@ class Case:
         largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
         lengths: of rows; None where each is cutoff_len long.
         of_mean: rows are the mean ones, as time is planned for; False for the longest, as memory is.
+        engine: what trains it.
     """
 
     model: PlannedModel
@@ -52,6 +54,7 @@ class Case:
     largest_picture: int | None = None
     lengths: RowLengths | None = None
     of_mean: bool = False
+    engine: Engine = OURS
 
     @property
     def in_the_mean(self) -> Case:

@@ -9,6 +9,7 @@ from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import amount
 from megatune.plan.search import SearchRequest
+from megatune.plan.time import answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,14 @@ class Question:
 
     def run_seconds(self, planned: Estimate) -> tuple[float, str] | None:
         """Return how long the whole run takes with a plan of its step, and of how many tokens or steps that is: by the
-        tokens of its data, or where these are not known by its steps; None where neither is known."""
-        steps = self.case.settings.optimizer.max_steps
+        tokens of its data, or where these are not known by its steps; None where neither is known. Answers that are
+        written every so many steps count."""
+        of_step, steps = planned.time.total, float(self.case.settings.optimizer.max_steps)
+        if (written := answers(planned.case)) is not None and written.every is not None:
+            of_step += written.seconds / written.every
         if self.dataset_tokens is not None:
-            return self.dataset_tokens / planned.time.tokens_per_second, f"{amount(self.dataset_tokens)} tokens"
-        return (steps * planned.time.total, f"{steps:,} steps") if steps > 0 else None
+            return self.dataset_tokens / planned.time.tokens * of_step, f"{amount(self.dataset_tokens)} tokens"
+        return (steps * of_step, f"{steps:,.0f} steps") if steps > 0 else None
 
     @property
     def request(self) -> SearchRequest:

@@ -111,6 +111,10 @@ class ChunkContent:
     layers: tuple[LayerContent, ...]
     loss: bool
 
+    def __hash__(self) -> int:
+        """Hash some of it, quickly: it is a key of many caches."""
+        return hash((self.embedding, len(self.layers), self.loss))
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:

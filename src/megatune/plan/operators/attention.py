@@ -163,7 +163,7 @@ def _attention(heads: Heads, memory: Memory) -> Operator:
     sizes = shapes.tokens, shapes.document, architecture.num_attention_heads / shapes.tp
     channels = (architecture.query_size + architecture.attention_size) / shapes.tp
     if shapes.performance.attention_backend not in PLAIN_BACKENDS:
-        kernel = (Attention(*sizes, channels, "packed" if shapes.in_runs else "rows"),)
+        kernel = (Attention(*sizes, channels, "packed" if shapes.in_runs and not shapes.engine.runs else "rows"),)
         return Operator("core_attn", memory, kernel, kernel, 3)
     scores = math.prod(sizes)
     product, moved = Attention(*sizes, channels, "plain"), scores * (4 * shapes.size + 6 * 4)

@@ -96,9 +96,13 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     columns = shapes.architecture.vocab_size / shapes.tp
     forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
     if shapes.performance.cross_entropy_loss_fusion:
-        memories, passes, backward = (Memory(0), _in_chunks(shapes)), (6.0, 8.0), backward + forward
+        memories = (Memory(0), _in_chunks(shapes))
     else:
-        memories, passes = _whole(shapes), (2 + 20 / size, 2 + 16 / size)
+        memories = _whole(shapes)
+    if shapes.engine.keeps_logits or not shapes.performance.cross_entropy_loss_fusion:
+        passes = 2 + 20 / size, 2 + 16 / size
+    else:
+        passes, backward = (6.0, 8.0), backward + forward
     output = Operator("output", memories[0], forward, backward, launches, weight)
     loss = Operator("loss", memories[1], *elementwise(shapes, shapes.tokens * columns, *passes, 20))
     return layer_norm(shapes), output, loss

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
+from megatune.plan.engines import LOOPED
 from megatune.plan.operators.adapters import adapter_memory
 from megatune.plan.operators.linear import (
     elementwise,
@@ -101,10 +102,11 @@ def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     sent, combined = _exchanged(shapes, moe, rows)
     places = 8 * (4 * rows + 2 * shapes.part * moe.router_topk + (6 * rows if shapes.ep * shapes.etp > 1 else 0))
     # Rows are copied into the experts' order and back; between ranks once more on either side.
-    copies = 2 if shapes.ep == 1 else 4
+    copies = 2 if shapes.ep == 1 or shapes.engine.dispatch != "ranks" else 4
+    looped = LOOPED * local if shapes.engine.products == "loop" else 0
     yield Operator(
         "moe", Memory(places, tokens_in_rows + sent, 2 * tokens_in_rows + combined),
-        *elementwise(shapes, mean_rows * hidden, 2 * copies, 2 * copies, 10 * copies),
+        *elementwise(shapes, mean_rows * hidden, 2 * copies, 2 * copies, 10 * copies + looped),
     )  # fmt: skip
     if shapes.ep > 1:
         yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatune.plan.engines import OF_A_STREAM
 from megatune.plan.operators.adapters import adapted, adapter_memory
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product, Work
 from megatune.plan.operators.shapes import OUTPUT, Shapes
@@ -178,21 +179,25 @@ def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
     return Moved(numbers * (2 * shapes.gradient_size + (0 if fused else 2 * shapes.size)))
 
 
-def grouped_work(shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str) -> Work:
+def grouped_work(
+    shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str
+) -> tuple[*Work, int]:
     """Return the kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or
-    one for each expert."""
-    each = rows / experts
-    if not shapes.experts.moe_grouped_gemm:
-        return linear_work(shapes, each, columns, depth, name, count=experts)
+    one for each expert. The last number is `Operator.weight_launches`."""
+    each, streams = rows / experts, shapes.engine.products == "streams"
+    if shapes.engine.products == "loop" or not shapes.experts.moe_grouped_gemm:
+        return *linear_work(shapes, each, columns, depth, name, count=experts), 0
     size, fused = shapes.size, shapes.performance.gradient_accumulation_fusion
     weight: tuple[Kernel, ...] = ()
     if shapes.weights_trained:
         # Grouped kernels write gradients of their own; what adds to a buffer is a product for each expert.
-        gradient = Product(columns, depth, each, size, experts, "" if fused else "depth")
+        gradient = Product(columns, depth, each, size, experts, "streams" if streams else "" if fused else "depth")
         weight = (gradient, accumulation(shapes, experts * columns * depth, fused=fused))
-    forward = Product(each, columns, depth, size, experts, "rows")
-    inputs = Product(each, depth, columns, size, experts, "rows")
-    return adapted(shapes, ((forward,), (inputs,), 3, weight), rows, columns, depth, name)
+    forward = Product(each, columns, depth, size, experts, "streams" if streams else "rows")
+    inputs = Product(each, depth, columns, size, experts, "streams" if streams else "rows")
+    launches = 3 + round(experts * OF_A_STREAM) if streams else 3
+    work = adapted(shapes, ((forward,), (inputs,), launches, weight), rows, columns, depth, name)
+    return *work, experts if weight and fused and not streams else 0
 
 
 def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool = False) -> Iterator[Operator]:

@@ -31,8 +31,8 @@ class Product(NamedTuple):
 
     Attributes:
         itemsize: bytes of a number of both factors; 1 for 8-bit floats.
-        grouped: all of them are one grouped kernel of the experts, each of which has its own `rows` or `depth`; ""
-            for kernels one after the other.
+        grouped: all of them are one grouped kernel of the experts, each of which has its own `rows` or `depth`; kernels
+            on some "streams" at once; or "" for kernels one after the other.
     """
 
     rows: float
@@ -40,7 +40,7 @@ class Product(NamedTuple):
     depth: float
     itemsize: int
     matrices: int = 1
-    grouped: Literal["", "rows", "depth"] = ""
+    grouped: Literal["", "rows", "depth", "streams"] = ""
 
     @property
     def flops(self) -> float:
@@ -99,6 +99,7 @@ class Operator(NamedTuple):
         forward, backward: kernels of each pass; of the backward pass those that other operators wait for.
         launches: kernels that the host launches in the forward pass; in the backward pass twice as many.
         weight_gradient: kernels of the backward pass that make the weight's gradient.
+        weight_launches: of these, beyond `launches`.
     """
 
     module: str
@@ -107,6 +108,7 @@ class Operator(NamedTuple):
     backward: tuple[Kernel, ...] = ()
     launches: int = 0
     weight_gradient: tuple[Kernel, ...] = ()
+    weight_launches: int = 0
 
 
 def memory_of(operators: Iterable[Operator]) -> Memory:

@@ -18,6 +18,7 @@ from megatune.families.quantized import form_of
 from megatune.families.trained import ALL_MODULES, is_trained, module_of
 from megatune.families.weights import Stack, Weight
 from megatune.plan.case import Case
+from megatune.plan.engines import OURS, Engine
 
 # Compute capability by generation; that of Ampere for any other GPU.
 _CAPABILITIES = {
@@ -31,8 +32,9 @@ _CAPABILITIES = {
 _AMPERE = (8, 0)
 OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 # Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
-# Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks take 1.5 times as long as with forced balance; 0.5 gives
-# 1.42 for the fullest rank.
+# Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks with a loss that balances take 1.08 times as long as
+# with forced balance, and Qwen3-235B-A22B over 8 of them 1.09 (128k tokens) to 1.24 (16k); 0.2 gives 1.17 and 1.10 for
+# the fullest rank.
 BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
 Kernel = Literal["one", "padded", "runs", "plain", "math"]
@@ -80,6 +82,7 @@ class Shapes:
         fp8: linear layers multiply in 8-bit floats.
         delta: of a layer, it has a gated delta net in the place of attention.
         imbalance: rows of the fullest rank's experts over an even share.
+        engine: what computes them.
     """
 
     architecture: Architecture
@@ -111,6 +114,7 @@ class Shapes:
     fp8: bool
     router_size: int
     imbalance: float
+    engine: Engine = OURS
     delta: bool = False
 
     def __hash__(self) -> int:
@@ -162,9 +166,7 @@ def shapes_of(case: Case) -> Shapes:
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size * case.sequences_per_row, case.sequence_length
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
-    embedding, output = (
-        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, output_weight(architecture))
-    )
+    embedding, output = _trained_ends(architecture, trainable)
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return Shapes(
         architecture=architecture,
@@ -196,6 +198,7 @@ def shapes_of(case: Case) -> Shapes:
         fp8=settings.precision.fp8 is not None,
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
+        engine=case.engine,
     )
 
 
@@ -208,6 +211,15 @@ def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) 
     matrices = [weight for weight in _of_layers(architecture) if all(len(one.shape) == 2 for one in weight.hf)]
     inside = (_name(each) for each in matrices if is_full or ALL_MODULES in modules or module_of(each) in modules)
     return frozenset((*inside, *([OUTPUT] if is_full or ALL_MODULES in modules else [])))
+
+
+@lru_cache(maxsize=256)
+def _trained_ends(architecture: Architecture, trainable: FinetuningSettings) -> tuple[bool, bool]:
+    """Return whether the word embedding and the output layer are trained."""
+    embedding, output = (
+        is_trained(weight, 0, architecture, trainable) for weight in (EMBEDDING, output_weight(architecture))
+    )
+    return embedding, output
 
 
 @lru_cache(maxsize=256)

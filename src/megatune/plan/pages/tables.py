@@ -17,6 +17,7 @@ from megatune.plan.pages.words import (
     SHORT_MEMORY_WORDS,
     TIME_WORDS,
     Unit,
+    answer_words,
     bytes_unit,
     duration,
     largest_part,
@@ -83,6 +84,8 @@ def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> It
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
     if reference := reference_words(estimate):
         yield reference
+    if written := answer_words(estimate):
+        yield written
     if whole is not None:
         seconds, what = whole
         yield f"{what} take {duration(seconds)} ({duration(seconds / factor)} to {duration(seconds * factor)})"

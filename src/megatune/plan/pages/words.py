@@ -15,7 +15,7 @@ from megatune.plan.machine import Machine
 from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.schedule import bubble_shares
-from megatune.plan.time.estimate import num_reference_passes
+from megatune.plan.time.estimate import answers, num_reference_passes
 
 # What a file or a narrow encoding may not show.
 _PLAIN = str.maketrans(
@@ -243,6 +243,19 @@ def reference_words(planned: Estimate) -> str:
     times = "once" if passes == 1 else "twice, with their own answers and with others"
     rows = f"{seconds(passes * planned.time.forward)} for the rows of a step"
     return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
+
+
+def answer_words(planned: Estimate) -> str:
+    """Say what answers take that are written during training; "" where none are."""
+    if (written := answers(planned.case)) is None:
+        return ""
+    evaluation = planned.case.settings.evaluation
+    prompts, tokens = counted(evaluation.eval_generate_samples, "prompt"), evaluation.eval_generate_tokens
+    text = f"answers to {prompts}, of up to {tokens:,} tokens each, take up to {seconds(written.seconds)} each time"
+    if written.every is None:
+        return text
+    share = written.seconds / (written.every * planned.time.total)
+    return f"{text}: every {written.every:,} steps, {share:.1%} of the time of training"
 
 
 def waiting_words(planned: Estimate) -> str:

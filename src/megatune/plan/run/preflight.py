@@ -23,6 +23,7 @@ from megatune.plan.changes.fixes import Fix, fix, savings, searched, warnings_of
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
+    answer_words,
     fullest,
     host_words,
     largest_part,
@@ -212,6 +213,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         yield f"plan       {host}"
     if reference := reference_words(planned):
         yield f"plan       {reference}"
+    if written := answer_words(planned):
+        yield f"plan       {written}"
     if pictures := picture_words(case):
         yield f"plan       {pictures}"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatune.architecture import MixtureOfExperts
 from megatune.plan.case import Case
 from megatune.plan.machine import Link
 from megatune.plan.memory.buffers import full_bucket
@@ -156,7 +157,7 @@ def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: boo
     return Exchange(
         _tensor(shapes, groups.tensor, seconds, sparse),
         _context(shapes, groups.context, seconds),
-        _expert(shapes, groups) if sparse else (0.0, 0.0),
+        _expert(shapes, groups, seconds) if sparse else (0.0, 0.0),
         _calls(shapes, sparse),
     )
 
@@ -235,17 +236,48 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, flo
     return (n - 1) * forward, (n - 1) * backward + gradients
 
 
-def _expert(shapes: Shapes, groups: Groups) -> tuple[float, float]:
+def _expert(shapes: Shapes, groups: Groups, seconds: Seconds) -> tuple[float, float]:
     """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way."""
+    once = _dispatch(shapes, groups)
+    if not shapes.engine.overlaps or not once:
+        return once, once
+    # A micro-batch's forward pass runs next to another one's backward pass.
+    shown = max(0.0, once - HIDING * (seconds.forward + seconds.backward) / 2)
+    return shown, shown
+
+
+def _dispatch(shapes: Shapes, groups: Groups) -> float:
+    """Time dispatch and combination in one direction."""
     moe = shapes.architecture.moe
     assert moe is not None
     if shapes.experts.moe_token_dispatcher_type == "allgather":
         ranks = shapes.ep * shapes.etp
-        once = 2 * all_gather(groups.expert if shapes.ep > 1 else groups.expert_tensor, ranks * shapes.hidden)
-        return (once, once) if ranks > 1 else (0.0, 0.0)
+        group = groups.expert if shapes.ep > 1 else groups.expert_tensor
+        return 2 * all_gather(group, ranks * shapes.hidden) if ranks > 1 else 0.0
+    if shapes.engine.dispatch != "ranks":
+        return 2 * _to_machines(shapes, moe, groups.expert)
     rows = shapes.hidden * moe.router_topk * shapes.imbalance
-    once = 2 * all_to_all(groups.expert, rows) + 2 * all_gather(groups.expert_tensor, rows * shapes.etp)
-    return once, once
+    return 2 * all_to_all(groups.expert, rows) + 2 * all_gather(groups.expert_tensor, rows * shapes.etp)
+
+
+def _to_machines(shapes: Shapes, moe: MixtureOfExperts, group: Group) -> float:
+    """Return seconds in which tokens are sent once to each machine, and to each rank, that has one of their experts."""
+    ranks, machines, size = group.size, group.size // group.per_node, shapes.hidden * shapes.imbalance
+    if ranks == 1:
+        return 0.0
+
+    def others(parts: int) -> float:
+        """Count parts of the group, of so many, that a token is sent to, and is not in."""
+        if shapes.engine.dispatch == "neighbours":
+            met = max(1.0, moe.router_topk * parts / moe.num_experts)
+        else:
+            met = parts * (1 - (1 - 1 / parts) ** moe.router_topk)
+        return met * (parts - 1) / parts
+
+    inside = size * others(ranks) * (group.per_node - 1) / (ranks - 1) * machines
+    outside = size * others(machines)
+    link, network = (each.bandwidth * group.efficiency for each in (group.link, group.network))
+    return max(inside / link, outside / network) + (group.network.latency if group.crosses else group.link.latency)
 
 
 def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatune.plan.case import Case
+from megatune.plan.engines import STREAMS
 from megatune.plan.memory.parameters import StageParameters, optimizer_rules
 from megatune.plan.operators.decoder import decoder_layer, embedding, head
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
@@ -67,6 +68,8 @@ def _product_seconds(rates: Rates, product: Product) -> float:
     else:
         tiles = float(min(math.ceil(rows / a) * math.ceil(columns / b), math.ceil(rows / b) * math.ceil(columns / a)))
     kernels, rate = (1, of_dtype * efficiency.grouped) if grouped else (matrices, of_dtype)
+    if grouped == "streams":
+        kernels, rate = math.ceil(matrices / STREAMS), of_dtype
     tiles *= matrices / kernels
     padded = 2 * (tiles + rates.multiprocessors / 2) * a * b * (depth + efficiency.depth)
     return max(kernels * padded / rate, memory_seconds(rates, product.moved))
@@ -131,11 +134,12 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
     """Sum all operators.
 
     Args:
-        both_ways: the backward pass launches, too: twice as many.
+        both_ways: the backward pass launches, too: twice as many, and kernels of weights' gradients.
     """
     forward = backward = weight_gradient = attention = 0.0
     recompute: dict[str, float] = {}
     relaunches: dict[str, int] = {}
+    of_weights = 0
     for operator in operators:
         once = kernel_seconds(rates, operator.forward)
         weight = kernel_seconds(rates, operator.weight_gradient)
@@ -145,8 +149,9 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
         backward += kernel_seconds(rates, operator.backward, backward=True) + weight
         recompute[operator.module] = recompute.get(operator.module, 0.0) + once
         relaunches[operator.module] = relaunches.get(operator.module, 0) + operator.launches
+        of_weights += operator.weight_launches
     launches = sum(relaunches.values())
-    both = launches, 2 * launches if both_ways else 0
+    both = launches, 2 * launches + of_weights if both_ways else 0
     return Seconds(forward, backward, recompute, weight_gradient, attention, both, relaunches)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
@@ -227,7 +227,7 @@ class _Rank(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> _Rank:
         precision = case.settings.precision
-        rates = Rates.of(case.machine, precision.params_dtype, fp8=precision.fp8 is not None)
+        rates = Rates.of(case.machine, precision.params_dtype, fp8=precision.fp8 is not None, host=case.engine.host)
         recompute = recompute_of(case.settings)
         return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
 
@@ -332,3 +332,34 @@ def num_reference_passes(settings: Settings) -> int:
     if settings.run.stage == "kto":
         return 2 if settings.preference.kto_loss == "kto" else 1
     return int(settings.run.stage == "dpo" and settings.preference.has_reference and not settings.data.streaming)
+
+
+class Answers(NamedTuple):
+    """What answers that are written during training take.
+
+    Attributes:
+        seconds: each time, with as many tokens as an answer may have, to rows as long as training's.
+        every: steps between two times; None where they are written after each epoch.
+    """
+
+    seconds: float
+    every: int | None
+
+
+def answers(case: Case) -> Answers | None:
+    """Time `training.answers`: every token is a forward pass over whole rows; None where no answers are written.
+
+    The prompts are dealt to the data-parallel ranks, and in each pass as many micro-batches as there are stages.
+    """
+    settings, evaluation = case.settings, case.settings.evaluation
+    if not settings.generates:
+        return None
+    stages, size = settings.parallel.pipeline_model_parallel_size, settings.batch.per_device_eval_batch_size
+    passes = -(-evaluation.eval_generate_samples // (size * stages * case.dp_size))
+    batch = {"batch.per_device_train_batch_size": size, "batch.gradient_accumulation_steps": stages}
+    of_pass = with_settings(settings, {**batch, "run.stage": "sft", "data.packing": False})
+    once = step_time(replace(case, settings=of_pass)).forward
+    every = evaluation.eval_generate_steps
+    if every is None and evaluation.eval_strategy == "steps":
+        every = settings.eval_interval
+    return Answers(evaluation.eval_generate_tokens * passes * once, every)

@@ -12,7 +12,7 @@ is found from shares of the peak that were published for the generation's refere
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Device, Machine
@@ -79,9 +79,9 @@ _B200 = Reference(peak=2250, single=75, multiprocessors=148, watts=1000)
 _CORE = Reference(peak=1, single=1, multiprocessors=1, watts=1)
 
 # ceiling, SCALING and demand: chosen from the open rows of benchmarks/planner_accuracy.py, of H100 at 700 and 500 W, of
-# H20, and of A100 and A800; Ada and the RTX cards of Blackwell are made in
-# Hopper's process and take its demand; those of Volta, Turing and Blackwell
-# are assumed, from products of a V100 (0.60 of the peak) and a B200 (0.55).
+# H20, and of A100 and A800; Ada and the RTX cards of Blackwell are made in Hopper's process and take what an H100 with
+# a ceiling of 0.92 would ask for; those of Volta, Turing and Blackwell are assumed, from products of a V100 (0.60 of
+# the peak) and a B200 (0.55).
 # Attention: FlashAttention-2 reaches 0.33 of an H100, cuDNN and FlashAttention-3 (arXiv:2407.08608) 0.64; Blackwell's
 # shares are assumed: its peak grew more than its attention. grouped: torch's grouped_mm was measured at 0.24 of an
 # H100's peak (128 experts of 768 channels, VeOmni issue 460) and at 0.65 (large experts, TransformerEngine issue 2045),
@@ -94,7 +94,7 @@ EFFICIENCIES = {
     "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=2.0, attention=_FLASH_2, packed=_FLASH_2),
     "ada": Efficiency(reference=_A100, tile=(128, 256), demand=1.65, attention=_FLASH_2, packed=_FLASH_2),
     "hopper": Efficiency(
-        reference=_H100, tile=(128, 256), demand=1.65, attention=(0.60, 0.48), packed=(0.35, 0.28)
+        reference=_H100, tile=(128, 256), ceiling=0.88, demand=1.51, attention=(0.60, 0.48), packed=(0.35, 0.28)
     ),
     "blackwell": Efficiency(
         reference=_B200, tile=(256, 256), demand=1.24, attention=(0.55, 0.42), packed=(0.22, 0.17)
@@ -134,12 +134,13 @@ class Rates:
         return hash((self.peak, self.dense, self.bandwidth))  # quick, as of Shapes
 
     @classmethod
-    def of(cls, machine: Machine, dtype: str, *, fp8: bool = False) -> Rates:
+    def of(cls, machine: Machine, dtype: str, *, fp8: bool = False, host: float = 1.0) -> Rates:
         """Return the rates of the machine's device.
 
         Args:
             dtype: torch name of what the model computes in.
             fp8: it multiplies in 8-bit floats, too.
+            host: of an engine, as `plan.engines` has it.
 
         Raises:
             MegatuneError: the device has no rate for this dtype, or is of a generation that nothing is known of.
@@ -152,7 +153,9 @@ class Rates:
         elif fp8 and device.generation in _WITHOUT_FP8:
             what, why = f"{device.name} does not multiply in 8-bit floats", "GPUs do since Ada and Hopper; remove fp8"
         else:
-            return _rates(device, dtype, EFFICIENCIES[device.generation])
+            efficiency = EFFICIENCIES[device.generation]
+            efficiency = efficiency if host == 1.0 else replace(efficiency, launch=host * efficiency.launch)
+            return _rates(device, dtype, efficiency)
         raise MegatuneError([Finding(what, "plan", why, "choose another device or dtype")], ExitCode.INPUT)
 
 

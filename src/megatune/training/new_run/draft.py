@@ -18,12 +18,14 @@ from megatune.config.values import counted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer
-from megatune.plan.case import PlannedModel
+from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate
 from megatune.plan.options import PlanOptions
 from megatune.plan.pages.words import duration, fullest, layout_words, machine_words, seconds
 from megatune.plan.read_question import QuestionReader
+from megatune.plan.rl.answer import plan_rl
+from megatune.plan.rl.question import RLQuestionReader
 from megatune.training.new_run.answers import Answers, Checks, WrongAnswersError
 from megatune.training.new_run.files import check_new, rl_file, training_file
 from megatune.training.new_run.folder import MOST_ROWS, DataFacts, Goal, look_at
@@ -114,6 +116,11 @@ def _named(what: str, answer: str) -> str:
     return answer
 
 
+def _cost(case: Case, seconds: float) -> list[str]:
+    hours = seconds * case.world_size / 3600
+    return [] if case.machine.device.on_cpu else [f"cost     {hours:,.2g} GPU hours"]
+
+
 @dataclass(frozen=True)
 class _Drafting:
     """The steps of a draft that need all answers."""
@@ -164,7 +171,7 @@ class _Drafting:
             text = training_file(self.answers.model, output_dir, values, best)
         head = f"# {what} of {self.answers.model} on {self.answers.data}, written by `megatune new`; to run it:\n"
         head += f"#   megatune {verb} {file}\n"
-        lines = (f"trained  {what}, learning rate {values['learning_rate']:g}", *self._summary(found, best))
+        lines = (f"trained  {what}, learning rate {values['learning_rate']:g}", *self._summary(found, best, text))
         here = self.answers.gpu is None
         return NewRun(goal=goal, file=file, text=head + text, verb=verb, here=here, lines=lines)
 
@@ -214,22 +221,41 @@ class _Drafting:
         names = (Path(f"{name}{'' if number == 1 else f'-{number}'}.yaml") for number in count(1))
         return next(path for path in names if not path.exists())
 
-    def _summary(self, found: Answer, best: Estimate) -> list[str]:
-        """Say what the plan is, and what the run costs where it is not this CPU's."""
+    def _summary(self, found: Answer, best: Estimate, text: str) -> list[str]:
+        """Say what the plan is, and what the run costs where it is not this CPU's.
+
+        Args:
+            text: the file.
+        """
         case = best.case
         lines = [
             f"devices  {machine_words(case.machine, case.world_size)}",
             f"layout   {layout_words(case)}, {counted(case.global_batch_size, 'row')} a step",
             f"memory   {fullest(best).removeprefix('memory: ')}",
         ]
-        if self.is_rl:  # the plan is that of its trainer
-            return [*lines, "time     `megatune plan FILE` plans sampling and training together"]
+        if self.is_rl:
+            return lines + self._rl_time(text, best)
         lines.append(f"time     {seconds(best.time.total)} a step, ±{best.time.uncertainty:.0%}")
         if (whole := self._run_seconds(found, best)) is not None:
             lines[-1] += f"; {duration(whole[0])} for {whole[1]}"
-            hours = whole[0] * case.world_size / 3600
-            lines += [] if case.machine.device.on_cpu else [f"cost     {hours:,.2g} GPU hours"]
+            lines += _cost(best.case, whole[0])
         return lines
+
+    def _rl_time(self, text: str, best: Estimate) -> list[str]:
+        """Plan sampling and training together, which a file of reinforcement learning does in turn."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "run.yaml"
+            file.write_text(text, encoding="utf-8")
+            options = PlanOptions(gpu=self.answers.gpu)
+            given = Given("megatune new", options, [str(file)], Arguments(None, [], []), [], [], [])
+            question = RLQuestionReader(given, count_gpus, this_machine).question(str(file))
+        planned, lengths, steps = plan_rl(question), question.lengths, question.settings.run.max_steps
+        whole = steps * planned.seconds.total
+        mean = f"with responses of {lengths.mean_response:,.0f} tokens in the mean"
+        line = (
+            f"time     {seconds(planned.seconds.total)} a step, {mean}; {duration(whole)} for {counted(steps, 'step')}"
+        )
+        return [line, *_cost(best.case, whole)]
 
     def _run_seconds(self, found: Answer, best: Estimate) -> tuple[float, str] | None:
         """Return how long the run takes, and of how many steps or tokens that is; None where the rows are not known."""

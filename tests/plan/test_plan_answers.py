@@ -1,0 +1,50 @@
+"""What answers take that are written during training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatune.config.load import load
+from megatune.config.settings import with_settings
+from megatune.plan.case import Case
+from megatune.plan.catalogue import find_machine, find_model
+from megatune.plan.estimate import estimate
+from megatune.plan.pages.tables import time_lines
+from megatune.plan.question import Question
+from megatune.plan.time import answers, step_time
+
+
+def test_answers_that_are_written_during_training_take_a_pass_a_token() -> None:
+    """40 prompts on 2 × 2 ranks in micro-batches of 4, two in a pass: three passes for each of 32 tokens."""
+    words = "pipeline_model_parallel_size=2 eval_generate_steps=50 eval_generate_samples=40 eval_generate_tokens=32 "
+    words += "per_device_eval_batch_size=4 bf16=true cutoff_len=1024 packing=true"
+    settings = load(None, words.split(), []).settings
+    case = Case(model=find_model("Qwen3-8B"), settings=settings, world_size=4, machine=find_machine("h100-80g"))
+    alike = with_settings(
+        settings,
+        {"batch.per_device_train_batch_size": 4, "batch.gradient_accumulation_steps": 2, "data.packing": False},
+    )
+    once = step_time(replace(case, settings=alike)).forward
+    found = answers(case)
+    assert found is not None
+    assert found.seconds == pytest.approx(32 * 3 * once)
+    assert found.every == 50
+    without = with_settings(settings, {"evaluation.eval_generate_steps": None})
+    assert answers(replace(case, settings=without)) is None
+
+
+def test_a_run_takes_longer_by_the_answers_that_it_writes() -> None:
+    words = "bf16=true cutoff_len=1024 max_steps=200 eval_generate_steps=10"
+    settings = load(None, words.split(), []).settings
+    case = Case(model=find_model("Qwen3-8B"), settings=settings, world_size=8, machine=find_machine("h100-80g"))
+    planned, written = estimate(case), answers(case)
+    question = Question(case=case, global_batch_size=case.global_batch_size)
+    whole = question.run_seconds(planned)
+    assert written is not None
+    assert whole is not None
+    assert whole[0] == pytest.approx(200 * planned.time.total + 20 * written.seconds)
+    text = "\n".join(map(str, time_lines(planned)))
+    assert "answers to 16 prompts, of up to 64 tokens each, take up to" in text
+    assert f"every 10 steps, {written.seconds / planned.time.total / 10:.1%} of the time of training" in text
