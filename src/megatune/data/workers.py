@@ -21,10 +21,10 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.pictures import DocumentPicture
-from megatune.data.processes import when_parent_ends
 from megatune.data.rows import Document
 from megatune.data.samples import NO_FACTS, Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
+from megatune.processes import when_parent_ends
 
 if TYPE_CHECKING:
     from megatune.data.streaming.sharing import Series

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
-from megatune.data.processes import when_parent_ends
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.processes import when_parent_ends
 
 END_SIGNAL = signal.SIGUSR1
 END_SECONDS = 3.0  # from the signal to its end
