@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
+from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.sharing import Exchange, Machines
@@ -50,9 +51,18 @@ class HeldOut:
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """Read what is known of the rows in a folder."""
-        content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
-        return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+        """Read what is known of the rows in a folder.
+
+        Raises:
+            MegatuneError: it is not whole (exit code 66).
+        """
+        TokenRows(folder / EVALUATION)
+        try:
+            content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
+            return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+        except (OSError, ValueError, TypeError) as error:
+            finding = Finding("the folder of evaluation rows is incomplete", str(folder), str(error))
+            raise MegatuneError(finding, ExitCode.INPUT) from error
 
     def lines(self) -> list[str]:
         """Return the report in words."""
@@ -76,7 +86,7 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        held_out = HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        held_out = built(settings, f"{self.key}-evaluation", self._hold_out, HeldOut.load)
         check_bad_rows(held_out.reports, settings.data)
         return held_out
 
