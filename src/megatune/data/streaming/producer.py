@@ -180,6 +180,7 @@ def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None
         time.sleep(END_SECONDS)
         os._exit(0)  # it hangs, or waits for another task
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the other cores are the ranks'
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end)
