@@ -18,7 +18,7 @@ import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowsBuilder
-from megatune.data.cache.folder import KEY_FILE, built
+from megatune.data.cache.folder import built, stored_key
 from megatune.data.cache.key import prepared_key
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.mixing import mixed_order
@@ -85,12 +85,11 @@ def open_prepared(directory: Path) -> Prepared:
         MegatuneError: there are none, or they are not whole (exit code 66).
     """
     try:
-        key = (directory / KEY_FILE).read_text(encoding="ascii").strip()
         report = DataReport.load(directory / REPORT_FILE)
     except (OSError, ValueError) as error:
         raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
     evaluation = TokenRows(directory / EVALUATION_FOLDER) if (directory / EVALUATION_FOLDER).exists() else None
-    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key)
+    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, stored_key(directory) or "")
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
 
     CACHE/rows/KEY/...      what `build` wrote
-    CACHE/rows/KEY/key.txt  of what the rows were made
+    CACHE/rows/KEY/key.txt  of what the rows were made, and by which sources of this room
 
 A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
-rows, and the rename decides. One that cannot be read, as a file of it is damaged or cut short, is made again.
+rows, and the rename decides. One that was made by other sources, or that cannot be read, as a file of it is damaged or
+cut short, is made again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.data.pictures import are_current
@@ -29,7 +33,12 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 KEY_FILE = "key.txt"
-_DAMAGED = "damaged "  # before the key of a folder
+_DAMAGED = "damaged"  # in place of the sources
+# What of this room no prepared row depends on.
+_MAKES_NO_ROWS = frozenset((
+    "batch_pictures", "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics",
+    "steps", "text_scores",
+))  # fmt: skip
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
@@ -81,8 +90,19 @@ def mark_damaged(folder: Path) -> None:
 
 
 def _mark(folder: Path) -> None:
-    if (key := _stored_key(folder)) is not None:
-        (folder / KEY_FILE).write_text(_DAMAGED + key.removeprefix(_DAMAGED), encoding="ascii")
+    if (key := stored_key(folder)) is not None:
+        (folder / KEY_FILE).write_text(f"{key}\n{_DAMAGED}\n", encoding="ascii")
+
+
+@cache
+def _sources() -> str:
+    """Digest the sources that make rows, so that others than those that made a folder do not read it."""
+    room, state = Path(__file__).parents[1], xxhash.xxh3_128()
+    for path in sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml")):
+        parts = path.relative_to(room).with_suffix("").parts
+        if parts[0] not in _MAKES_NO_ROWS:
+            state.update(f"{parts}".encode() + path.read_bytes())
+    return state.hexdigest()
 
 
 def is_full(error: OSError) -> bool:
@@ -139,13 +159,15 @@ class _Place:
             return read(self.folder)
 
     def _is_made(self) -> bool:
-        return _stored_key(self.folder) == self.key
+        return _stored(self.folder) == [self.key, _sources()]
 
     def _read(self, read: Callable[[Path], T]) -> T | None:
         """Return what is read of the folder; None where it is to be made, or made again."""
-        if _stored_key(self.folder) is None or not self._is_trusted():
+        if stored_key(self.folder) is None or not self._is_trusted():
             return None
-        line = f"the prepared rows in {self.folder} are damaged and are recreated"
+        line = f"the prepared rows in {self.folder} were made by another version of megatune and are recreated"
+        if self._is_made() or _DAMAGED in _stored(self.folder):
+            line = f"the prepared rows in {self.folder} are damaged and are recreated"
         if self._is_made():
             with suppress(MegatuneError):
                 found = read(self.folder)
@@ -165,7 +187,7 @@ class _Place:
             with _writing(self.folder, building=partial):
                 build(partial)
             with _writing(self.folder):
-                (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
+                (partial / KEY_FILE).write_text(f"{self.key}\n{_sources()}\n", encoding="ascii")
                 if not self._is_made():  # where there are no locks, it may be
                     publish(partial, self.folder)
 
@@ -173,11 +195,11 @@ class _Place:
         """Refuse a folder of the user's with something else in it, and rows of other data."""
         if not self.named:
             return
-        stored = _stored_key(self.folder)
+        stored = stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
             what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
             fix = "name a new folder"
-        elif stored not in (None, self.key, _DAMAGED + self.key):
+        elif stored not in (None, self.key):
             what, why = "has rows that were prepared from other data or settings", ""
             fix = "name another folder, or delete this one"
         else:
@@ -212,12 +234,17 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
         raise _CannotWriteError(folder, error, building) from error
 
 
-def _stored_key(folder: Path) -> str | None:
-    """Return of what the rows in the folder were made, behind _DAMAGED if they are; None where it does not say."""
+def stored_key(folder: Path) -> str | None:
+    """Return of what the rows in the folder were made; None where it does not say."""
+    return next(iter(_stored(folder)), None)
+
+
+def _stored(folder: Path) -> list[str]:
+    """Return of what the rows in the folder were made, and by which sources."""
     try:
-        return (folder / KEY_FILE).read_text(encoding="ascii").strip()
+        return (folder / KEY_FILE).read_text(encoding="ascii").split()
     except (OSError, ValueError):
-        return None
+        return []
 
 
 def _holds_something(path: Path) -> bool:
