@@ -1,6 +1,6 @@
 """How fast data becomes token rows: CPU seconds and samples a second with one and two processes, beside what
-LLaMA-Factory does and datasets.map over apply_chat_template; peak memory; the start of a second run; packing a million
-lengths; and whether tokens that are looked up by words are the tokenizer's own.
+LLaMA-Factory does and datasets.map over apply_chat_template; peak memory; the start of a second run; and packing a
+million lengths.
 
 Each figure is measured in a process of its own, the ways in turn, several rounds; the best round counts, since what
 else runs on a machine only ever adds time. `--source` takes an alpaca file; without one, rows are made of demo text.
@@ -147,50 +147,6 @@ def theirs(folder: Path, processes: int) -> dict[str, float]:
     return {**clock.read(), "tokens": data_theirs.num_tokens(rows, tokenizer)}
 
 
-def equality(folder: Path) -> dict[str, float]:
-    """Hold looked-up tokens of every text in the files of `--equal` and of the rows against the tokenizer's own."""
-    from tokenizers import Tokenizer
-
-    from megatune.data.words import words_of
-
-    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
-    words = words_of(tokenizer)
-    assert words is not None
-    counted = {"texts": 0, "tokens": 0, "looked_up": 0, "different": 0}
-    for path in sorted((folder / "texts").iterdir()):
-        texts = path.read_text(encoding="utf-8").split("\0")
-        own = [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        found = [words.tokens(text) for text in texts]
-        counted["texts"] += len(texts)
-        counted["tokens"] += sum(map(len, own))
-        counted["looked_up"] += sum(tokens is not None for tokens in found)
-        counted["different"] += sum(a is not None and a != b for a, b in zip(found, own, strict=True))
-    return {name: float(value) for name, value in counted.items()}
-
-
-def write_texts(folder: Path, paths: Sequence[Path]) -> None:
-    """All strings of these files, with special tokens around and inside, beside the strings of tests/data."""
-    (folder / "texts").mkdir()
-    for number, path in enumerate(paths):
-        found: list[str] = []
-
-        def take(value: Any, found: list[str] = found) -> None:
-            if isinstance(value, str):
-                found.append(value)
-            for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-                take(item)
-
-        content = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            take(json.loads(content))
-        elif path.suffix == ".jsonl":
-            take([json.loads(line) for line in content.splitlines()])
-        else:
-            found = content.splitlines(keepends=True)
-        whole = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in found]
-        (folder / "texts" / str(number)).write_text("\0".join([*found, *whole, content]), encoding="utf-8")
-
-
 WAYS: dict[str, tuple[str, Callable[[Path], dict[str, float]]]] = {
     "theirs-1": ("LLaMA-Factory's steps, one process", lambda folder: theirs(folder, 1)),
     "map-1": ("datasets.map, one process", lambda folder: datasets_map(folder, 1)),
@@ -214,7 +170,7 @@ def measure(way: str, folder: Path) -> dict[str, float]:
 
 def measured(way: str, folder: Path) -> None:
     """In that process."""
-    others = {"start": second_start, "packing": lambda _: packing(), "equality": equality}
+    others = {"start": second_start, "packing": lambda _: packing()}
     run = {**others, **{name: run for name, (_, run) in WAYS.items()}}[way]
     result = run(folder)
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -224,11 +180,10 @@ def measured(way: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="an alpaca file in JSON, to take rows from")
-    parser.add_argument("--equal", type=Path, nargs="*", default=[], help="files of text to compare tokens on")
     parser.add_argument("--samples", type=int, default=100_000, metavar="N", help="rows (100000)")
     parser.add_argument("--vocab-size", type=int, default=32_000, metavar="N", help="of the tokenizer (32000)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times that each is measured (3)")
-    parser.add_argument("--measure", choices=[*WAYS, "start", "packing", "equality"], help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=[*WAYS, "start", "packing"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     add_output_flag(parser)
     arguments = parser.parse_args()
@@ -238,7 +193,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, arguments.source, arguments.samples, arguments.vocab_size)
-        write_texts(folder, [*arguments.equal, folder / "rows.jsonl"])
         loads = [os.getloadavg()[0]]
         results: dict[str, list[dict[str, float]]] = {way: [] for way in (*WAYS, "start", "packing")}
         for _ in range(arguments.rounds):
@@ -249,14 +203,11 @@ def main() -> None:
             measure("start", folder)
             results["start"].append(measure("start", folder))
             results["packing"].append(measure("packing", folder))
-        equal = measure("equality", folder)
     best = {way: min(rounds, key=lambda result: result["cpu"]) for way, rounds in results.items()}
-    report(best, equal, loads, arguments)
+    report(best, loads, arguments)
 
 
-def report(
-    best: dict[str, dict[str, float]], equal: dict[str, float], loads: Sequence[float], arguments: argparse.Namespace
-) -> None:
+def report(best: dict[str, dict[str, float]], loads: Sequence[float], arguments: argparse.Namespace) -> None:
     """The table, and what stands below it."""
     rows = []
     for way, (title, _) in WAYS.items():
@@ -285,10 +236,7 @@ def report(
         "one process by those of the busiest of two, the start of the second included)\n"
         f"- start of a second run, from the cache: {start['seconds']:.2f} s (key, opening, a row; without imports)\n"
         f"- packing {PACKED_LENGTHS:,} lengths into rows of {CAPACITY}: {packed['cpu']:.2f} CPU seconds, "
-        f"{packed['filled']:.2%} full\n"
-        f"- tokens looked up by words: {equal['different']:.0f} of {equal['texts']:,.0f} texts differ from the "
-        f"tokenizer's own ({equal['tokens']:,.0f} tokens; {equal['looked_up'] / equal['texts']:.1%} of the texts are "
-        "looked up, the others left to the tokenizer)"
+        f"{packed['filled']:.2%} full"
     )
     header = ["way", "CPU s", "of LLaMA-Factory's", "busiest", "samples/s", "tokens/CPU s", "peak GiB"]
     finish("data", "From files to token rows", header, rows, note, arguments.output)

@@ -19,7 +19,8 @@ import pytest
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
 from megatune.data.cache import files
-from megatune.data.cache.folder import built, is_whole
+from megatune.data.cache import folder as cache_folder
+from megatune.data.cache.folder import mark_damaged
 from megatune.data.streaming.producer import _as_finding
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub.digests import cache_dir
@@ -40,7 +41,7 @@ def build(folder):
         file.write("build\\n")
     while not go.exists():
         time.sleep(0.01)
-print((built(settings, "k", build) / "tokens.bin").read_text())
+print(built(settings, "k", build, lambda folder: (folder / "tokens.bin").read_text()))
 """
 NOWHERE = Path("/proc/megatune")  # nobody can make a folder there, not even root
 
@@ -70,6 +71,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder itself."""
+    return cache_folder.built(settings, key, build, lambda folder: folder)
 
 
 def with_data(**data: object) -> Settings:
@@ -104,7 +110,7 @@ def test_rows_are_built_once(cache: Path) -> None:
     folder = built(Settings(), "k", tokens("1234"))
     assert folder == cache / "k"
     assert (folder / "part" / "tokens.bin").read_text() == "1234"
-    assert (folder / "key.txt").read_text() == "k\n"
+    assert (folder / "key.txt").read_text().split() == ["k", cache_folder._sources()]
     assert [path.name for path in cache.iterdir()] == ["k"], "neither a lock nor a partial folder is left"
     assert built(Settings(), "k", no_build) == folder
     assert built(Settings(), "other", tokens("5")) != folder
@@ -170,14 +176,64 @@ def test_a_build_that_fails_leaves_nothing(cache: Path, error: BaseException) ->
 
 
 def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that cannot be read, and one that was marked as a run read it."""
+
+    def read(folder: Path) -> str:
+        if (text := (folder / "part/tokens.bin").read_text()) != "1234":
+            raise MegatuneError("not whole", ExitCode.INPUT)
+        return text
+
     folder = built(Settings(), "k", tokens("1234"))
-    for damage in (lambda: os.truncate(folder / "part/tokens.bin", 2), (folder / "part/tokens.bin").unlink):
+    for damage in (lambda: os.truncate(folder / "part/tokens.bin", 2), lambda: mark_damaged(folder)):
         damage()
-        assert not is_whole(folder, "k")
-        assert built(Settings(), "k", tokens("1234")) == folder
-        assert (folder / "part/tokens.bin").read_text() == "1234"
+        made: list[str] = []
+        assert cache_folder.built(Settings(), "k", tokens("1234", made), read) == "1234"
+        assert made == ["1234"]
         assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged and are recreated\n"
+    assert cache_folder.built(Settings(), "k", no_build, read) == "1234"
     assert [path.name for path in cache.iterdir()] == ["k"]
+
+
+def test_what_other_sources_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder of the user's, too; a run that is resumed has the same key."""
+    settings, made = with_data(tokenized_path=str(tmp_path / "mine")), list[str]()
+    folder = built(settings, "k", tokens("1"))
+    monkeypatch.setattr(cache_folder, "_sources", lambda: "others")
+    assert built(settings, "k", tokens("2", made)) == folder
+    assert made == ["2"]
+    expected = f"the prepared rows in {folder} were made by another version of megatune and are recreated\n"
+    assert capsys.readouterr().err == expected
+    assert built(settings, "k", no_build) == folder
+
+
+def test_sources_that_make_rows_are_those_of_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code and tables count, unless no row depends on them."""
+    room = Path(cache_folder.__file__).parents[1]
+    assert {path.stem for path in room.iterdir()} >= cache_folder._MAKES_NO_ROWS
+    monkeypatch.setattr(cache_folder, "__file__", str(tmp_path / "cache" / "folder.py"))
+    digests: list[str] = []
+    for name in ("encode.py", "templates/named.yaml", "preview/show.py", "steps.py", "encode.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{len(digests)}")
+        digests.append(cache_folder._sources.__wrapped__())
+    first, with_table, with_preview, with_steps, changed = digests
+    assert with_table == with_preview == with_steps
+    assert len({first, with_table, changed}) == 3
+
+
+def test_what_was_made_and_cannot_be_read_is_refused(cache: Path) -> None:
+    """It is not made again and again."""
+    made: list[str] = []
+
+    def read(folder: Path) -> None:
+        raise MegatuneError("not whole", ExitCode.INPUT)
+
+    with pytest.raises(MegatuneError, match="not whole"):
+        cache_folder.built(Settings(), "k", tokens("1", made), read)
+    assert made == ["1"]
 
 
 def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +358,11 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
 
 def test_an_empty_folder_can_be_tokenized_path(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert is_whole(built(with_data(tokenized_path=str(tmp_path / "mine")), "k", tokens("1234")), "k")
+    settings = with_data(tokenized_path=str(tmp_path / "mine"))
+    folder = built(settings, "k", tokens("1234"))
+    assert built(settings, "k", no_build) == folder
+    mark_damaged(folder)
+    assert built(settings, "k", tokens("1234")) == folder
 
 
 def test_a_full_disk_says_what_was_written_and_what_is_free(cache: Path, tmp_path: Path) -> None:

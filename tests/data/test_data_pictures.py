@@ -400,9 +400,9 @@ def test_streamed_blocks_hold_pictures(model: Model, data: Path, tmp_path: Path)
 
 def test_a_damaged_table_is_named(model: Model, data: Path) -> None:
     found = model.prepared(data, mixed(data))
-    with open(found.directory / "sources.bin", "ab") as file:
-        file.write(b"x")
-    with pytest.raises(MegatuneError, match=r"incomplete[\s\S]*sources\.bin") as caught:
+    with open(found.directory / "sources.npy", "ab") as file:
+        file.write(b"x" * 2**16)
+    with pytest.raises(MegatuneError, match=r"incomplete[\s\S]*sources\.npy") as caught:
         TokenRows(found.directory / "train")
     assert caught.value.exit_code == ExitCode.INPUT
 

@@ -344,8 +344,8 @@ def test_other_processes_open_what_one_prepared(folder: Path) -> None:
 
 def test_what_is_prepared_is_not_prepared_again(folder: Path) -> None:
     made = prepared(folder, "good")
-    before = (made.directory / "tokens.bin").stat().st_ino
-    assert (prepared(folder, "good").directory / "tokens.bin").stat().st_ino == before
+    before = (made.directory / "tokens.npy").stat().st_ino
+    assert (prepared(folder, "good").directory / "tokens.npy").stat().st_ino == before
 
 
 def test_tokens_are_on_disk_once(folder: Path) -> None:
@@ -353,7 +353,7 @@ def test_tokens_are_on_disk_once(folder: Path) -> None:
     result = prepared(folder, "more", val_size=8.0, mix_strategy="concat", dataset_weights=[2.0])
     every = documents(prepared(folder, "good").train)
     assert len(result.train) == result.report.datasets[0].samples == 160
-    assert (result.directory / "tokens.bin").stat().st_size == 4 * sum(len(ids) for ids, *_ in every)
+    assert len(np.load(result.directory / "tokens.npy")) == sum(len(ids) for ids, *_ in every)
 
 
 def test_mixing_draws_from_what_is_trained(folder: Path) -> None:
@@ -468,12 +468,12 @@ def test_damaged_rows_are_prepared_again(folder: Path, capfd: pytest.CaptureFixt
     """Damage that changes no size shows when the rows are opened, or when a step reads the tokens."""
     first = prepared(folder, "good", template="qwen")
     whole = files(first)
-    for name in ("train/documents.npy", "report.json", "tokens.bin"):
+    for name in ("train/documents.npy", "report.json", "tokens.npy"):
         path = first.directory / name
         content = bytearray(path.read_bytes())
         content[-3] ^= 0x7F
         path.write_bytes(content)
-        if name == "tokens.bin":
+        if name == "tokens.npy":
             with pytest.raises(MegatuneError, match="differs from what was written"):
                 list(TokenRows(first.directory / "train"))
         again = prepared(folder, "good", template="qwen")

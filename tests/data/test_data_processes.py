@@ -14,8 +14,8 @@ from test_data_streaming import request
 
 from megatune.config.load import load
 from megatune.data.check import Checked, check_data
-from megatune.data.processes import usable_processes
 from megatune.data.streaming.stream import StartedStream
+from megatune.processes import usable_processes
 from megatune.training.loaders import loader_workers
 
 

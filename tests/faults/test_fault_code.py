@@ -140,7 +140,7 @@ def test_a_data_set_that_is_a_pickle_is_refused(tmp_path: Path, bomb: bytes, can
 def test_prepared_rows_with_objects_are_not_loaded(tmp_path: Path, bomb: bytes, canary: Path) -> None:
     part = tmp_path / "train"
     part.mkdir()
-    (part / "arrangement.txt").write_text("none")
+    (part / "manifest.json").write_text('{"arrangement": "single"}')
     for name in ("documents.npy", "rows.npy"):
         np.save(part / name, np.array([Bomb(canary)], dtype=object), allow_pickle=True)
     refused(lambda: TokenRows(part))

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError, no_rows
-from megatune.data.processes import usable_processes
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
 from megatune.data.sources import DatasetSource, datasets_of, prompt_sources
 from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
 from megatune.data.templates import check_template
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.processes import usable_processes
 
 T = TypeVar("T")
 # Settings that say what the data is: where one of them is wrong, nothing is known of it.

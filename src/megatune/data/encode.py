@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from megatune.data.truncation import (
     unnumbered,
 )
 from megatune.data.vision import KnownPictures, Placed, VisionInput
-from megatune.data.words import Words, words_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -213,24 +212,12 @@ class Encoder:
         """Return the token ids of each text."""
         wanted = list(dict.fromkeys(texts))
         encoded: list[list[int]] = []
-        if self._words is not None:
-            encoded = self._words.encode(wanted)
-        elif self._backend is not None:
+        if self._backend is not None:
             encoded = [each.ids for each in self._backend.encode_batch_fast(wanted, add_special_tokens=False)]
         elif wanted:
             options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
             encoded = self.tokenizer(wanted, **options)["input_ids"]
         return dict(zip(wanted, encoded, strict=True))
-
-    _words: ClassVar[Words | None] = None
-
-    def use_words(self) -> None:
-        """Look the tokens of words up from here on, where that gives the tokenizer's own.
-
-        It takes a quarter of a second to find out, which few rows do not earn.
-        """
-        if self._words is None and self._backend is not None and not self.whole_text:
-            self.__dict__["_words"] = words_of(self._backend)
 
     @cached_property
     def _backend(self) -> Any:

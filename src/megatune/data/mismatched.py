@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatune.data.rows import ColumnFile, Document, TokenRows
+from megatune.data.store import Column, write_array
 
 _PARTNERS_FILE = "partners.npy"
 
@@ -67,11 +68,11 @@ class MismatchedRows(TokenRows):
     def _partners(self) -> np.ndarray:
         """The row that each row's answer is from, int64 [rows]: as noted when they were prepared, or computed here."""
         path = self.directory / _PARTNERS_FILE
-        return np.load(path, mmap_mode="r", allow_pickle=False) if path.exists() else self._find_partners()
+        return Column(path).whole() if path.exists() else self._find_partners()
 
     def write_partners(self) -> None:
         """Compute the partners once, which takes minutes for millions of rows, and keep them beside the rows."""
-        np.save(self.directory / _PARTNERS_FILE, self._find_partners(), allow_pickle=False)
+        write_array(self.directory / _PARTNERS_FILE, self._find_partners())
 
     def _find_partners(self) -> np.ndarray:
         rows = np.arange(len(self))

@@ -1,7 +1,7 @@
 """Pictures (images and videos) of documents: where their tokens are, and what a loader decodes them from.
 
-    FOLDER/pictures.bin  a record of every picture of tokens.bin, in the order of their tokens
-    FOLDER/sources.bin   how each was measured, and its file's name, or its bytes where it has no file
+    FOLDER/pictures.npy  a record of every picture of tokens.npy, in the order of their tokens
+    FOLDER/sources.npy   how each was measured, and its file's name, or its bytes where it has no file
 
 No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
 What rows depend on is its size in pixels, with which its number of tokens changes. So they hold how many bytes each
@@ -27,16 +27,16 @@ from megatune.data.media.processor import Measured
 from megatune.data.media.sources import PictureSource
 from megatune.data.store import Column, ColumnWriter
 
-PICTURES_FILE = "pictures.bin"
-SOURCES_FILE = "sources.bin"
+PICTURES_FILE = "pictures.npy"
+SOURCES_FILE = "sources.npy"
 
 _RECORD = np.dtype([
-    ("token", "<i8"),  # the first placeholder in tokens.bin
+    ("token", "<i8"),  # the first placeholder in tokens.npy
     ("num_tokens", "<i4"),
     ("grid", "<i4", (3,)),
     ("is_video", "<i4"),
     ("seconds_per_grid", "<f8"),  # nan: None
-    ("offset", "<i8"),  # in sources.bin
+    ("offset", "<i8"),  # in sources.npy
     ("size", "<i8"),
 ])  # fmt: skip
 _SIZE = struct.Struct("<I")
@@ -144,8 +144,8 @@ class PictureTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._records = Column(folder / PICTURES_FILE, _RECORD).values
-        self._sources = Column(folder / SOURCES_FILE, np.uint8)
+        self._records = Column(folder / PICTURES_FILE).whole()
+        self._sources = Column(folder / SOURCES_FILE)
         held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
         if held != len(self._sources):
             raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
@@ -154,7 +154,7 @@ class PictureTable:
         return len(self._records)
 
     def between(self, start: int, stop: int) -> tuple[DocumentPicture, ...]:
-        """Return the pictures of the document whose tokens begin and end there in tokens.bin.
+        """Return the pictures of the document whose tokens begin and end there in tokens.npy.
 
         Raises:
             ValueError: they differ from what was written.

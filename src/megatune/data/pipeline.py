@@ -19,13 +19,13 @@ from megatune.data.bad_rows import BadRows, RowError, no_rows
 from megatune.data.build import RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
-from megatune.data.processes import usable_processes
 from megatune.data.report import DatasetReport
 from megatune.data.samples import Result, RowReader, Sample, all_filled, read_samples, replacements, stream_samples
 from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
 from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.processes import usable_processes
 from megatune.progress import Progress
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowsBuilder
-from megatune.data.cache.folder import KEY_FILE, built, mark_damaged
+from megatune.data.cache.folder import built, stored_key
 from megatune.data.cache.key import prepared_key
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.mixing import mixed_order
@@ -70,16 +70,9 @@ def prepare(
             not fit (66), a full or read-only disk (73).
     """
     key = prepared_key(settings, tokenizer, vision)
-
-    def built_folder() -> Path:
-        return built(settings, key.name, lambda it: _build(Pipeline.of(settings, tokenizer, vision), it))
-
-    folder = built_folder()
-    try:
-        prepared = open_prepared(folder)
-    except MegatuneError:
-        mark_damaged(folder)
-        prepared = open_prepared(built_folder())
+    prepared = built(
+        settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder), open_prepared
+    )
     # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
@@ -92,12 +85,11 @@ def open_prepared(directory: Path) -> Prepared:
         MegatuneError: there are none, or they are not whole (exit code 66).
     """
     try:
-        key = (directory / KEY_FILE).read_text(encoding="ascii").strip()
         report = DataReport.load(directory / REPORT_FILE)
     except (OSError, ValueError) as error:
         raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
     evaluation = TokenRows(directory / EVALUATION_FOLDER) if (directory / EVALUATION_FOLDER).exists() else None
-    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key)
+    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, stored_key(directory) or "")
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ class DatasetReport:
         samples: what an epoch trains of it, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
         tags_added: rows with pictures that have no tag, among those trained or held out.
-        tokens: of those rows, each once, after truncation; tokens.bin has them data set after data set.
+        tokens: of those rows, each once, after truncation; tokens.npy has them data set after data set.
         dropped: number of rows by reason.
         codes: each reason's code.
         examples: the first few dropped rows of each reason, with their places.

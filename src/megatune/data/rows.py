@@ -1,16 +1,16 @@
 """Token rows on disk: every sample's tokens once, and rows that refer to them; memory-mapped by every rank and worker.
 
-    FOLDER/tokens.bin                   int32, sample after sample
-    FOLDER/trained.bin                  uint8, 1 where a token is trained
-    FOLDER/pictures.bin, sources.bin    the pictures among the tokens, see `data.pictures`
-    FOLDER/*.bin.xxh3                   digests of their blocks, see `data.store`
+    FOLDER/tokens.npy                   int32, sample after sample
+    FOLDER/trained.npy                  uint8, 1 where a token is trained
+    FOLDER/pictures.npy, sources.npy    the pictures among the tokens, see `data.pictures`
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
     FOLDER/PART/extra-NAME.npy          values of every document, [documents, ...]
-    FOLDER/PART/manifest.json           what a row is, a digest of all of this, and one of all but the tokens, which is
-                                        compared when the part is opened
+    FOLDER/PART/manifest.json           what a row is, and a digest of all of this
 
-A part (train, evaluation) may use a sample several times, in any order, or in overlapping pieces.
+All are arrays of `data.store`: those of pictures and of a part are compared with their digests when the part is opened,
+tokens when they are read. A part (train, evaluation) may use a sample several times, in any order, or in overlapping
+pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xxhash
 
 from megatune.data.cache.folder import mark_damaged
 from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
-from megatune.data.store import Column
+from megatune.data.store import Column, write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Extras of documents: of stage kto, whether the answer is one that is wanted, bool; of stage rm, by how much the chosen
@@ -35,8 +35,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 DESIRABLE, MARGIN = "desirable", "margin"
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
-TOKENS_FILE = "tokens.bin"
-TRAINED_FILE = "trained.bin"
+TOKENS_FILE = "tokens.npy"
+TRAINED_FILE = "trained.npy"
 _DOCUMENTS_FILE = "documents.npy"
 _ROWS_FILE = "rows.npy"
 _MANIFEST_FILE = "manifest.json"
@@ -81,21 +81,15 @@ class TokenRows:
         try:
             self._manifest: dict[str, str] = json.loads((self.directory / _MANIFEST_FILE).read_text(encoding="ascii"))
             self.arrangement: Arrangement = self._manifest["arrangement"]  # type: ignore[assignment]
-            self._documents = _load(self.directory / _DOCUMENTS_FILE)
-            self._rows = _load(self.directory / _ROWS_FILE)
-            self._tokens = Column(self.directory.parent / TOKENS_FILE, np.int32)
-            self._trained = Column(self.directory.parent / TRAINED_FILE, np.uint8)
+            self._documents = Column(self.directory / _DOCUMENTS_FILE).whole()
+            self._rows = Column(self.directory / _ROWS_FILE).whole()
+            self._tokens = Column(self.directory.parent / TOKENS_FILE)
+            self._trained = Column(self.directory.parent / TRAINED_FILE)
             self._pictures = PictureTable(self.directory.parent)
             files = sorted(self.directory.glob("extra-*.npy"))
-            self._extras = {file.stem.removeprefix("extra-"): _load(file) for file in files}
-            if self._manifest.get("index") not in (None, self._content_digest(tokens=False)):
-                raise ValueError("documents, rows or their other values differ from what was written")
+            self._extras = {file.stem.removeprefix("extra-"): Column(file).whole() for file in files}
         except _UNREADABLE as error:
             raise self._not_whole(str(error)) from error
-        if len(self._tokens) != len(self._trained):
-            raise self._not_whole(f"{len(self._tokens)} tokens, {len(self._trained)} in {TRAINED_FILE}")
-        if self._documents.size and self._documents.max() > len(self._tokens):
-            raise self._not_whole(f"{len(self._tokens)} tokens, and documents beyond them")
         self._added = {name: self._added_column(name, path) for name, path in self._columns}
 
     def __len__(self) -> int:
@@ -137,7 +131,7 @@ class TokenRows:
 
     @property
     def spans(self) -> np.ndarray:
-        """Where each document's tokens begin and end in tokens.bin, row by row: int64 [documents, 2]."""
+        """Where each document's tokens begin and end among all tokens, row by row: int64 [documents, 2]."""
         return self._documents
 
     @property
@@ -183,13 +177,11 @@ class TokenRows:
         of_rows = tokens[self._rows[1:]] - tokens[self._rows[:-1]]
         return replace(self._pictures.count(self._documents), of_row=int(of_rows.max(initial=0)))
 
-    def _content_digest(self, *, tokens: bool = True) -> str:
+    def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
-        extras = self._extras.values()
         records, sources = self._pictures.digested()
-        places = (self._documents, self._rows, records)
-        whole = (self._tokens.values, self._trained.values, *places, sources) if tokens else places
-        for array in (*whole, *extras):
+        places = (self._documents, self._rows, records, sources)
+        for array in (self._tokens.values, self._trained.values, *places, *self._extras.values()):
             state.update(f"{array.dtype.str}{array.shape}".encode())
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
@@ -205,7 +197,7 @@ class TokenRows:
 
     def _added_column(self, name: str, path: Path) -> np.ndarray:
         try:
-            values = _load(path)
+            values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if len(values) != len(self._documents):
                 raise ValueError(f"{len(values)} values of {name} for {len(self._documents)} documents")
         except (OSError, ValueError) as error:
@@ -234,18 +226,12 @@ def write_rows(
         extras: extra values of all documents, in their order, by name.
     """
     directory.mkdir()
-    np.save(directory / _DOCUMENTS_FILE, np.asarray(spans, dtype=np.int64), allow_pickle=False)
-    np.save(directory / _ROWS_FILE, np.asarray(rows, dtype=np.int64), allow_pickle=False)
+    write_array(directory / _DOCUMENTS_FILE, np.asarray(spans, dtype=np.int64))
+    write_array(directory / _ROWS_FILE, np.asarray(rows, dtype=np.int64))
     for name, values in extras.items():
-        np.save(directory / f"extra-{name}.npy", values, allow_pickle=False)
+        write_array(directory / f"extra-{name}.npy", values)
     path = directory / _MANIFEST_FILE
     path.write_text(json.dumps({"arrangement": arrangement}), encoding="ascii")
     written = TokenRows(directory)
-    written._manifest |= {"digest": written._content_digest(), "index": written._content_digest(tokens=False)}
-    path.write_text(json.dumps(written._manifest), encoding="ascii")
+    path.write_text(json.dumps({"arrangement": arrangement, "digest": written.digest}), encoding="ascii")
     return written
-
-
-def _load(path: Path) -> np.ndarray:
-    """Map an array, since workers and ranks share the pages of a mapped file."""
-    return np.load(path, mmap_mode="r", allow_pickle=False)

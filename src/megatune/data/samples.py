@@ -33,7 +33,7 @@ class Sample:
 
     Attributes:
         where: its place, as reports name it.
-        example: what is trained on, or why the row is dropped; None until it is read, or if another process read it.
+        example: what is trained on, or why the row is dropped; None where it is read as it is encoded.
         copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
         row: as it was read.
         position: where its data set continues after it.

@@ -192,7 +192,7 @@ def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _tokens_by_dataset(rows: TokenRows, datasets: Sequence[DatasetReport]) -> tuple[int, ...]:
-    """Sum tokens by data set: where a document is in tokens.bin tells its data set."""
+    """Sum tokens by data set: where a document is in tokens.npy tells its data set."""
     spans = rows.spans
     ends = np.cumsum([dataset.tokens for dataset in datasets])
     which = np.searchsorted(ends, spans[:, 0], side="right")

@@ -1,7 +1,7 @@
-"""Columns: files of values that are appended, then mapped by every process that reads them.
+"""Arrays on disk: appended to or written whole, then mapped by every process that reads them.
 
-A column has digests of its blocks beside it, each compared with its block when that is first read. A digest of the
-whole file would take a second for every few gigabytes before the first step; a block takes microseconds.
+An array is an .npy file with digests of its blocks next to it, each compared with its block when that is first read. A
+digest of the whole file would take a second for every few gigabytes before the first step; a block takes microseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from numpy.lib import format as npy
 
 BLOCK_BYTES = 2**16
 
@@ -19,41 +20,56 @@ _DIGEST = np.dtype("<u8")
 
 
 class ColumnWriter:
-    """Appends values to a new file."""
+    """Appends values to a new array."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
-        self._path, self._dtype = path, np.dtype(dtype)
+        self._path, self._dtype, self._length = path, np.dtype(dtype), 0
         self._file = path.open("xb")
+        self._write_header()
 
-    def append(self, values: npt.ArrayLike | bytes | memoryview) -> None:
+    def append(self, values: npt.ArrayLike | bytes) -> None:
         """Write values, converted to the column's type; bytes as they are."""
-        is_raw = isinstance(values, bytes | memoryview)
-        self._file.write(values if is_raw else np.asarray(values, dtype=self._dtype).tobytes())  # type: ignore[arg-type]
+        content = values if isinstance(values, bytes) else np.asarray(values, dtype=self._dtype).tobytes()
+        self._file.write(content)
+        self._length += len(content) // self._dtype.itemsize
 
     def seal(self) -> None:
-        """Write the digests of what was written so far."""
+        """Make a whole array of what was written so far."""
+        end = self._file.tell()
+        self._write_header()
+        self._file.seek(end)
         self._file.flush()
-        content = _mapped(self._path, np.dtype(np.uint8))
-        starts = range(0, len(content), BLOCK_BYTES)
-        digests = [xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES].data) for start in starts]
-        _beside(self._path).write_bytes(np.array(digests, dtype=_DIGEST).tobytes())
+        _write_digests(self._path)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _write_header(self) -> None:
+        """Write the header, which numpy gives room for any length."""
+        self._file.seek(0)
+        described = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
+        npy.write_array_header_1_0(self._file, described)
+
+
+def write_array(path: Path, values: np.ndarray) -> None:
+    """Write a whole array."""
+    np.save(path, values, allow_pickle=False)
+    _write_digests(path)
+
 
 class Column:
-    """The values of a file, memory-mapped: `values` unchecked, and `read` compared with the digests.
+    """The values of an array, memory-mapped: `values` unchecked, `read` and `whole` compared with the digests.
 
     Raises:
         OSError, ValueError: the file or its digests are not there, or of another size.
     """
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
-        self.values = _mapped(path, np.dtype(dtype))
-        self._name, self._content = path.name, self.values.view(np.uint8).reshape(-1)
-        self._digests = _mapped(_beside(path), _DIGEST)
+    def __init__(self, path: Path) -> None:
+        self.values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        self._name, self._start = path.name, self.values.offset  # type: ignore[attr-defined]
+        self._content = np.memmap(path, np.uint8, "r")
+        self._digests = np.memmap(_beside(path), _DIGEST, "r")
         blocks = -(-len(self._content) // BLOCK_BYTES)
         if len(self._digests) != blocks:
             what = f"{_beside(path).name} has digests of {len(self._digests)} blocks"
@@ -70,19 +86,35 @@ class Column:
             ValueError: they differ from what was written.
         """
         size = self.values.itemsize
-        for block in range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)):
+        self._check(self._start + start * size, self._start + stop * size)
+        return self.values[start:stop]
+
+    def whole(self) -> np.ndarray:
+        """Return all values.
+
+        Raises:
+            ValueError: they differ from what was written.
+        """
+        self._check(0, len(self._content))
+        return self.values
+
+    def _check(self, begin: int, end: int) -> None:
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if not self._checked[block]:
-                content = self._content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-                if xxhash.xxh3_64_intdigest(content.data) != int(self._digests[block]):
+                if _digest(self._content, block) != int(self._digests[block]):
                     place = f"from byte {block * BLOCK_BYTES} on"
                     raise ValueError(f"{self._name} differs from what was written {place}: a disk or memory failed")
                 self._checked[block] = 1
-        return self.values[start:stop]
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Map a file; an empty one cannot be."""
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+def _write_digests(path: Path) -> None:
+    content = np.memmap(path, np.uint8, "r")
+    digests = [_digest(content, block) for block in range(-(-len(content) // BLOCK_BYTES))]
+    np.array(digests, _DIGEST).tofile(_beside(path))
+
+
+def _digest(content: np.ndarray, block: int) -> int:
+    return xxhash.xxh3_64_intdigest(content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].data)
 
 
 def _beside(path: Path) -> Path:

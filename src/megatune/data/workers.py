@@ -11,8 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, islice, pairwise, repeat
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +20,10 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.pictures import DocumentPicture
-from megatune.data.processes import when_parent_ends
 from megatune.data.rows import Document
 from megatune.data.samples import NO_FACTS, Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
+from megatune.processes import when_parent_ends
 
 if TYPE_CHECKING:
     from megatune.data.streaming.sharing import Series
@@ -37,18 +36,6 @@ CHUNKS_AHEAD = 3  # for each process, so that none waits
 
 # What encoding starts from: an example, or the fields of a row that is read first.
 Item = Example | Mapping[str, Any]
-# What becomes of it, what is known beside, and its example where this process read it; an UnsupportedRow ends the run.
-Outcome = tuple[Encoded | RowError | UnsupportedRow, Facts, Example | None]
-# What a worker sends: tokens and labels of all documents, their lengths and pictures, and for each item its number of
-# documents, whether it was cut, its length before, and its margin, or why it has none; and the facts.
-_Compact = tuple[
-    np.ndarray,
-    np.ndarray,
-    list[int],
-    list[tuple[DocumentPicture, ...]],
-    list[tuple[int, bool, int, float] | RowError | UnsupportedRow],
-    list[Facts],
-]
 
 
 class _Chunk(NamedTuple):
@@ -57,16 +44,49 @@ class _Chunk(NamedTuple):
     samples: list[Sample]
     size: int
 
+    @property
+    def items(self) -> list[Item]:
+        """What is to be encoded: those that are not refused already."""
+        found = (sample.row.fields if sample.example is None else sample.example for sample in self.samples)
+        return [item for item in found if not isinstance(item, RowError)]
 
-class _Encoded(Protocol):
+
+class EncodedItems(NamedTuple):
+    """What became of items, in few large arrays: many small ones take longer to send than to make.
+
+    Attributes:
+        tokens, labels: int32, of all documents, one after the other.
+        sizes, pictures: tokens and pictures of each document.
+        results: of each item its number of documents, whether it was cut, its length before and its margin; or why it
+            has none. An UnsupportedRow ends the run.
+        facts: of each item.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    sizes: list[int]
+    pictures: list[tuple[DocumentPicture, ...]]
+    results: list[tuple[int, bool, int, float] | RowError | UnsupportedRow]
+    facts: list[Facts]
+
+    def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, Facts]]:
+        """Yield what became of each item, and what else is known of it."""
+        spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
+        documents = (
+            Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
+        )
+        for result, facts in zip(self.results, self.facts, strict=True):
+            is_made = isinstance(result, tuple)
+            yield Encoded(tuple(islice(documents, result[0])), *result[1:]) if is_made else result, facts
+
+
+class _Promise(Protocol):
     """A chunk that is encoded elsewhere: a future, or a chunk of another machine."""
 
-    def done(self) -> bool: ...
-
-    def result(self, timeout: float | None = None) -> Any: ...
+    def result(self, timeout: float | None = None) -> EncodedItems | None: ...
 
 
-Submit = Callable[[_Chunk], _Encoded]
+Submit = Callable[[_Chunk], "Future[EncodedItems]"]
 
 
 def encode_all(
@@ -79,8 +99,7 @@ def encode_all(
     """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
 
     Args:
-        reader: of samples whose example is not read; it gives them their facts, and the example where this process
-            reads it.
+        reader: of samples whose example is not read; it gives them their facts.
         series: shares the work with other machines.
 
     Raises:
@@ -96,18 +115,10 @@ def encode_all(
     # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        first = list(islice(chunks, 1))
-        chunks = chain(first, chunks)
-        if first and len(first[0].samples) == CHUNK_ROWS:
-            encoder.use_words()
         if num_workers > 1:
             yield from _encode_in_processes(work, chunks, num_workers, series)
-        elif series is not None:
-            ahead = CHUNKS_AHEAD * series.exchange.machines.total
-            yield from _in_order(work, chunks, ahead, _shared(series, partial(_encode_now, work)))
         else:
-            for chunk in chunks:
-                yield from _merged(chunk, work.encode_samples(chunk), reader)
+            yield from _in_order(work, chunks, 1 if series is None else CHUNKS_AHEAD, work.submit, series)
     finally:
         if frozen_here:
             gc.unfreeze()
@@ -120,64 +131,37 @@ class _Work:
     encoder: Encoder
     reader: RowReader | None
 
-    def encode(self, items: Sequence[Item]) -> list[Outcome]:
+    def encode(self, items: Sequence[Item]) -> EncodedItems:
         """Return what becomes of each item."""
         read = [self._read(item) for item in items]
         examples = [each for each, _ in read if not isinstance(each, RowError | UnsupportedRow)]
-        encoded = iter(self.encoder.encode(examples))
-        return [
-            (each, facts, None) if isinstance(each, RowError | UnsupportedRow) else (next(encoded), facts, each)
-            for each, facts in read
-        ]
-
-    def encode_samples(self, chunk: _Chunk) -> list[Outcome]:
-        """Encode those that are not refused already."""
-        return self.encode(_items(chunk))
-
-    def compact(self, items: Sequence[Item]) -> _Compact:
-        """Encode to few large arrays: many small ones take longer to send than to make."""
-        outcomes = self.encode(items)
-        encoded = [result for result, _, _ in outcomes if isinstance(result, Encoded)]
-        documents = [document for result in encoded for document in result.documents]
-        none = np.empty(0, dtype=np.int32)
-        return (
+        encoded = self.encoder.encode(examples)
+        documents = [one for each in encoded if isinstance(each, Encoded) for one in each.documents]
+        following, none = iter(encoded), np.empty(0, dtype=np.int32)
+        results = [each if isinstance(each, RowError | UnsupportedRow) else next(following) for each, _ in read]
+        return EncodedItems(
             np.concatenate([none, *(document.input_ids for document in documents)]),
             np.concatenate([none, *(document.labels for document in documents)]),
             [len(document.input_ids) for document in documents],
             [document.pictures for document in documents],
             [
-                (len(result.documents), result.truncated, result.length, result.margin)
-                if isinstance(result, Encoded)
-                else result
-                for result, _, _ in outcomes
+                (len(each.documents), each.truncated, each.length, each.margin) if isinstance(each, Encoded) else each
+                for each in results
             ],
-            [facts for _, facts, _ in outcomes],
+            [facts for _, facts in read],
         )
+
+    def submit(self, chunk: _Chunk) -> Future[EncodedItems]:
+        """Encode in this process, at once."""
+        future: Future[EncodedItems] = Future()
+        future.set_result(self.encode(chunk.items))
+        return future
 
     def _read(self, item: Item) -> tuple[Example | RowError | UnsupportedRow, Facts]:
         if isinstance(item, Mapping):
             assert self.reader is not None
             return self.reader.read(item)
         return item, NO_FACTS
-
-
-def _items(chunk: _Chunk) -> list[Item]:
-    items = (sample.row.fields if sample.example is None else sample.example for sample in chunk.samples)
-    return [item for item in items if not isinstance(item, RowError)]
-
-
-def _merged(chunk: _Chunk, outcomes: Iterable[Outcome], reader: RowReader | None) -> Iterator[Result]:
-    """Yield results of the samples that were encoded, and of those that were refused already, in one order."""
-    following = iter(outcomes)
-    for sample in chunk.samples:
-        if isinstance(sample.example, RowError):
-            yield sample, sample.example
-            continue
-        encoded, sample.facts, sample.example = next(following)
-        if isinstance(encoded, UnsupportedRow):
-            assert reader is not None
-            raise reader.refused(sample, encoded) from encoded
-        yield sample, encoded
 
 
 def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk]:
@@ -208,16 +192,9 @@ def _encode_in_processes(
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
-    ahead = num_workers * CHUNKS_AHEAD
-
-    def submit(chunk: _Chunk) -> Future[_Compact]:
-        return pool.submit(_encode_chunk, _items(chunk))
-
     try:
-        if series is None:
-            yield from _in_order(work, chunks, ahead, submit)
-        else:
-            yield from _in_order(work, chunks, ahead * series.exchange.machines.total, _shared(series, submit))
+        ahead = num_workers * CHUNKS_AHEAD
+        yield from _in_order(work, chunks, ahead, lambda chunk: pool.submit(_encode_in_worker, chunk.items), series)
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -226,27 +203,6 @@ def _encode_in_processes(
         raise MegatuneError(what, ExitCode.PROCESS_DIED) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _encode_now(work: _Work, chunk: _Chunk) -> Future[_Compact]:
-    """Encode in this process, at once."""
-    future: Future[_Compact] = Future()
-    future.set_result(work.compact(_items(chunk)))
-    return future
-
-
-def _shared(series: Series, submit: Callable[[_Chunk], Future[_Compact]]) -> Submit:
-    """Encode this machine's chunks of a series, and send them to the others; wait for theirs."""
-
-    def submit_own(chunk: _Chunk) -> _Encoded:
-        part = series.next(chunk.samples)
-        if not part.is_own:
-            return part
-        future = submit(chunk)
-        future.add_done_callback(part.give)
-        return future
-
-    return submit_own
 
 
 _worker_work: _Work
@@ -261,40 +217,45 @@ def _start_worker(work: _Work, parent: int) -> None:
     gc.freeze()
 
 
-def _encode_chunk(items: list[Item]) -> _Compact:
-    return _worker_work.compact(items)
+def _encode_in_worker(items: list[Item]) -> EncodedItems:
+    return _worker_work.encode(items)
 
 
-def _outcomes(work: _Work, chunk: _Chunk, encoded: _Encoded) -> list[Outcome]:
-    """Return what became of a chunk's samples; one that another machine has made of other rows is encoded here."""
-    found = encoded.result(CHUNK_TIMEOUT)
-    if found is None:
-        return work.encode_samples(chunk)
-    tokens, labels, sizes, pictures, results, facts = found
-    spans = zip(pairwise(accumulate(sizes, initial=0)), pictures, strict=True)
-    documents = (Document(tokens[start:stop], labels[start:stop], found) for (start, stop), found in spans)
-    made = [
-        Encoded(tuple(islice(documents, result[0])), *result[1:]) if isinstance(result, tuple) else result
-        for result in results
-    ]
-    return list(zip(made, facts, repeat(None), strict=False))
-
-
-def _in_order(work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit) -> Iterator[Result]:
+def _in_order(
+    work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit, series: Series | None
+) -> Iterator[Result]:
     """Yield the results of all samples, in one order.
 
     Args:
-        ahead: chunks that are submitted and not taken.
+        ahead: chunks that are submitted here and not taken.
+        series: says which chunks are encoded here; they are sent to the other machines, and theirs waited for.
     """
-    pending: deque[tuple[_Chunk, _Encoded]] = deque()
+    ahead *= 1 if series is None else series.exchange.machines.total
+    pending: deque[tuple[_Chunk, _Promise]] = deque()
     held = 0  # bytes of pictures
     while True:
         while len(pending) < ahead and held < MOST_BYTES and (chunk := next(chunks, None)) is not None:
-            pending.append((chunk, submit(chunk)))
+            part = None if series is None else series.next(chunk.samples)
+            if part is not None and not part.is_own:
+                pending.append((chunk, part))
+            else:
+                future = submit(chunk)
+                if part is not None:
+                    future.add_done_callback(part.give)
+                pending.append((chunk, future))
             held += chunk.size
         if not pending:
             return
-        chunk, first = pending.popleft()
-        outcomes = _outcomes(work, chunk, first)
+        chunk, promise = pending.popleft()
+        # What another machine has made of other rows is encoded here.
+        following = (promise.result(CHUNK_TIMEOUT) or work.encode(chunk.items)).each()
         held -= chunk.size
-        yield from _merged(chunk, outcomes, work.reader)
+        for sample in chunk.samples:
+            if isinstance(sample.example, RowError):
+                yield sample, sample.example
+                continue
+            encoded, sample.facts = next(following)
+            if isinstance(encoded, UnsupportedRow):
+                assert work.reader is not None
+                raise work.reader.refused(sample, encoded) from encoded
+            yield sample, encoded

@@ -13,8 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import IO, Any
 from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
 from megatune.hub.failures import why
 from megatune.hub.repository import Hub, host_of
+from megatune.processes import when_parent_ends
 
 CARD = "README.md"
 OWN_CARD = "<!-- made by megatune: remove this line to keep what you write here -->"
@@ -98,7 +97,7 @@ def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[st
 
 
 def main() -> int:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    when_parent_ends(os.getppid(), lambda: os._exit(1))
     os.nice(10)  # digests of large files take a core, which training may need
     order, answer = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -110,13 +109,6 @@ def main() -> int:
         found = _failure(error)
     print(json.dumps(found), file=answer, flush=True)
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the run has ended in whatever way."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Collator
 from megatune.data.loader import StepLoader
-from megatune.data.processes import usable_processes
 from megatune.data.rows import TokenRows
 from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.vision import VisionInput
 from megatune.engine.groups import RankCoordinates
 from megatune.launch.context import RankContext
+from megatune.processes import usable_processes
 
 MOST = 4  # processes of a rank, unless dataloader_num_workers says otherwise
 _SHARED_MEMORY = "/dev/shm"  # through which they hand over what they decode

@@ -1,17 +1,16 @@
 """Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
 
-    CACHE/rows/KEY/...         what `build` wrote
-    CACHE/rows/KEY/key.txt     of what the rows were made
-    CACHE/rows/KEY/files.json  the size of every file, so that one cut short is noticed
+    CACHE/rows/KEY/...      what `build` wrote
+    CACHE/rows/KEY/key.txt  of what the rows were made, and by which sources of this room
 
 A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
-rows, and the rename decides.
+rows, and the rename decides. One that was made by other sources, or that cannot be read, as a file of it is damaged or
+cut short, is made again.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -19,8 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.data.pictures import are_current
@@ -31,14 +33,22 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 KEY_FILE = "key.txt"
-FILES_FILE = "files.json"
+_DAMAGED = "damaged"  # in place of the sources
+# What of this room no prepared row depends on.
+_MAKES_NO_ROWS = frozenset((
+    "batch_pictures", "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics",
+    "steps", "text_scores",
+))  # fmt: skip
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
-def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder with the rows of this key: opened where it is whole, else made.
+T = TypeVar("T")
+
+
+def built(settings: Settings, key: str, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+    """Return what is read of the folder with the rows of this key: as it is where it can be read, else made.
 
     It is tokenized_path where that is set. Else it is in the cache; where that cannot be written, among this user's
     temporary files.
@@ -46,10 +56,11 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
     Args:
         key: names all that determines the rows.
         build: fills an empty folder.
+        read: raises a MegatuneError where the folder is damaged.
 
     Raises:
         MegatuneError: tokenized_path holds something else (exit code 64), nothing can be written (73), or what
-            `build` raises.
+            `build` and then `read` raise.
     """
     data = settings.data
     if data.tokenized_path:
@@ -64,7 +75,7 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
         if failures:
             _say(f"{failures[0]}; prepared rows are written to {place.folder}")
         try:
-            return place.made(build)
+            return place.opened(build, read)
         except _CannotWriteError as failure:
             failures.append(failure)
     fix = "name a writable folder as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
@@ -72,20 +83,26 @@ def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
     raise MegatuneError(findings, ExitCode.CANNOT_WRITE) from failures[-1]
 
 
-def is_whole(folder: Path, key: str) -> bool:
-    """Return whether the folder has all that was written for this key."""
-    try:
-        sizes = json.loads((folder / FILES_FILE).read_text(encoding="utf-8"))
-        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-    return whole and _stored_key(folder) == key
-
-
 def mark_damaged(folder: Path) -> None:
     """Let the next `built` make a folder again whose content is not what was written, as far as that can be noted."""
     with suppress(OSError):
-        (folder / FILES_FILE).unlink()
+        _mark(folder)
+
+
+def _mark(folder: Path) -> None:
+    if (key := stored_key(folder)) is not None:
+        (folder / KEY_FILE).write_text(f"{key}\n{_DAMAGED}\n", encoding="ascii")
+
+
+@cache
+def _sources() -> str:
+    """Digest the sources that make rows, so that others than those that made a folder do not read it."""
+    room, state = Path(__file__).parents[1], xxhash.xxh3_128()
+    for path in sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml")):
+        parts = path.relative_to(room).with_suffix("").parts
+        if parts[0] not in _MAKES_NO_ROWS:
+            state.update(f"{parts}".encode() + path.read_bytes())
+    return state.hexdigest()
 
 
 def is_full(error: OSError) -> bool:
@@ -125,17 +142,11 @@ class _Place:
     named: bool = False  # by the user, who may have something else in it
     private: bool = False  # in a folder that others can write to, so that its owner counts
 
-    def made(self, build: Callable[[Path], None]) -> Path:
-        """Return the folder, whole; raise _CannotWriteError where it is not whole and cannot be made."""
+    def opened(self, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+        """Return what is read of the folder; raise _CannotWriteError where it is not there and cannot be made."""
         self._check_content()
-        if is_whole(self.folder, self.key) and self._is_trusted():
-            if are_current(self.folder):
-                return self.folder
-            _say(f"image or video files were removed or changed: the prepared rows in {self.folder} are recreated")
-            with _writing(self.folder):
-                (self.folder / FILES_FILE).unlink()
-        elif _stored_key(self.folder) == self.key:
-            _say(f"the prepared rows in {self.folder} are damaged and are recreated")
+        if (found := self._read(read)) is not None:
+            return found
         with ExitStack() as stack:
             with _writing(self.folder):
                 self._make_parent()
@@ -143,9 +154,30 @@ class _Place:
                 lock = self.folder.with_name(f".{self.folder.name}.lock")
                 stack.enter_context(locked(lock, lambda holder: _say(waiting.format(holder))))
             self._check_content()
-            if not is_whole(self.folder, self.key):  # another run may have made it meanwhile
+            if not self._is_made():  # another run may have made it meanwhile
                 self._make(build)
-        return self.folder
+            return read(self.folder)
+
+    def _is_made(self) -> bool:
+        return _stored(self.folder) == [self.key, _sources()]
+
+    def _read(self, read: Callable[[Path], T]) -> T | None:
+        """Return what is read of the folder; None where it is to be made, or made again."""
+        if stored_key(self.folder) is None or not self._is_trusted():
+            return None
+        line = f"the prepared rows in {self.folder} were made by another version of megatune and are recreated"
+        if self._is_made() or _DAMAGED in _stored(self.folder):
+            line = f"the prepared rows in {self.folder} are damaged and are recreated"
+        if self._is_made():
+            with suppress(MegatuneError):
+                found = read(self.folder)
+                if are_current(self.folder):
+                    return found
+                line = f"image or video files were removed or changed: the prepared rows in {self.folder} are recreated"
+        _say(line)
+        with _writing(self.folder):
+            _mark(self.folder)
+        return None
 
     def _make(self, build: Callable[[Path], None]) -> None:
         with ExitStack() as stack:
@@ -155,18 +187,15 @@ class _Place:
             with _writing(self.folder, building=partial):
                 build(partial)
             with _writing(self.folder):
-                files = sorted(path for path in partial.rglob("*") if path.is_file())
-                sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
-                (partial / FILES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-                (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
-                if not is_whole(self.folder, self.key):  # where there are no locks, it may be
+                (partial / KEY_FILE).write_text(f"{self.key}\n{_sources()}\n", encoding="ascii")
+                if not self._is_made():  # where there are no locks, it may be
                     publish(partial, self.folder)
 
     def _check_content(self) -> None:
         """Refuse a folder of the user's with something else in it, and rows of other data."""
         if not self.named:
             return
-        stored = _stored_key(self.folder)
+        stored = stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
             what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
             fix = "name a new folder"
@@ -205,12 +234,17 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
         raise _CannotWriteError(folder, error, building) from error
 
 
-def _stored_key(folder: Path) -> str | None:
-    """Return of what the rows in the folder were made; None where it has none."""
+def stored_key(folder: Path) -> str | None:
+    """Return of what the rows in the folder were made; None where it does not say."""
+    return next(iter(_stored(folder)), None)
+
+
+def _stored(folder: Path) -> list[str]:
+    """Return of what the rows in the folder were made, and by which sources."""
     try:
-        return (folder / KEY_FILE).read_text(encoding="ascii").strip()
+        return (folder / KEY_FILE).read_text(encoding="ascii").split()
     except (OSError, ValueError):
-        return None
+        return []
 
 
 def _holds_something(path: Path) -> bool:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.vision import VisionInput
 
-# Raised whenever the same files and settings come to give other rows.
+# Raised whenever the same files and settings come to give other rows, so that a run that is resumed notices. Prepared
+# rows do not rest on it: `cache.folder` keeps them by the sources that made them.
 FORMAT_VERSION = 9
 
 # Of templates: it follows from their names, or from the tokenizer.

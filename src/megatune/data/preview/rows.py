@@ -13,13 +13,12 @@ from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.values import counted
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
-from megatune.data.conversation import PLACEHOLDERS, Conversation, texts
 from megatune.data.encode import Encoder, load_tokenizer, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
-from megatune.data.samples import RowReader, read_samples, replacements
+from megatune.data.samples import NO_FACTS, RowReader, read_samples, replacements
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput, load_vision_input
@@ -221,18 +220,15 @@ def _usable(
     data = settings.data
     seed = settings.run.seed
     samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
-    # What has no value is shown as it is written; a run would end with it.
-    placeholders = {placeholder: both or (placeholder,) * 2 for placeholder, both in replacements(data).items()}
-    reader = RowReader(source, settings.run.stage, placeholders, encoder.vision is not None)
+    reader = RowReader(source, settings.run.stage, replacements(data), encoder.vision is not None)
     for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1, reader):
         preview.read += 1
-        if sample.example is not None and not isinstance(sample.example, RowError):
-            preview.unfilled.update(p for p in PLACEHOLDERS if any(p in text for text in texts(sample.example)))
+        facts = sample.facts or NO_FACTS  # what has no value is shown as it is written; a run would end with it
+        preview.unfilled.update(facts.missing)
         if isinstance(encoded, RowError):
             preview.bad.append((sample.where, encoded))
         else:
-            desirable = sample.example.desirable if isinstance(sample.example, Conversation) else None
-            tags = encoded.length, desirable, encoded.margin
+            tags = encoded.length, facts.desirable, encoded.margin
             yield tuple(RowDocument(sample.where, each, 0, *tags) for each in encoded.documents)
 
 

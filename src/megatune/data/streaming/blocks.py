@@ -24,6 +24,7 @@ from megatune.data.mixing import draws
 from megatune.data.order import block_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
+from megatune.data.store import write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 PART = "train"
@@ -154,7 +155,7 @@ class MixedStream:
         self._check_bad_rows(self.sets)
         # Packing sorts by length; the rows it makes are shuffled once more.
         order = self._order(tokens.rows, shuffled and settings.packing)
-        np.save(folder / ORDER_FILE, order, allow_pickle=False)
+        write_array(folder / ORDER_FILE, order)
         self.state = replace(
             self._now,
             block=start.block + 1,

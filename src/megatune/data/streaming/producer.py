@@ -24,12 +24,13 @@ from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.pipeline import Pipeline, SetState
-from megatune.data.processes import when_parent_ends
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
+from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.processes import when_parent_ends
 
 END_SIGNAL = signal.SIGUSR1
 END_SECONDS = 3.0  # from the signal to its end
@@ -50,9 +51,18 @@ class HeldOut:
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """Read what is known of the rows in a folder."""
-        content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
-        return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+        """Read what is known of the rows in a folder.
+
+        Raises:
+            MegatuneError: it is not whole (exit code 66).
+        """
+        TokenRows(folder / EVALUATION)
+        try:
+            content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
+            return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+        except (OSError, ValueError, TypeError) as error:
+            finding = Finding("the folder of evaluation rows is incomplete", str(folder), str(error))
+            raise MegatuneError(finding, ExitCode.INPUT) from error
 
     def lines(self) -> list[str]:
         """Return the report in words."""
@@ -76,7 +86,7 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        held_out = HeldOut.load(built(settings, f"{self.key}-evaluation", self._hold_out))
+        held_out = built(settings, f"{self.key}-evaluation", self._hold_out, HeldOut.load)
         check_bad_rows(held_out.reports, settings.data)
         return held_out
 
@@ -170,6 +180,7 @@ def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None
         time.sleep(END_SECONDS)
         os._exit(0)  # it hangs, or waits for another task
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the other cores are the ranks'
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatune.data.rows import Document, ExtraColumn, TokenRows
+from megatune.data.store import Column
 from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import BlockPlace, StreamFolder
@@ -210,7 +211,7 @@ class StreamedSteps:
             if place.first_row <= number < place.stop_row:
                 return place
         place = self._folder.wait_for_row(number, self._limit, lambda: None)
-        self._open[place] = TokenRows(place.folder / PART), np.load(place.folder / ORDER_FILE, allow_pickle=False)
+        self._open[place] = TokenRows(place.folder / PART), Column(place.folder / ORDER_FILE).whole()
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
         return place

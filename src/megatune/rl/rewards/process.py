@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatune.data.processes import when_parent_ends
 from megatune.errors import MegatuneError
 from megatune.launch.context import set_process_name
+from megatune.processes import when_parent_ends
 from megatune.rl.rewards.answer import Answer, Reward, RewardError
 from megatune.rl.rewards.kinds import load_reward
 

@@ -20,9 +20,9 @@ from typing import IO
 
 import psutil
 
-from megatune.data.processes import when_parent_ends
 from megatune.errors import without_secrets
 from megatune.launch.context import set_process_name
+from megatune.processes import when_parent_ends
 from megatune.training.trackers import RunInfo, Tracker
 
 SAID_WHY = 3  # exit code of a worker that has printed a warning
