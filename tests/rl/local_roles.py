@@ -34,7 +34,7 @@ class LocalGroup:
     """`RoleGroup`, of objects; servers among them run in threads. Ranks of the pool have met already."""
 
     def __init__(self, *objects: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.objects, self.size = objects, len(objects)
+        self.objects, self.size, self.ranks = objects, len(objects), range(len(objects))
         self.loop = loop or asyncio.new_event_loop()
         self.run = self.loop.run_until_complete
 

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
@@ -22,6 +23,9 @@ from megatune.rl.cluster.group import Pending, RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.rewards.pool import Host
+
+if TYPE_CHECKING:
+    from megatune.rl.cluster.watch import Actor
 
 HANG_SECONDS = 1800.0
 CALL_SECONDS = 3600.0
@@ -109,8 +113,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         from megatune.rl.cluster.watch import Actor
 
         ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
-        begun = time.monotonic()
+        until = time.monotonic() + limit
         actors: dict[str, list[Actor]] = {}
+        groups: dict[str, RoleGroup] = {}
         for spec in specs:
             places = placements(spec, self._devices_per_node, self._nodes)
             meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
@@ -121,19 +126,33 @@ class Cluster(AbstractContextManager["Cluster"]):
                 actors.setdefault(spec.name, []).append(
                     Actor(spec.name, placement, handle, placement.node, host, state)
                 )
-        everyone = [actor for group in actors.values() for actor in group]
-        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for actor in everyone])
-        for actor, pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
-            actor.state.pid = pid
-            self._watch.actors.append(actor)
-        builds = [
-            (actor.handle.build.remote(spec.target, dict(spec.arguments)), actor)
-            for spec in specs
-            for actor in actors[spec.name]
-        ]
-        built = self._watch.begin("build", limit - (time.monotonic() - begun), builds)
-        Pending(self._watch, built).result()
-        return {name: RoleGroup(name, group, self._watch, self._call_limit) for name, group in actors.items()}
+            again = partial(self._start_again, spec, meeting)
+            groups[spec.name] = RoleGroup(spec.name, actors[spec.name], self._watch, self._call_limit, again)
+        everyone = [(spec, actor) for spec in specs for actor in actors[spec.name]]
+        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for _, actor in everyone])
+        for (_, actor), pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
+            self._note_pid(actor, pid)
+        builds = [(_build(spec, actor.handle), actor) for spec, actor in everyone]
+        Pending(self._watch, self._watch.begin("build", until - time.monotonic(), builds)).result()
+        for spec, actor in everyone:
+            actor.restarts = spec.restarts
+        return groups
+
+    async def _start_again(self, spec: RoleSpec, meeting: tuple[str, int], actor: Actor) -> bool:
+        """Start the process of an actor that was lost, where it was, and build its object; return whether it is there,
+        and was not lost meanwhile."""
+        actor.state = RankState(actor.state.rank, 0, time.monotonic())
+        actor.handle = self._host(spec, actor.placement, meeting)
+        born = self._watch.begin("start", START_SECONDS, [(actor.handle.pid.remote(), actor)])
+        if not (pids := await born.finished):
+            return False
+        self._note_pid(actor, pids[0])
+        built = self._watch.begin("build", START_SECONDS, [(_build(spec, actor.handle), actor)])
+        return bool(await built.finished)
+
+    def _note_pid(self, actor: Actor, pid: int) -> None:
+        actor.state.pid = pid
+        self._watch.actors.append(actor)
 
     def reward_hosts(self) -> list[Host] | None:
         """Return what starts reward processes on every machine of a cluster; None where this machine is the only
@@ -205,6 +224,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             with contextlib.suppress(MegatuneError):  # of a machine that is gone
                 actors = (actor for actor in self._watch.actors if actor.machine == number)
                 machine.kill({actor.name: actor.state.pid for actor in actors})
+
+
+def _build(spec: RoleSpec, handle: Any) -> Any:
+    """Have an actor build its object, and return Ray's reference to its answer."""
+    return handle.build.remote(spec.target, dict(spec.arguments))
 
 
 def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int:
