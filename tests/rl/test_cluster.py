@@ -18,9 +18,7 @@ from unittest import mock
 import numpy as np
 import psutil
 import pytest
-from test_reward_pool import sample, scored
 
-from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster, ensure_pythons
@@ -28,7 +26,6 @@ from megatune.rl.cluster.group import store
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.cluster.weights import sync_weights
-from megatune.rl.rewards.pool import RewardPool
 
 WORKER, SERVER = "cluster_workers:Worker", "cluster_workers:server"
 
@@ -83,26 +80,6 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
         assert "actor_train-0" in " ".join(psutil.Process(pids[0]).cmdline()), "ps names the role"
     assert ended(pids)
     assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
-
-
-def test_rewards_are_scored_on_every_machine(ray: None, tmp_path: Path) -> None:
-    """By processes that an actor there has started; the pool ends them, and replaces one that dies."""
-    from megatune.rl.rewards.remote import remote_hosts  # which imports Ray
-
-    role = RewardRole("own", "format", workers=2, arguments={"format_pattern": "a+"})
-
-    def processes() -> list[int]:
-        children = psutil.Process().children(recursive=True)  # of Ray's daemon, in this test
-        return [each.pid for each in children if each.name() == "reward-format"]
-
-    with RewardPool({"own": role}, hosts=remote_hosts(["DEFAULT", "DEFAULT"]), log_dir=tmp_path) as pool:
-        texts = ["aaa", "b", "aa", "ab"]
-        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
-        mine = processes()
-        assert mine
-        os.kill(mine[0], signal.SIGKILL)
-        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
-    assert ended(mine)
 
 
 NOTHING = 0

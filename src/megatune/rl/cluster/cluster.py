@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,11 @@ from megatune.rl.cluster import session
 from megatune.rl.cluster.group import Pending, RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
-from megatune.rl.rewards.pool import Host
+from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rewards.task import ray_scorer
 
 if TYPE_CHECKING:
+    from megatune.config.rl.settings import RewardRole
     from megatune.rl.cluster.watch import Actor
 
 HANG_SECONDS = 1800.0
@@ -154,14 +156,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         actor.state.pid = pid
         self._watch.actors.append(actor)
 
-    def reward_hosts(self) -> list[Host] | None:
-        """Return what starts reward processes on every machine of a cluster; None where this machine is the only
-        one."""
-        if len(self._machines) == 1:
-            return None
-        from megatune.rl.rewards.remote import remote_hosts
-
-        return remote_hosts([self._placement.strategy(node) for node in range(len(self._machines))])
+    def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
+        """Return what scores samples, on every machine of the run."""
+        strategies = [self._placement.strategy(node) for node in range(len(self._machines))]
+        return RewardPool(rewards, ray_scorer(strategies), log_dir=self._run_dir / "logs", machines=len(strategies))
 
     def note(self, phase: str, step: int) -> None:
         """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
