@@ -127,6 +127,18 @@ def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:
         assert caught.value.exit_code == ExitCode.PROCESS_DIED
 
 
+def test_an_actor_whose_process_does_not_come(tmp_path: Path) -> None:
+    """It has no number yet; 0 would be the driver and all that its shell has started with it."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        (activity,) = Machine(tmp_path, "127.0.0.1").stacks({"actor_infer-0": 0}).values()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not got
+    assert not activity.stack
+
+
 @pytest.mark.extended
 def test_a_stranger_has_the_port(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True)
