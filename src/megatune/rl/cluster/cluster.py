@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
-from megatune.launch.processes import RankState, rank_environment
+from megatune.launch.processes import rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
-from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.rewards.pool import RewardPool
@@ -115,46 +116,42 @@ class Cluster(AbstractContextManager["Cluster"]):
         from megatune.rl.cluster.watch import Actor
 
         ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
-        until = time.monotonic() + limit
-        actors: dict[str, list[Actor]] = {}
         groups: dict[str, RoleGroup] = {}
+        started: list[tuple[Actor, RoleSpec, tuple[str, int]]] = []
         for spec in specs:
             places = placements(spec, self._devices_per_node, self._nodes)
             meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
-            for placement in places:
-                state = RankState(next(self._count), 0, time.monotonic())
-                host = self._equipment[placement.node].host
-                handle = self._host(spec, placement, meeting)
-                actors.setdefault(spec.name, []).append(
-                    Actor(spec.name, placement, handle, placement.node, host, state)
-                )
-            again = partial(self._start_again, spec, meeting)
-            groups[spec.name] = RoleGroup(spec.name, actors[spec.name], self._watch, self._call_limit, again)
-        everyone = [(spec, actor) for spec in specs for actor in actors[spec.name]]
-        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for _, actor in everyone])
-        for (_, actor), pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
-            self._note_pid(actor, pid)
-        builds = [(_build(spec, actor.handle), actor) for spec, actor in everyone]
-        Pending(self._watch, self._watch.begin("build", until - time.monotonic(), builds)).result()
-        for spec, actor in everyone:
+            actors = [
+                Actor(spec.name, placement, self._equipment[placement.node].host, next(self._count))
+                for placement in places
+            ]
+            again = partial(self._start, spec, meeting, START_SECONDS)
+            groups[spec.name] = RoleGroup(spec.name, actors, self._watch, self._call_limit, again)
+            started += [(actor, spec, meeting) for actor in actors]
+
+        async def together() -> None:
+            await asyncio.gather(*(self._start(spec, meeting, limit, actor) for actor, spec, meeting in started))
+
+        self._watch.run(together())
+        for actor, spec, _ in started:
             actor.restarts = spec.restarts
         return groups
 
-    async def _start_again(self, spec: RoleSpec, meeting: tuple[str, int], actor: Actor) -> bool:
-        """Start the process of an actor that was lost, where it was, and build its object; return whether it is there,
-        and was not lost meanwhile."""
-        actor.state = RankState(actor.state.rank, 0, time.monotonic())
-        actor.handle = self._host(spec, actor.placement, meeting)
-        born = self._watch.begin("start", START_SECONDS, [(actor.handle.pid.remote(), actor)])
+    async def _start(self, spec: RoleSpec, meeting: tuple[str, int], limit: float, actor: Actor) -> bool:
+        """Start the process of an actor and build its object; return whether it is there, and was not lost meanwhile.
+
+        Args:
+            meeting: where the ranks of the role meet.
+        """
+        until = time.monotonic() + limit
+        actor.begin(self._host(spec, actor.placement, meeting))
+        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor)])
         if not (pids := await born.finished):
             return False
-        self._note_pid(actor, pids[0])
-        built = self._watch.begin("build", START_SECONDS, [(_build(spec, actor.handle), actor)])
-        return bool(await built.finished)
-
-    def _note_pid(self, actor: Actor, pid: int) -> None:
-        actor.state.pid = pid
+        actor.state.pid = pids[0]
         self._watch.actors.append(actor)
+        building = actor.handle.build.remote(spec.target, dict(spec.arguments))
+        return bool(await self._watch.begin("build", until - time.monotonic(), [(building, actor)]).finished)
 
     def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
         """Return what scores samples, on every machine of the run."""
@@ -222,11 +219,6 @@ class Cluster(AbstractContextManager["Cluster"]):
             with contextlib.suppress(MegatuneError):  # of a machine that is gone
                 actors = (actor for actor in self._watch.actors if actor.machine == number)
                 machine.kill({actor.name: actor.state.pid for actor in actors})
-
-
-def _build(spec: RoleSpec, handle: Any) -> Any:
-    """Have an actor build its object, and return Ray's reference to its answer."""
-    return handle.build.remote(spec.target, dict(spec.arguments))
 
 
 def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int:

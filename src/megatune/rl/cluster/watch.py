@@ -37,10 +37,10 @@ class Actor:
     """The driver's view of an actor.
 
     Attributes:
-        name: ROLE-RANK.
+        host: name of its machine.
+        number: its place among all actors of the run.
         handle: Ray's.
-        machine, host: number and name of its machine.
-        state: of its process; its rank is its place among all actors of the run.
+        state: of its process.
         busy: calls in flight.
         stopped: when it was first seen stopped, on the monotonic clock.
         restarts: how often it may be started again where it dies or hangs; without any left, that ends the run.
@@ -49,10 +49,10 @@ class Actor:
 
     role: str
     placement: ActorPlacement
-    handle: Any
-    machine: int
     host: str
-    state: RankState
+    number: int
+    handle: Any = None
+    state: RankState = field(init=False)
     busy: int = 0
     stopped: float | None = None
     restarts: int = 0
@@ -61,6 +61,15 @@ class Actor:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.placement.rank}"
+
+    @property
+    def machine(self) -> int:
+        """Number of its machine."""
+        return self.placement.node
+
+    def begin(self, handle: Any) -> None:
+        """Take note of a process that was started, of which nothing is known yet."""
+        self.handle, self.state = handle, RankState(self.number, 0, time.monotonic())
 
 
 @dataclass(eq=False)
