@@ -117,6 +117,31 @@ def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: in
     assert ended(pids)
 
 
+def test_an_actor_that_may_be_started_again(ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Calls go on with the other one until it is admitted; as often as it may, and then its death ends the run."""
+    spec = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), is_server=True, restarts=1)
+    lost: list[int] = []
+    with Cluster(tmp_path, {0, 1}) as cluster:
+        engines = cluster.start([spec])["actor_infer"]
+        engines.on_loss = lost.append
+        first = engines.call("pid")[1]
+        call = engines.start("work", "generate", 4, 3.0)
+        os.kill(first, signal.SIGKILL)
+        assert call.result() == [None]
+        assert (lost, engines.ranks) == ([1], [0])
+        assert engines.call("add", 1) == [(0, 11)]
+        assert engines.run(engines.restart(1))
+        assert engines.call("add", 1) == [(0, 12)]
+        engines.admit(1)
+        assert engines.call("add", 1) == [(0, 13), (1, 11)]
+        os.kill(engines.call("pid")[1], signal.SIGKILL)
+        with pytest.raises(MegatuneError, match=r"actor_infer-1 on host \S+, .* was killed"):
+            engines.run(asyncio.sleep(60))
+    said = capfd.readouterr().err
+    assert said.startswith("warning: actor_infer-1 on host ")
+    assert "started again (no more restarts of it: max_engine_restarts)" in said
+
+
 def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:
     with Cluster(tmp_path, {0}, call_limit=2.0) as cluster:
         engine = cluster.start([RoleSpec("actor_infer", WORKER, devices=(0,))])["actor_infer"]
