@@ -40,6 +40,9 @@ class Strike:
         victim: "actor_train-0", ..., "reward", "driver", "raylet", "gcs_server"; "terminal" for all that one reaches.
         steps: that the run has taken since its start.
         is_idle: the victim has nothing to do in that phase, which may have ended when its end is noticed.
+        held_from: a phase before, in which the victim has nothing to do: it is stopped then, so that a phase of some
+            milliseconds cannot end before the strike. "": it runs until it is struck.
+        repeats: how often it is struck, each time as a new process.
     """
 
     phase: str
@@ -47,6 +50,8 @@ class Strike:
     number: int = signal.SIGKILL
     steps: int = 2
     is_idle: bool = False
+    held_from: str = ""
+    repeats: int = 1
 
     @property
     def is_early(self) -> bool:
@@ -83,7 +88,7 @@ def prepare(folder: Path) -> None:
 
 def settings(folder: Path, output: Path, max_steps: int, kind: str) -> dict[str, Any]:
     """Return a file for two ranks that train, on devices that all share ("ppo"), for roles on devices of their own and
-    a judge ("apart"), for the least ("small"), or for an engine one step ahead ("ahead")."""
+    a judge ("apart"), for the least ("small"), for two engines ("two"), or for an engine one step ahead ("ahead")."""
     data = {"prompt": "prompt", "file_name": [str(folder / "rows.jsonl")]}
     own = {"model_args": {"dtype": "fp32"}}
 
@@ -100,6 +105,7 @@ def settings(folder: Path, output: Path, max_steps: int, kind: str) -> dict[str,
         "eval_steps": 2,
         "logging_steps": 1,
         "resume_from_checkpoint": True,
+        "max_engine_restarts": 0,
         "rollout_batch_size": 8,
         "num_return_sequences_in_group": 4,
         "prompt_length": 8,
@@ -112,6 +118,8 @@ def settings(folder: Path, output: Path, max_steps: int, kind: str) -> dict[str,
         "rewards": {"digits": {"worker_cls": "tests.rl.digits_reward.repeats", "tag_included": ["digits"]}},
     }
     found["rewards"]["digits"]["arguments"] = {"timeout": 5}
+    if kind == "two":
+        found["actor_infer"]["device_mapping"] = [1, 2]
     if kind == "ahead":
         found["async_generation_ratio"] = 1
     if kind == "ppo":
@@ -152,7 +160,7 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
     command = [sys.executable, "-m", "megatune", "rl", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     pipe = subprocess.PIPE
-    began, struck, known = time.monotonic(), None, set[psutil.Process]()
+    began, known = time.monotonic(), set[psutil.Process]()
     with (
         open(file.with_suffix(".out"), "w+") as out,
         open(file.with_suffix(".err"), "w+") as err,
@@ -167,7 +175,7 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
             preexec_fn=_heed_signals,
         ) as process,
     ):
-        phase = _Phase(output / "launch", strike, process.pid)
+        striker = None if strike is None else _Striker(strike, process, output)
         looked = 0.0
         while process.poll() is None:
             if time.monotonic() - began > LIMIT_SECONDS:
@@ -175,18 +183,16 @@ def run(file: Path, output: Path, strike: Strike | None = None) -> Ended:
             if time.monotonic() - looked > 0.5:
                 known |= _below(process.pid)
                 looked = time.monotonic()
-            if struck is None and strike is not None and phase.has_come():
-                victims = _pids(strike.victim, process, output)
-                if victims:
-                    for victim in victims:
-                        with suppress(ProcessLookupError):
-                            os.kill(victim, strike.number)
-                    struck = time.monotonic()
-            time.sleep(0.002 if strike and struck is None else 0.05)
+            if striker is not None and not striker.is_done:
+                striker.look()
+                time.sleep(0.002)
+            else:
+                time.sleep(0.05)
         _, alive = psutil.wait_procs(list(known), timeout=8)
         ended = time.monotonic()
         out.seek(0)
         err.seek(0)
+        struck = striker.struck[-1] if striker is not None and striker.is_done else None
         found = Ended(process.returncode, out.read(), err.read(), struck is not None, ended - (struck or began))
     found.left = [" ".join(_words(each))[:80] for each in alive if each.is_running() and each.status() != "zombie"]
     after = {path.name for path in Path(tempfile.gettempdir()).glob("mt-*")} - before
@@ -200,25 +206,53 @@ def _heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-class _Phase:
-    """Whether the phase of a strike has come."""
+class _Striker:
+    """Strikes once its phase has come.
 
-    def __init__(self, launch: Path, strike: Strike | None, driver: int) -> None:
-        self._strike, self._first = strike, None
-        name = "actor_train-0" if strike and strike.is_early else "driver-0"
-        self._path = launch / "heartbeats" / name
-        self._before = _beat(self._path)
+    Attributes:
+        struck: when.
+    """
 
-    def has_come(self) -> bool:
-        assert self._strike is not None
+    def __init__(self, strike: Strike, process: subprocess.Popen[bytes], output: Path) -> None:
+        self._strike, self._process, self._output = strike, process, output
+        name = "actor_train-0" if strike.is_early else "driver-0"
+        self._path = output / "launch" / "heartbeats" / name
+        self._before, self._first = _beat(self._path), None
+        self._pids: list[int] = []
+        self._is_held = not strike.held_from
+        self.struck: list[float] = []
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.struck) == self._strike.repeats
+
+    def look(self) -> None:
+        strike = self._strike
+        if not self._is_held:
+            self._is_held = self._has_come(strike.held_from) and bool(self._signal(signal.SIGSTOP))
+        elif self._has_come(strike.phase) and (pids := self._signal(strike.number)):
+            self._pids = pids
+            self.struck.append(time.monotonic())
+
+    def _signal(self, number: int) -> list[int]:
+        """Send a signal to the victim, and return its processes: none where they were struck before."""
+        pids = _pids(self._strike.victim, self._process, self._output)
+        if pids == self._pids:
+            return []
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
+
+    def _has_come(self, phase: str) -> bool:
         beat = _beat(self._path)
         if beat is None or (self._before is not None and beat.time == self._before.time):
             return False
         if self._strike.is_early:
-            return beat.phase == self._strike.phase
+            return beat.phase == phase
         if self._first is None:
             self._first = beat.step
-        return beat.phase == self._strike.phase and beat.step >= self._first + self._strike.steps
+        return beat.phase == phase and beat.step >= self._first + self._strike.steps
 
 
 def _beat(path: Path) -> Beat | None:
@@ -235,8 +269,9 @@ def _pids(victim: str, process: subprocess.Popen[bytes], output: Path) -> list[i
     if victim in ("raylet", "gcs_server"):
         return [each.pid for each in psutil.Process(process.pid).children() if each.name() == victim]
     if victim == "reward":
-        found = psutil.Process(process.pid).children()
-        return [each.pid for each in found if "megatune.rl.rewards.process" in _words(each)]
+        log = output / "launch" / "logs" / "reward-digits.log"
+        found = re.findall(r"^=== reward digits, process (\d+)", log.read_text() if log.exists() else "", re.MULTILINE)
+        return [int(pid) for pid in found if psutil.pid_exists(int(pid))]
     log = output / "launch" / "logs" / f"{victim}.log"
     return [int(re.findall(r"^=== .*, process (\d+),", log.read_text(), re.MULTILINE)[-1])]
 

@@ -24,8 +24,10 @@ from megatune.rl.pipeline.run import _read as read
 from megatune.rl.pipeline.run import drive
 from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
+from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rewards.task import Job, judged, load_job
 from megatune.rl.rollout.server import EngineServer
 from megatune.rl.worker import reference, training
 
@@ -34,7 +36,7 @@ class LocalGroup:
     """`RoleGroup`, of objects; servers among them run in threads. Ranks of the pool have met already."""
 
     def __init__(self, *objects: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.objects, self.size = objects, len(objects)
+        self.objects, self.size, self.ranks = objects, len(objects), range(len(objects))
         self.loop = loop or asyncio.new_event_loop()
         self.run = self.loop.run_until_complete
 
@@ -52,6 +54,11 @@ class LocalGroup:
 
     def _called(self, each: Any, method: str, *args: Any) -> Any:
         return each.ask(method, *args).result() if isinstance(each, EngineServer) else getattr(each, method)(*args)
+
+
+async def score_here(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
+    """Score in this process, without a limit."""
+    return judged(load_job(job), answer)
 
 
 def _sync(trainer: LocalGroup, engines: LocalGroup, version: int, *, num_tensors: int) -> Sync:
@@ -122,5 +129,5 @@ def _run(
         {},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
-    with contextlib.closing(loop), RewardPool(settings.rewards) as pool:
+    with contextlib.closing(loop), RewardPool(settings.rewards, score_here) as pool:
         return drive(settings, model, trained, validation, roles, pool, stop_requested)

@@ -18,9 +18,7 @@ from unittest import mock
 import numpy as np
 import psutil
 import pytest
-from test_reward_pool import sample, scored
 
-from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster, ensure_pythons
@@ -28,7 +26,6 @@ from megatune.rl.cluster.group import store
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.cluster.weights import sync_weights
-from megatune.rl.rewards.pool import RewardPool
 
 WORKER, SERVER = "cluster_workers:Worker", "cluster_workers:server"
 
@@ -85,26 +82,6 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
     assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
 
 
-def test_rewards_are_scored_on_every_machine(ray: None, tmp_path: Path) -> None:
-    """By processes that an actor there has started; the pool ends them, and replaces one that dies."""
-    from megatune.rl.rewards.remote import remote_hosts  # which imports Ray
-
-    role = RewardRole("own", "format", workers=2, arguments={"format_pattern": "a+"})
-
-    def processes() -> list[int]:
-        children = psutil.Process().children(recursive=True)  # of Ray's daemon, in this test
-        return [each.pid for each in children if each.name() == "reward-format"]
-
-    with RewardPool({"own": role}, hosts=remote_hosts(["DEFAULT", "DEFAULT"]), log_dir=tmp_path) as pool:
-        texts = ["aaa", "b", "aa", "ab"]
-        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
-        mine = processes()
-        assert mine
-        os.kill(mine[0], signal.SIGKILL)
-        assert [each.score for each in scored(pool, map(sample, texts))] == [1, 0, 1, 1]
-    assert ended(mine)
-
-
 NOTHING = 0
 
 
@@ -140,6 +117,31 @@ def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: in
     assert ended(pids)
 
 
+def test_an_actor_that_may_be_started_again(ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Calls go on with the other one until it is admitted; as often as it may, and then its death ends the run."""
+    spec = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), is_server=True, restarts=1)
+    lost: list[int] = []
+    with Cluster(tmp_path, {0, 1}) as cluster:
+        engines = cluster.start([spec])["actor_infer"]
+        engines.on_loss = lost.append
+        first = engines.call("pid")[1]
+        call = engines.start("work", "generate", 4, 3.0)
+        os.kill(first, signal.SIGKILL)
+        assert call.result() == [None]
+        assert (lost, engines.ranks) == ([1], [0])
+        assert engines.call("add", 1) == [(0, 11)]
+        assert engines.run(engines.restart(1))
+        assert engines.call("add", 1) == [(0, 12)]
+        engines.admit(1)
+        assert engines.call("add", 1) == [(0, 13), (1, 11)]
+        os.kill(engines.call("pid")[1], signal.SIGKILL)
+        with pytest.raises(MegatuneError, match=r"actor_infer-1 on host \S+, .* was killed"):
+            engines.run(asyncio.sleep(60))
+    said = capfd.readouterr().err
+    assert said.startswith("warning: actor_infer-1 on host ")
+    assert "started again (no more restarts of it: max_engine_restarts)" in said
+
+
 def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:
     with Cluster(tmp_path, {0}, call_limit=2.0) as cluster:
         engine = cluster.start([RoleSpec("actor_infer", WORKER, devices=(0,))])["actor_infer"]
@@ -148,6 +150,18 @@ def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:
         with pytest.raises(MegatuneError, match=rf"{where}\n.*it is in work") as caught:
             engine.call("work", "step", 0, 600.0)
         assert caught.value.exit_code == ExitCode.PROCESS_DIED
+
+
+def test_an_actor_whose_process_does_not_come(tmp_path: Path) -> None:
+    """It has no number yet; 0 would be the driver and all that its shell has started with it."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        (activity,) = Machine(tmp_path, "127.0.0.1").stacks({"actor_infer-0": 0}).values()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not got
+    assert not activity.stack
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ class Calls:
     """`RoleGroup` of actors that do whatever they are asked."""
 
     def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said, self.size = name, said, 1
+        self.name, self.said, self.size, self.ranks = name, said, 1, [0]
         self.loop, self.run = asyncio.new_event_loop(), None
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -132,18 +132,40 @@ class Actors:
         self.calls, self.given = Counter[str](), list[tuple[int, int, int, list[str]]]()
         self.loads, self.most = [0] * size, 0
         self.aborts = [asyncio.Event() for _ in range(size)]
+        self.name, self.present, self.losses = "actor_infer", {*range(size)}, [0] * size
+        self.on_loss: Callable[[int], None] = lambda rank: None
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.present)
+
+    def lose(self, rank: int) -> None:
+        """Let an engine be gone: its calls have no answers."""
+        self.present.discard(rank)
+        self.losses[rank] += 1
+        self.on_loss(rank)
+
+    async def restart(self, rank: int) -> bool:
+        self.calls["restart"] += 1
+        await asyncio.sleep(0.01)
+        return True
+
+    def admit(self, rank: int) -> None:
+        self.present.add(rank)
 
     async def start_one(self, rank: int, method: str, number: int, last: int, requests: list[Request]) -> Any:
         self.calls[method] += 1
         self.given.append((rank, number, last, [request.id for request in requests]))
         self.loads[rank] += len(requests)
         self.most = max(self.most, self.loads[rank])
-        told = self.aborts[rank]
+        told, losses = self.aborts[rank], self.losses[rank]
         for _ in range(max(map(self._tokens, requests))):
-            if told.is_set():
+            if told.is_set() or self.losses[rank] > losses:
                 break
             await asyncio.sleep(0)
         self.loads[rank] -= len(requests)
+        if self.losses[rank] > losses:
+            return []
         return [[_response(each, 2, "abort" if told.is_set() else "stop") for each in requests]]
 
     async def start_each(self, method: str, arguments: list[tuple[int]]) -> None:
@@ -195,6 +217,56 @@ def test_an_abort_ends_what_is_in_flight_and_what_waits(loop: Any) -> None:
 
     found = loop.run_until_complete(aborted())
     assert [[response.finish for response in each] for each in found] == [["abort", "abort"], [], []]
+
+
+def test_what_a_lost_engine_had_begun_is_sampled_by_the_others(loop: Any, capsys: Any) -> None:
+    """It takes part again once it was started again and has weights, and counts its calls from the beginning."""
+    actors = Actors(2, loop, lambda request: 50)
+    engines = EngineGroup(ROLE, actors, max_running=2)  # type: ignore[arg-type]
+
+    async def struck() -> Any:
+        calls = asyncio.gather(*(engines.generate(_requests(number, 2)) for number in range(4)))
+        while len(actors.given) < 4:
+            await asyncio.sleep(0)
+        actors.lose(1)
+        return await calls
+
+    found = engines.run(struck())
+    assert [[response.id for response in each] for each in found] == [
+        [request.id for request in _requests(number, 2)] for number in range(4)
+    ]
+    assert {rank for rank, *_ in actors.given[4:]} == {0}
+    engines.run(asyncio.sleep(0.05))
+    assert engines.admit()
+    engines.run(engines.generate(_requests(4, 2)))
+    assert actors.given[-1][0] == 0, "it has no weights yet"
+    engines.note_weights()
+    engines.run(asyncio.wait_for(asyncio.gather(*map(engines.generate, map(_requests, (5, 6), (2, 2)))), 5))
+    assert {(rank, number) for rank, number, *_ in actors.given[-2:]} >= {(1, 1)}
+    assert capsys.readouterr().out == "actor_infer-1 was started again, has the weights, and samples\n"
+
+
+@pytest.mark.parametrize("has_own_weights", [False, True])
+def test_without_an_engine_left_what_is_asked_waits_for_one(loop: Any, has_own_weights: bool) -> None:
+    actors = Actors(1, loop, lambda request: 50)
+    engines = EngineGroup(ROLE, actors, max_running=2, has_own_weights=has_own_weights)  # type: ignore[arg-type]
+    filled = list[int]()
+
+    def refill() -> None:
+        filled.append(len(actors.ranks))
+        engines.wake()
+        engines.note_weights()
+
+    async def struck() -> Any:
+        call = asyncio.ensure_future(engines.generate(_requests(0, 2)))
+        while not actors.given:
+            await asyncio.sleep(0)
+        actors.lose(0)
+        return await call
+
+    engines.refill = refill
+    assert len(engines.run(struck())) == 2
+    assert filled == ([] if has_own_weights else [1])
 
 
 class Pool:

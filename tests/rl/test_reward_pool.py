@@ -1,10 +1,8 @@
-"""The pool: samples in any order, rewards that raise, hang, die or print, and what is left of its processes."""
+"""The pool: samples in any order, rewards that raise, loop, die or print, and what is left of its processes."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -20,12 +18,16 @@ import pytest
 
 from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.cluster import session
 from megatune.rl.rewards import pool as pool_module
+from megatune.rl.rewards import task
+from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.pool import RewardPool, load_rewards
+from megatune.rl.rewards.task import Job, Scorer, ray_scorer
 from megatune.rl.samples import Problem, Response, Sample
 
 REWARDS = """
-    import os, sys, time
+    import os, re, signal, subprocess, sys, time
 
     def length(answer):
         print("a line that a reward prints")
@@ -33,8 +35,14 @@ REWARDS = """
             raise ValueError("no reward for this")
         if answer.text == "exit":
             sys.exit(3)
-        if answer.text == "hang":
-            time.sleep(60)
+        if answer.text == "loop":
+            open("child", "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+            while True:
+                pass
+        if answer.text == "loop outside of Python":
+            re.match("(a+)+$", "a" * 60 + "b")
+        if answer.text == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if answer.text == "kill":
             os.kill(os.getpid(), 9)
         if answer.text == "kill once" and not os.path.exists("killed"):
@@ -54,16 +62,22 @@ REWARDS = """
 """
 
 
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
+    """Ray, once for all tests here, with two machines, as it were."""
+    with session.ray_session(2, 0, 256 * 2**20, tmp_path_factory.mktemp("ray")):
+        yield ray_scorer(["DEFAULT", "SPREAD"])
+
+
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of a user's, in the working folder."""
     (tmp_path / "own_rewards.py").write_text(textwrap.dedent(REWARDS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
-    yield "own_rewards"
-    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
-    assert not [each for each in children if "megatune.rl.rewards.process" in each.cmdline()]
+    return "own_rewards"
 
 
 def role(function: str, workers: int = 1, **arguments: Any) -> RewardRole:
@@ -74,6 +88,10 @@ def sample(text: str, domain: str = "own") -> Sample:
     problem = Problem(text, "tag", domain, [], np.zeros(3, np.int64), {"bonus": 7})
     response = Response("r", np.zeros(5, np.int64), np.zeros(5, np.float32), "stop", ())
     return Sample(problem, 0, response, text)
+
+
+async def nobody(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
+    raise AssertionError("a judge needs no process")
 
 
 def scored(pool: RewardPool, samples: Iterable[Sample]) -> list[Sample]:
@@ -87,56 +105,52 @@ def scored(pool: RewardPool, samples: Iterable[Sample]) -> list[Sample]:
     return samples
 
 
-def test_failures_are_named(module: str, tmp_path: Path) -> None:
-    texts = ["slow", "raise", "exit", "hang", "kill", "nan", "good", "kill once"]
-    with RewardPool({"own": role(f"{module}:length", 2)}, log_dir=tmp_path / "logs", limit=8) as pool:
+def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None:
+    texts = ["slow", "raise", "exit", "loop", "kill", "nan", "good", "kill once"]
+    with RewardPool({"own": role(f"{module}:length", 2)}, scorer, log_dir=tmp_path / "logs", limit=8) as pool:
         found = {each.text: each for each in scored(pool, map(sample, texts))}
         counts = pool.counts["own"]
     assert [found[text].score for text in ("slow", "good", "kill once")] == [1, 1, 2.25]
     assert found["good"].details["correct"] == 1
     assert found["good"].details["bonus"] == 7
     errors = {text: found[text].details["error"] for text in texts[1:6]}
-    for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("hang", "longer than 8 seconds"),
-                       ("kill", "SIGKILL"), ("nan", "nan")):  # fmt: skip
+    for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("loop", "longer than 8 seconds"),
+                       ("kill", "was killed"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)
     assert (counts.scored, counts.errors, counts.timeouts) == (8, 4, 1)
     assert counts.last_failure.startswith("own, problem ")
-    assert "a line that a reward prints" in (tmp_path / "logs" / "reward-own.log").read_text()
+    log = (tmp_path / "logs" / "reward-own.log").read_text()
+    assert "a line that a reward prints" in log
+    assert "in length" in log, "the stack of what took too long"
+    child = int(Path("child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_class_takes_arguments_and_order_is_kept(module: str) -> None:
-    with RewardPool({"own": role(f"{module}:Scaled", factor=0.5)}) as pool:
+@pytest.mark.extended("stop")
+@pytest.mark.parametrize("text", ["loop outside of Python", "stop"])
+def test_a_process_that_cannot_end_itself(
+    scorer: Scorer, module: str, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """It is ended from outside, and another one scores the next sample."""
+    monkeypatch.setattr(task, "START_SECONDS", 30.0)
+    with RewardPool({"own": role(f"{module}:length")}, scorer, limit=2) as pool:
+        late, good = scored(pool, [sample(text), sample("good")])
+    assert "longer than 2 seconds" in late.details["error"]
+    assert good.score == 1
+
+
+def test_a_class_takes_arguments_and_order_is_kept(scorer: Scorer, module: str) -> None:
+    with RewardPool({"own": role(f"{module}:Scaled", factor=0.5)}, scorer) as pool:
         assert [each.score for each in scored(pool, [sample("a"), sample("b")])] == [2.5, 2.5]
 
 
-def test_a_reward_that_always_fails_ends_the_run(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_always_fails_ends_the_run(scorer: Scorer, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "FAILURES_IN_A_ROW", 3)
-    with RewardPool({"own": role(f"{module}:length")}) as pool, pytest.raises(MegatuneError) as raised:
+    with RewardPool({"own": role(f"{module}:length")}, scorer) as pool, pytest.raises(MegatuneError) as raised:
         scored(pool, map(sample, ["good", "nan", "raise", "raise", "good"]))
     assert raised.value.exit_code == ExitCode.UNAVAILABLE
     assert "own failed for 3 samples in a row" in str(raised.value)
-
-
-def test_a_process_ends_when_its_parent_does(module: str) -> None:
-    script = f"""
-        import asyncio, os, sys
-        from test_reward_pool import role, sample, scored
-        from megatune.rl.rewards.pool import RewardPool
-        pool = RewardPool({{"own": role("{module}:length")}})
-        print(scored(pool, [sample("good")])[0].details["process"], flush=True)
-        asyncio.new_event_loop().create_task(pool.score(sample("hang")))
-        os.kill(os.getpid(), 9)
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, env=environment, check=False
-    )
-    number = int(ended.stdout)
-    until = time.monotonic() + 60
-    while psutil.pid_exists(number) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not psutil.pid_exists(number)
 
 
 def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
@@ -155,18 +169,17 @@ def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
         assert said in str(raised.value)
 
 
-def test_a_sample_that_nobody_wants_is_not_scored(module: str) -> None:
+def test_a_sample_that_nobody_wants_is_not_scored(scorer: Scorer, module: str) -> None:
     """Unless it has begun; and it keeps nobody waiting."""
 
     async def cancelled(pool: RewardPool) -> None:
         tasks = [asyncio.create_task(pool.score(sample(text))) for text in ("slow", "kill once")]
-        while not pool._domains["own"].busy:
-            await asyncio.sleep(0.01)
-        for task in tasks:
-            task.cancel()
+        await asyncio.sleep(0.1)
+        for each in tasks:
+            each.cancel()
         await pool.score(sample("good"))
 
-    with RewardPool({"own": role(f"{module}:length")}) as pool:
+    with RewardPool({"own": role(f"{module}:length")}, scorer) as pool:
         asyncio.run(cancelled(pool))
         assert pool.counts["own"].scored == 1
     assert not Path("killed").exists()
@@ -183,7 +196,29 @@ def test_a_judge_of_the_run_is_asked_by_threads() -> None:
         return "Score: 4"
 
     judge = RewardRole("own", "llm_judge", workers=4, arguments={"judge_model_type": "inference"})
-    with RewardPool({"own": judge}) as pool:
+    with RewardPool({"own": judge}, nobody) as pool:
         pool.clients["own"] = client = mock.Mock(side_effect=model)
         assert [each.score for each in scored(pool, map(sample, "abcdefgh"))] == [0.4] * 8
     client.close.assert_called_once()
+
+
+def test_a_judge_that_never_answers_is_a_timeout() -> None:
+    """And keeps neither the next sample nor the end of the run waiting."""
+    may = threading.Event()
+
+    def model(messages: list[dict[str, str]], limit: float) -> str:
+        if not answered:
+            answered.append(True)
+            may.wait(60)
+        return "Score: 4"
+
+    answered: list[bool] = []
+    judge = RewardRole("own", "llm_judge", arguments={"judge_model_type": "inference"})
+    with RewardPool({"own": judge}, nobody, limit=0.5) as pool:
+        pool.clients["own"] = mock.Mock(side_effect=model)
+        began = time.monotonic()
+        late, good = scored(pool, [sample("a"), sample("b")])
+        assert time.monotonic() - began < 30
+    may.set()
+    assert late.details["error"] == "the reward took longer than 0.5 seconds"
+    assert good.score == 0.4

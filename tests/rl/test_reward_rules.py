@@ -13,8 +13,8 @@ from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.choice import CrossThinkQA, GeneralValidation, MultipleChoice
 from megatune.rl.rewards.instructions.reward import GeneralRule, is_kept
 from megatune.rl.rewards.math_rule import MathRule
-from megatune.rl.rewards.process import judged
 from megatune.rl.rewards.shape import Format, Length
+from megatune.rl.rewards.task import judged
 from megatune.rl.rewards.text import after_thought, repeated_share
 
 

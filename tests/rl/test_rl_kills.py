@@ -58,7 +58,7 @@ CHAINS: dict[str, tuple[str, list[Strike]]] = {
         "apart",
         [
             *(Strike(phase, "reward_model-0", is_idle=phase == "train") for phase in ("rollout", "train")),
-            Strike("reference", "reference-0"),
+            Strike("reference", "reference-0", held_from="rollout"),
             Strike("rollout", "reward_model-0", signal.SIGSTOP),
         ],
     ),
@@ -101,6 +101,51 @@ def test_every_process_in_every_phase(tmp_path: Path, name: str) -> None:
         assert not ended.left
     assert curve(outputs[0]) == curve(outputs[1])
     assert weights(outputs[0]) == weights(outputs[1])
+
+
+# name -> (settings, the strike)
+LOSSES = {
+    "one of two": ("two", Strike("rollout", "actor_infer-1")),
+    "one of two is stopped": ("two", Strike("rollout", "actor_infer-1", signal.SIGSTOP)),
+    "the only one": ("small", Strike("rollout", "actor_infer-0")),
+    "the only one, with weights on their way": ("small", Strike("sync", "actor_infer-0")),
+    "while it has left its device to the trainer": ("ppo", Strike("train", "actor_infer-0")),
+    "a judge": ("apart", Strike("rollout", "reward_model-0")),
+}
+
+
+@pytest.mark.extended(*list(LOSSES)[1:])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_engine_is_started_again(tmp_path: Path, name: str) -> None:
+    """While it is, the others sample what it had begun, or the run waits for the only one; the run comes to the same
+    end as one that nothing happened to."""
+    kind, strike = LOSSES[name]
+    prepare(tmp_path)
+    steps = 30 if kind == "two" else 6
+    changes = {"max_engine_restarts": 1, "enable_old_logprobs_recompute": True, "save_steps": steps}
+    struck, whole = outputs = [tmp_path / folder for folder in ("struck", "whole")]
+    files = [write(tmp_path / f"{each.name}.yaml", settings(tmp_path, each, steps, kind) | changes) for each in outputs]
+    ended, other = run(files[0], struck, strike), run(files[1], whole)
+    for each in (ended, other):
+        assert (each.code, each.left) == (0, []), each.errors
+    assert ended.struck
+    line = next(line for line in ended.errors.splitlines() if line.startswith(f"warning: {strike.victim} on host "))
+    assert (STOPPED if strike.number == signal.SIGSTOP else "kill -9") in line
+    assert "no more restarts of it: max_engine_restarts" in line
+    assert f"{strike.victim} was started again, has the weights, and samples" in ended.printed
+    assert "warning: " not in other.errors
+    assert curve(struck) == curve(whole)
+    assert weights(struck) == weights(whole)
+
+
+@pytest.mark.extended
+def test_an_engine_that_was_started_again_as_often_as_it_may(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    output = tmp_path / "struck"
+    content = settings(tmp_path, output, 400, "two") | {"max_engine_restarts": 1}
+    ended = run(write(tmp_path / "struck.yaml", content), output, Strike("rollout", "actor_infer-1", repeats=2))
+    check(Strike("rollout", "actor_infer-1", is_idle=True), ended)
+    assert "warning: actor_infer-1 on host" in ended.errors
 
 
 @pytest.mark.extended

@@ -139,6 +139,12 @@ class RLRunSettings(Group):
     """How long a phase may take on any role, such as sampling all responses of a step.
     How: A role that has not answered by then is named with its phase and step, and ends the run.
     When: Raise it for very long responses; a smaller one finds a hang sooner."""
+    max_engine_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a rollout engine, or a judge, may be started again where it dies or hangs.
+    How: The others sample meanwhile what it had begun, and it takes part again from the next transfer of weights on. A
+    warning says each time which engine it was and why. Beyond this number for one engine the run ends with exit code
+    76, and resumes from its last checkpoint.
+    When: 0 to see every crash at once; more for runs of weeks on machines that fail."""
     max_log_prob_gap: Positive | None = None
     """How far log-probabilities of the rollout engine and of the trainer may differ on average. null is by precision.
     How: The mean over the tokens that this step's weights sampled; above it the run ends with exit code 77. null is

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
-from megatune.launch.processes import RankState, rank_environment
+from megatune.launch.processes import rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
-from megatune.rl.cluster.group import Pending, RoleGroup
+from megatune.rl.cluster.group import RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
-from megatune.rl.rewards.pool import Host
+from megatune.rl.rewards.pool import RewardPool
+from megatune.rl.rewards.task import ray_scorer
+
+if TYPE_CHECKING:
+    from megatune.config.rl.settings import RewardRole
+    from megatune.rl.cluster.watch import Actor
 
 HANG_SECONDS = 1800.0
 CALL_SECONDS = 3600.0
@@ -109,40 +116,47 @@ class Cluster(AbstractContextManager["Cluster"]):
         from megatune.rl.cluster.watch import Actor
 
         ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
-        begun = time.monotonic()
-        actors: dict[str, list[Actor]] = {}
+        groups: dict[str, RoleGroup] = {}
+        started: list[tuple[Actor, RoleSpec, tuple[str, int]]] = []
         for spec in specs:
             places = placements(spec, self._devices_per_node, self._nodes)
             meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
-            for placement in places:
-                state = RankState(next(self._count), 0, time.monotonic())
-                host = self._equipment[placement.node].host
-                handle = self._host(spec, placement, meeting)
-                actors.setdefault(spec.name, []).append(
-                    Actor(spec.name, placement, handle, placement.node, host, state)
-                )
-        everyone = [actor for group in actors.values() for actor in group]
-        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor) for actor in everyone])
-        for actor, pid in zip(everyone, Pending(self._watch, born).result(), strict=True):
-            actor.state.pid = pid
-            self._watch.actors.append(actor)
-        builds = [
-            (actor.handle.build.remote(spec.target, dict(spec.arguments)), actor)
-            for spec in specs
-            for actor in actors[spec.name]
-        ]
-        built = self._watch.begin("build", limit - (time.monotonic() - begun), builds)
-        Pending(self._watch, built).result()
-        return {name: RoleGroup(name, group, self._watch, self._call_limit) for name, group in actors.items()}
+            actors = [
+                Actor(spec.name, placement, self._equipment[placement.node].host, next(self._count))
+                for placement in places
+            ]
+            again = partial(self._start, spec, meeting, START_SECONDS)
+            groups[spec.name] = RoleGroup(spec.name, actors, self._watch, self._call_limit, again)
+            started += [(actor, spec, meeting) for actor in actors]
 
-    def reward_hosts(self) -> list[Host] | None:
-        """Return what starts reward processes on every machine of a cluster; None where this machine is the only
-        one."""
-        if len(self._machines) == 1:
-            return None
-        from megatune.rl.rewards.remote import remote_hosts
+        async def together() -> None:
+            await asyncio.gather(*(self._start(spec, meeting, limit, actor) for actor, spec, meeting in started))
 
-        return remote_hosts([self._placement.strategy(node) for node in range(len(self._machines))])
+        self._watch.run(together())
+        for actor, spec, _ in started:
+            actor.restarts = spec.restarts
+        return groups
+
+    async def _start(self, spec: RoleSpec, meeting: tuple[str, int], limit: float, actor: Actor) -> bool:
+        """Start the process of an actor and build its object; return whether it is there, and was not lost meanwhile.
+
+        Args:
+            meeting: where the ranks of the role meet.
+        """
+        until = time.monotonic() + limit
+        actor.begin(self._host(spec, actor.placement, meeting))
+        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor)])
+        if not (pids := await born.finished):
+            return False
+        actor.state.pid = pids[0]
+        self._watch.actors.append(actor)
+        building = actor.handle.build.remote(spec.target, dict(spec.arguments))
+        return bool(await self._watch.begin("build", until - time.monotonic(), [(building, actor)]).finished)
+
+    def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
+        """Return what scores samples, on every machine of the run."""
+        strategies = [self._placement.strategy(node) for node in range(len(self._machines))]
+        return RewardPool(rewards, ray_scorer(strategies), log_dir=self._run_dir / "logs", machines=len(strategies))
 
     def note(self, phase: str, step: int) -> None:
         """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""

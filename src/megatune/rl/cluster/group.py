@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -24,7 +25,8 @@ class Pending:
         return self._call.finished.__await__()
 
     def result(self) -> list[Any]:
-        """Wait, and return the answers in the order of the actors that were called.
+        """Wait, and return the answers in the order of the actors that were called; without those of actors that were
+        lost meanwhile, and may be started again.
 
         Raises:
             MegatuneError: naming role, rank, phase, step, cause and log file of the first failure of any actor of the
@@ -41,17 +43,57 @@ class RoleGroup:
     Arguments and answers travel as pickles through Ray's object store: arrays arrive read-only, and tensors are of no
     graph. Arguments that several actors get are stored once a machine.
 
+    An actor that may be started again is lost where it dies or hangs: calls go on with the others until it is
+    admitted again.
+
+    Args:
+        start_again: starts an actor that was lost, and says whether it is there.
+
     Attributes:
         name: of the role.
-        size: number of actors.
-        actors: by rank.
+        size: number of actors, those that are lost, too.
         loop: of the driver.
+        on_loss: called with the rank of an actor that was lost.
     """
 
-    def __init__(self, name: str, actors: Sequence[Actor], watch: Watch, call_limit: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        watch: Watch,
+        call_limit: float,
+        start_again: Callable[[Actor], Awaitable[bool]],
+    ) -> None:
         self.name, self.size = name, len(actors)
-        self.actors, self.loop = list(actors), watch.loop
-        self._watch, self._call_limit = watch, call_limit
+        self.loop = watch.loop
+        self.on_loss: Callable[[int], None] = lambda rank: None
+        self._all, self._present = list(actors), dict(enumerate(actors))
+        self._watch, self._call_limit, self._start_again = watch, call_limit, start_again
+        for rank, actor in enumerate(actors):
+            actor.on_loss = partial(self._note_loss, rank)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the actors that calls go to."""
+        return sorted(self._present)
+
+    @property
+    def actors(self) -> list[Actor]:
+        """Those that calls go to, by rank."""
+        return [self._present[rank] for rank in self.ranks]
+
+    async def restart(self, rank: int) -> bool:
+        """Start the process of an actor that was lost, and build its object; return whether it is there. No call goes
+        to it before `admit`."""
+        return await self._start_again(self._all[rank])
+
+    def admit(self, rank: int) -> None:
+        """Let calls go to an actor that was restarted."""
+        self._present[rank] = self._all[rank]
+
+    def _note_loss(self, rank: int) -> None:
+        self._present.pop(rank, None)
+        self.on_loss(rank)
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """Wait for something in the driver's loop, and return its result; see `Pending.result` for what it raises."""
@@ -70,16 +112,17 @@ class RoleGroup:
 
     def start(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
         """As `call`, without waiting."""
-        return self._start(method, self.actors, [args] * self.size, kwargs, limit)
+        return self._start(method, self.actors, [args] * len(self._present), kwargs, limit)
 
     def start_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
         """Call a method of one actor's object, without waiting."""
-        return self._start(method, [self.actors[rank]], [args], kwargs, limit)
+        return self._start(method, [self._all[rank]], [args], kwargs, limit)
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> Pending:
         """Call a method of every actor's object with its own arguments, by rank, without waiting."""
         assert len(arguments) == self.size
-        return self._start(method, self.actors, arguments, {}, limit)
+        own = [arguments[rank] for rank in self.ranks]
+        return self._start(method, self.actors, own, {}, limit)
 
     def _start(
         self,

@@ -82,10 +82,14 @@ class Machine:
         return {name: ProcessStatus(process_state(pid), read_beat(beats / name)) for name, pid in pids.items()}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, RankActivity]:
-        """Have each process write all its stacks into its log, which works wherever it hangs, and read them back."""
+        """Have each process write all its stacks into its log, which works wherever it hangs, and read them back.
+
+        Args:
+            pids: 0 of a process that has not said its number; to the kernel that is this process and its whole group.
+        """
         logs = {name: log_path(self._run_dir, name) for name in pids}
-        offsets = {name: path.stat().st_size for name, path in logs.items()}
-        for pid in pids.values():
+        offsets = {name: path.stat().st_size if path.exists() else 0 for name, path in logs.items()}
+        for pid in filter(None, pids.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(DUMP_SECONDS)

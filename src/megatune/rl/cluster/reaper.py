@@ -23,16 +23,19 @@ _WELL = b"well\n"
 
 
 @contextlib.contextmanager
-def reaper(folder: Path) -> Iterator[None]:
+def reaper(folder: Path) -> Iterator[int]:
     """Have a process of its own watch over this one.
 
     Args:
         folder: removed with the processes.
+
+    Yields:
+        The process's number.
     """
     command = [sys.executable, "-P", "-m", "megatune.rl.cluster.reaper", str(os.getpid()), str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        yield
+        yield process.pid
     finally:
         with contextlib.suppress(OSError):
             process.communicate(_WELL)

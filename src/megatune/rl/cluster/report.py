@@ -109,6 +109,15 @@ def hung(
     return Finding(f"{culprit.name} on host {culprit.host} hung {where}: {silence}", "", why, fix), culprit
 
 
+def lost(finding: Finding, actor: Actor) -> str:
+    """Say what became of an actor that is started again."""
+    why = f" ({finding.why})" if finding.why else ""
+    left = (
+        f"{actor.restarts} more restart{'s' if actor.restarts != 1 else ''}" if actor.restarts else "no more restarts"
+    )
+    return f"warning: {finding.what}{why}. It is started again ({left} of it: max_engine_restarts); the run continues"
+
+
 def service(name: str, pid: int, place: Place | None) -> Finding:
     """Say that a process of Ray's own is gone."""
     where = place_text(*place) if place else "while starting"

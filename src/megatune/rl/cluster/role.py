@@ -27,6 +27,8 @@ class RoleSpec:
             (local_rank is its own). Otherwise each sees its own devices alone.
         is_server: the object does calls at once, and answers them with futures (`host.ServerHost`); they may arrive in
             another order than they were made in.
+        restarts: how often each actor may be started again where it dies or hangs, once all were built; see
+            `group.RoleGroup.restart`.
         environment: variables of the processes, above all others.
         py_executable: Python of another environment, with the same versions of Python and Ray.
     """
@@ -39,6 +41,7 @@ class RoleSpec:
     workers: int = 1
     rendezvous: bool = False
     is_server: bool = False
+    restarts: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     py_executable: str | None = None
 

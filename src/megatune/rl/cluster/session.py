@@ -38,6 +38,7 @@ _SWITCHES = {
     "RAY_memory_monitor_refresh_ms": "0",  # it would end actors before the kernel does, by a measure of its own
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
+    "RAY_idle_worker_killing_time_threshold_ms": "3600000",  # processes of rewards stay over steps, their reward loaded
     "RAY_enable_metrics_collection": "0",
     # CUDA_VISIBLE_DEVICES is what this program says; Ray below 2.56 empties it where an actor asks for no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -97,10 +98,10 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         if ray.is_initialized():  # by who runs this as a part of something larger
             yield folder
             return
-        stack.enter_context(reaper(folder))
+        watcher = stack.enter_context(reaper(folder))
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
         started: dict[str, int] = {}
-        stack.callback(_leave, started, folder)
+        stack.callback(_leave, started, folder, watcher)
         own: dict[str, Any] = {}
         if not address:
             own = {"num_cpus": slots, "num_gpus": gpus, "object_store_memory": object_store_bytes}
@@ -112,7 +113,7 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
                 break
             except Exception as error:  # Ray raises any
-                _end_processes(folder)
+                _end_processes(folder, watcher)
                 if "timed out during startup" not in str(error) or attempt == _ATTEMPTS - 1:
                     raise MegatuneError(_not_started(address, error), ExitCode.UNAVAILABLE) from error
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in its place
@@ -141,7 +142,7 @@ def are_alive(processes: Mapping[str, int]) -> bool:
     return not any(process_state(pid) in "?ZX" for pid in processes.values())
 
 
-def _leave(started: Mapping[str, int], folder: Path) -> None:
+def _leave(started: Mapping[str, int], folder: Path, watcher: int) -> None:
     """End Ray. Where one of its own processes is gone, Ray would look for that for a minute and then abort this
     process, or crash it at its end: so it ends without ray.shutdown, with the exit code that this has."""
     import ray
@@ -151,7 +152,7 @@ def _leave(started: Mapping[str, int], folder: Path) -> None:
     else:
         atexit.unregister(ray.shutdown)
         atexit.register(_exit_at_once)
-        _end_processes(folder)
+        _end_processes(folder, watcher)
 
 
 def _exit_at_once() -> None:
@@ -172,11 +173,12 @@ def package_path(folder: Path) -> str:
     return str(path)
 
 
-def _end_processes(folder: Path) -> None:
-    """End Ray's processes, with all that they have started, where Ray itself does not."""
+def _end_processes(folder: Path, watcher: int) -> None:
+    """End Ray's processes, with all that they have started, where Ray itself does not. The watcher, which has the
+    folder's name in its command, too, ends what those have left that are gone."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if any(str(folder) in word for word in child.cmdline()):
+            if child.pid != watcher and any(str(folder) in word for word in child.cmdline()):
                 for process in (*child.children(recursive=True), child):
                     process.kill()
 

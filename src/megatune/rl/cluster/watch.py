@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,26 +37,39 @@ class Actor:
     """The driver's view of an actor.
 
     Attributes:
-        name: ROLE-RANK.
+        host: name of its machine.
+        number: its place among all actors of the run.
         handle: Ray's.
-        machine, host: number and name of its machine.
-        state: of its process; its rank is its place among all actors of the run.
+        state: of its process.
         busy: calls in flight.
         stopped: when it was first seen stopped, on the monotonic clock.
+        restarts: how often it may be started again where it dies or hangs; without any left, that ends the run.
+        on_loss: called when it is gone, and may be started again.
     """
 
     role: str
     placement: ActorPlacement
-    handle: Any
-    machine: int
     host: str
-    state: RankState
+    number: int
+    handle: Any = None
+    state: RankState = field(init=False)
     busy: int = 0
     stopped: float | None = None
+    restarts: int = 0
+    on_loss: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.placement.rank}"
+
+    @property
+    def machine(self) -> int:
+        """Number of its machine."""
+        return self.placement.node
+
+    def begin(self, handle: Any) -> None:
+        """Take note of a process that was started, of which nothing is known yet."""
+        self.handle, self.state = handle, RankState(self.number, 0, time.monotonic())
 
 
 @dataclass(eq=False)
@@ -64,7 +78,8 @@ class Call:
 
     Attributes:
         deadline: on the monotonic clock.
-        finished: all answers, in the order of the actors that were called; of a stream, its next reference.
+        finished: all answers, in the order of the actors that were called, without those of actors that were lost
+            meanwhile; of a stream, its next reference.
         waiting: who has not answered, by place in that order.
     """
 
@@ -157,7 +172,8 @@ class Watch:
             self.loop.call_soon_threadsafe(self._take, call, place, answer)
 
     def _take(self, call: Call, place: int, answer: Any) -> None:
-        actor = call.waiting.pop(place)
+        if (actor := call.waiting.pop(place, None)) is None:
+            return  # its actor was lost
         actor.busy -= 1
         error = answer.exception()
         if error is not None:
@@ -174,7 +190,7 @@ class Watch:
     def _conclude(self, call: Call) -> None:
         """Tell who waits for a call that every actor has answered."""
         if not call.waiting:
-            del self._calls[call]
+            self._calls.pop(call, None)
             if not call.finished.done():
                 call.finished.set_result([call.answers[place] for place in sorted(call.answers)])
 
@@ -205,11 +221,30 @@ class Watch:
                 self._raise((report.service(name, pid, self.place),), name, ExitCode.PROCESS_DIED)
 
     def _note_death(self, actor: Actor, ray_says: str) -> None:
-        if actor not in self._failed:
-            found = re.search(r"exit code (\d+)", ray_says)
-            words, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
-            exit_code = int(found[1]) if found else None
-            self._failed[actor] = report.death(actor.state, actor.host, words, exit_code, out_of_memory)
+        if actor in self._failed:
+            return
+        found = re.search(r"exit code (\d+)", ray_says)
+        words, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
+        exit_code = int(found[1]) if found else None
+        failure = report.death(actor.state, actor.host, words, exit_code, out_of_memory)
+        if actor.restarts:
+            self._lose(actor, report.failed(self._run_dir, actor.name, failure, self.place)[0])
+        else:
+            self._failed[actor] = failure
+
+    def _lose(self, actor: Actor, finding: Finding) -> None:
+        """Go on without an actor that may be started again: end what is left of it, and await none of its answers."""
+        actor.restarts -= 1
+        print(report.lost(finding, actor), file=sys.stderr, flush=True)
+        if actor in self.actors:
+            self.actors.remove(actor)
+        self._machines[actor.machine].kill({actor.name: actor.state.pid})
+        ray.kill(actor.handle)
+        actor.busy, actor.stopped = 0, None
+        for call in tuple(self._calls):
+            call.waiting = {place: other for place, other in call.waiting.items() if other is not actor}
+            self._conclude(call)
+        actor.on_loss()
 
     def _note_error(self, actor: Actor, error: Exception) -> None:
         """What Ray raises in place of an answer: a death, what a stream carried, or its own trouble."""
@@ -244,15 +279,18 @@ class Watch:
         self._raise(findings, culprit.name, ExitCode(failure.exit_code), failure.traceback)
 
     def _find_hung(self) -> None:
-        """Raise if an actor at work has shown no progress for too long, or a call has taken too long."""
+        """Raise if an actor at work has shown no progress for too long, or a call has taken too long; one that may be
+        started again is lost then."""
         now = time.monotonic()
         for actor in self._at_work():
             beat_limit = actor.state.beat.limit if actor.state.beat else None
             limit = self._hang_timeout if beat_limit is None else beat_limit
-            stopped = actor.stopped is not None and now - actor.stopped > STOPPED_SECONDS
+            # One that had nothing to do may have been stopped for long.
+            stopped = actor.stopped is not None and now - max(actor.stopped, actor.state.progressed) > STOPPED_SECONDS
             if stopped or now - actor.state.progressed > limit:
                 self._conclude_hang(self._at_work())
-        for call in self._calls:
+                return
+        for call in tuple(self._calls):
             if now > call.deadline:
                 self._conclude_hang([*call.waiting.values()], call)
 
@@ -266,7 +304,10 @@ class Watch:
             found = machine.stacks(pids) if pids else {}
             activities |= {actor.state.rank: found[actor.name] for actor in suspects if actor.name in found}
         finding, culprit = report.hung(self._run_dir, suspects, activities, call, self.place)
-        self._raise((finding,), culprit.name, ExitCode.PROCESS_DIED)
+        if culprit.restarts:
+            self._lose(culprit, finding)
+        else:
+            self._raise((finding,), culprit.name, ExitCode.PROCESS_DIED)
 
     def _raise(self, findings: tuple[Finding, ...], culprit: str, exit_code: ExitCode, traceback: str = "") -> NoReturn:
         error = MegatuneError(findings, exit_code)

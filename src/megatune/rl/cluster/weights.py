@@ -56,8 +56,8 @@ def sync_weights(
         taken.append(engines.begin("update", refs, limit))
         del bucket, refs
         if len(taken) == _WAITING_BUCKETS:
-            sizes.append(taken.popleft().result()[0])
-    sizes += [each.result()[0] for each in taken]
+            sizes += taken.popleft().result()[:1]
+    sizes += [size for each in taken for size in each.result()[:1]]
     drains.result()
     engines.call("commit_update", version, limit=limit)
     tensors, nbytes = (sum(numbers) for numbers in zip(*sizes, strict=True)) if sizes else (0, 0)

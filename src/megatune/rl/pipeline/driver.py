@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -91,7 +92,7 @@ class Driver:
         if self.validation is not None and not run.rollout_mock.replays:
             with self._paused():
                 self.note("sync", run.max_steps)
-                self.weights.sync(run.max_steps + 1)
+                self._sync(run.max_steps + 1)
                 self.note("validation", run.max_steps)
                 self._validate(run.max_steps)
         return "finished"
@@ -130,19 +131,29 @@ class Driver:
     def _synchronized(self, step: int, phases: Phases) -> Sync | None:
         """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
         and where engines have forgotten theirs. After a checkpoint it is, too: a run that goes on from there has no
-        older weights to sample with."""
+        older weights to sample with; and where an engine was started again."""
         often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
         is_due = not self._synced or step % often == 0 or step % save_steps == 0
+        is_due |= self.roles.engines.admit()
         if not is_due and not self.weights.engines_forget:
             self.weights.resume()
             return None
         with phases("sync"):
-            found = self.weights.sync(step + 1)
+            found = self._sync(step + 1)
         self._synced = True
         if self._is_asynchronous:
             with phases("probe"):
                 self.weights.probe(self.problems.all(), step + 1, self.learner)
             self._collector.regenerate_stale(step + 1)
+        return found
+
+    def _sync(self, version: int) -> Sync:
+        """Give the engines the weights; those that were started again take part from here on."""
+        engines = self.roles.engines
+        engines.refill = partial(self._sync, version)
+        engines.admit()
+        found = self.weights.sync(version)
+        engines.note_weights()
         return found
 
     def _replayed(self, step: int) -> Taken:

@@ -22,7 +22,7 @@ from megatune.rl.pipeline.startup import start_engines, with_own_weights
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
-from megatune.rl.rewards.pool import RewardPool, load_rewards
+from megatune.rl.rewards.pool import load_rewards
 from megatune.training.storage.files import write_atomically, writing
 
 _ADAPTER = "adapter_config.json"
@@ -63,7 +63,7 @@ def evaluate(settings: RLSettings, model: str) -> int:
         Cluster(
             folder / "launch", devices, devices_per_node=run.num_gpus_per_node, call_limit=run.rpc_timeout
         ) as cluster,
-        RewardPool(settings.rewards, log_dir=folder / "launch" / "logs", hosts=cluster.reward_hosts()) as pool,
+        cluster.reward_pool(settings.rewards) as pool,
     ):
         engines, judges = start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)

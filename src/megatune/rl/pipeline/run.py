@@ -82,7 +82,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         try:
             with (
                 Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
-                RewardPool(settings.rewards, log_dir=run_dir / "logs", hosts=cluster.reward_hosts()) as pool,
+                cluster.reward_pool(settings.rewards) as pool,
             ):
                 roles = start_roles(cluster, settings)
                 return drive(settings, source, problems, validation, roles, pool, stop, note)

@@ -118,7 +118,7 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
     specs = [_model_spec(settings, name, role, hosts.get(name, "frozen")) for name, role in models.items()]
     found = cluster.start([*specs, *(_engine_spec(settings, role) for role in _samplers(settings))])
     groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
-    engines, judges = _engines(settings, found, settings.sleep_level)
+    engines, judges = _engines(settings, found)
     return Roles(
         engines,
         groups["actor_train"],
@@ -136,7 +136,7 @@ def start_engines(cluster: Cluster, settings: RLSettings) -> tuple[EngineGroup, 
         MegatuneError: see `Cluster.start`.
     """
     found = cluster.start([_engine_spec(settings, role) for role in _samplers(settings)])
-    return _engines(settings, found, 1)
+    return _engines(settings, found, has_own_weights=True)
 
 
 def _samplers(settings: RLSettings) -> list[InferRole]:
@@ -145,11 +145,15 @@ def _samplers(settings: RLSettings) -> list[InferRole]:
 
 
 def _engines(
-    settings: RLSettings, found: Mapping[str, RoleGroup], sleep_level: int
+    settings: RLSettings, found: Mapping[str, RoleGroup], *, has_own_weights: bool = False
 ) -> tuple[EngineGroup, dict[str, EngineGroup]]:
-    judges = {role.name: EngineGroup(role, found[role.name], role.infer_batch_size) for role in _samplers(settings)[1:]}
-    infer, most = settings.actor_infer, settings.rollout.max_running_requests
-    return EngineGroup(infer, found[infer.name], most, sleep_level), judges
+    judges = {
+        role.name: EngineGroup(role, found[role.name], role.infer_batch_size, has_own_weights=True)
+        for role in _samplers(settings)[1:]
+    }
+    infer, most, level = settings.actor_infer, settings.rollout.max_running_requests, settings.sleep_level
+    group = found[infer.name]
+    return EngineGroup(infer, group, most, 1 if has_own_weights else level, has_own_weights=has_own_weights), judges
 
 
 def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> RoleSpec:
@@ -178,6 +182,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
         devices=role.devices,
         devices_per_actor=role.devices_per_engine,
         is_server=True,
+        restarts=settings.run.max_engine_restarts,
         environment={**settings.run.system_envs, **role.system_envs},
         py_executable=role.py_executable,
     )

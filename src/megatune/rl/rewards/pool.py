@@ -1,24 +1,23 @@
-"""Scores samples in processes of their own, on all machines of the run, while others are still sampled."""
+"""Scores samples, on all machines of the run, while others are still sampled."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import queue
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, Reward
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.process import NotLoadedError, RewardWorker, Setup, WorkerDiedError, judged
+from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, judged
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
@@ -26,18 +25,6 @@ if TYPE_CHECKING:
     from megatune.rl.rewards.judge_client import JudgeClient
 
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
-
-
-class Worker(Protocol):
-    """Scores one answer at a time; see `RewardWorker`."""
-
-    def score(self, answer: Answer, limit: float) -> dict[str, Any]: ...
-
-    def end(self) -> None: ...
-
-
-# Starts a worker on some machine: (setup, its log) -> the worker.
-Host = Callable[[Setup, Path | None], Worker]
 
 
 @dataclass(slots=True)
@@ -59,31 +46,13 @@ class DomainCounts:
 
 @dataclass(slots=True)
 class _Domain:
-    """A domain's threads: each takes a worker, hands it a sample, and ends it when it takes too long."""
+    """How the samples of one domain are scored, and how many at a time."""
 
-    start: Callable[[], Worker]
-    workers: int
+    score: Callable[[Answer], Awaitable[dict[str, Any]]]
     limit: float
-    waiting: queue.SimpleQueue[tuple[Sample, Future[dict[str, Any]]] | None] = field(default_factory=queue.SimpleQueue)
-    threads: list[threading.Thread] = field(default_factory=list)
-    idle: queue.SimpleQueue[Worker] = field(default_factory=queue.SimpleQueue)
-    busy: set[Worker] = field(default_factory=set)
-    pending: set[Future[dict[str, Any]]] = field(default_factory=set)
+    places: asyncio.Semaphore
     failures_in_a_row: int = 0
     counts: DomainCounts = field(default_factory=DomainCounts)
-
-
-class _ServiceWorker:
-    """A reward that waits for a service: it needs no process, and keeps its limits itself."""
-
-    def __init__(self, reward: Reward) -> None:
-        self._reward = reward
-
-    def score(self, answer: Answer, limit: float) -> dict[str, Any]:
-        return judged(self._reward, answer)
-
-    def end(self) -> None:
-        pass
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -91,16 +60,18 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     `score` sets `score` and `details` of a sample: `details["correct"]` is 1 or 0 (what accuracies and difficulty masks
     are of; `score` is what is trained on), and `details["error"]` says what went wrong where the reward raised, timed
-    out or died twice: the score is 0 then, correct 0, and the pool goes on with a new process.
+    out or its process died twice: the score is 0 then, correct 0, and the pool goes on.
 
     Args:
-        rewards: domain -> its reward; `workers` processes each (of those that compute no more than there are cores),
-            started as they are needed.
+        rewards: domain -> its reward; at most `workers` samples are scored at a time (by those that compute no more
+            than there are cores).
+        scorer: scores an answer in a process of its own, such as `task.ray_scorer`. Rewards that wait for a service
+            need none.
         clients: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It
             may come later.
-        log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to this process's stderr.
+        log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to their stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
-        hosts: start processes, by turns; None: on this machine alone.
+        machines: that score.
 
     Raises:
         MegatuneError: see `load_rewards`.
@@ -109,29 +80,27 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(
         self,
         rewards: Mapping[str, RewardRole],
+        scorer: Scorer,
         *,
         clients: Mapping[str, JudgeClient] | None = None,
         log_dir: Path | None = None,
         limit: float | None = None,
-        hosts: Sequence[Host] | None = None,
+        machines: int = 1,
     ) -> None:
         self.clients = dict(clients or {})
         self._domains: dict[str, _Domain] = {}
-        self._closed = False
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        hosts = hosts or [RewardWorker]
-        cores = len(os.sched_getaffinity(0)) * len(hosts)  # machines of a cluster are alike
+        cores = len(os.sched_getaffinity(0)) * machines  # machines of a cluster are alike
+        folder, path = os.getcwd(), tuple(os.path.abspath(each) for each in sys.path)
         for name, (role, reward) in load_rewards(rewards, self._asked).items():
-            kind, log = KINDS[role.kind], log_dir and log_dir / f"reward-{name}.log"
-            start: Callable[[], Worker] = partial(_ServiceWorker, reward)
-            if kind.in_process:
-                setup = role.kind, role.function, role.arguments
-                start = partial(_started, itertools.cycle(hosts), setup, log)
+            kind, log = KINDS[role.kind], log_dir and log_dir.absolute() / f"reward-{name}.log"
+            seconds = limit or float(role.arguments.get("timeout") or kind.limit)
+            job = Job(name, role.kind, role.function, role.arguments, folder, path, log)
+            own = partial(_scored, scorer, job, seconds) if kind.in_process else partial(_waited, reward, seconds)
             computes = kind.in_process and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
-            seconds = limit or float(role.arguments.get("timeout") or kind.limit)
-            self._domains[name] = _Domain(start, workers, seconds)
+            self._domains[name] = _Domain(own, seconds, asyncio.Semaphore(workers))
 
     @property
     def counts(self) -> dict[str, DomainCounts]:
@@ -144,79 +113,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         Raises:
             MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed.
         """
-        domain, reply = self._domains[sample.problem.domain], Future[dict[str, Any]]()
-        domain.pending.add(reply)
-        reply.add_done_callback(domain.pending.discard)
-        domain.waiting.put((sample, reply))
-        if len(domain.threads) < min(domain.workers, len(domain.pending)):
-            # One that waits for a service keeps nobody from ending.
-            thread = threading.Thread(target=self._serve, args=(domain,), daemon=True)
-            domain.threads.append(thread)
-            thread.start()
-        found = await asyncio.wrap_future(reply)
-        self._settle(domain, sample, found)
+        domain = self._domains[sample.problem.domain]
+        await domain.places.acquire()
+        # What was begun keeps its place until it is through, also where nobody wants it any more.
+        scoring = asyncio.ensure_future(domain.score(answer_of(sample)))
+        scoring.add_done_callback(lambda _: domain.places.release())
+        self._settle(domain, sample, await asyncio.shield(scoring))
 
     def __exit__(self, *error: object) -> None:
-        """End all processes, with whatever they still do. Nobody is told of samples that are pending."""
-        self._closed = True
+        """Let nobody wait for a judge; processes that still score end with Ray."""
         for client in self.clients.values():
             client.close()
-        for domain in self._domains.values():
-            for _ in domain.threads:
-                domain.waiting.put(None)
-            for worker in tuple(domain.busy):  # its thread ends with it
-                worker.end()
-        for domain in self._domains.values():
-            for thread in domain.threads:
-                thread.join(timeout=5.0)
-            while not domain.idle.empty():
-                domain.idle.get().end()
 
     def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
         return self.clients[domain](messages, self._domains[domain].limit)
-
-    def _serve(self, domain: _Domain) -> None:
-        """Score samples, in a thread of their domain."""
-        while (asked := domain.waiting.get()) is not None and not self._closed:
-            sample, reply = asked
-            if reply.set_running_or_notify_cancel():
-                reply.set_result(self._reply(domain, sample))
-
-    def _reply(self, domain: _Domain, sample: Sample) -> dict[str, Any]:
-        # A process may be killed by others, for want of memory: that is not the sample's, unless it happens again.
-        for is_last in (False, True):
-            if self._closed:
-                break
-            try:
-                return self._answered(domain, answer_of(sample))
-            except WorkerDiedError as error:
-                if is_last or isinstance(error, NotLoadedError):
-                    return {"error": str(error)}
-            except TimeoutError:
-                return {"error": f"the reward took longer than {domain.limit:g} seconds", "timeout": True}
-            except Exception as error:  # whatever it is, this sample must have a reply
-                return {"error": f"{type(error).__name__}: {error}"}
-        return {"error": "the run ends"}
-
-    def _answered(self, domain: _Domain, answer: Answer) -> dict[str, Any]:
-        """Let a worker score an answer; one that does not is ended."""
-        try:
-            worker = domain.idle.get_nowait()
-        except queue.Empty:
-            worker = domain.start()
-        domain.busy.add(worker)
-        try:
-            if self._closed:
-                raise TimeoutError
-            reply = worker.score(answer, domain.limit)
-        except BaseException:
-            worker.end()
-            raise
-        else:
-            domain.idle.put(worker)
-        finally:
-            domain.busy.discard(worker)
-        return reply
 
     def _settle(self, domain: _Domain, sample: Sample, reply: Mapping[str, Any]) -> None:
         """Write what a reward said into its sample, and count it."""
@@ -269,8 +179,31 @@ def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
     raise AssertionError(f"the judge of {domain} is asked before the run starts")
 
 
-def _started(hosts: Iterator[Host], setup: Setup, log: Path | None) -> Worker:
-    return next(hosts)(setup, log)
+async def _scored(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dict[str, Any]:
+    """Score by a process. It may be killed by others, for want of memory: that is not the sample's, unless it happens
+    again."""
+    for _ in range(2):
+        try:
+            return await scorer(job, answer, limit)
+        except TimeoutError:
+            return _late(limit)
+        except WorkerDiedError as error:
+            failure = str(error)
+    return {"error": failure}
+
+
+async def _waited(reward: Reward, limit: float, answer: Answer) -> dict[str, Any]:
+    """Score by a service, which a thread waits for that keeps nobody from ending."""
+    reply = Future[dict[str, Any]]()
+    threading.Thread(target=lambda: reply.set_result(judged(reward, answer)), daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reply)), limit)
+    except TimeoutError:
+        return _late(limit)
+
+
+def _late(limit: float) -> dict[str, Any]:
+    return {"error": f"the reward took longer than {limit:g} seconds", "timeout": True}
 
 
 def answer_of(sample: Sample) -> Answer:
