@@ -113,6 +113,6 @@ def store(value: Any) -> Any:
         return ray.put(value)
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         why = " ".join(str(error).split())
-        fix = "a smaller model_update_buffer_size_mb or rollout_batch_size; more room in /dev/shm"
+        fix = "a smaller rollout_batch_size; more room in /dev/shm"
         finding = Finding("Ray's object store has no room for the arguments of a call", "", why, fix)
         raise MegatuneError(finding, ExitCode.OUT_OF_MEMORY) from error
