@@ -13,12 +13,11 @@ from tiny_models import tiny_model
 
 from megatune.cli import infer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation import vllm_backend
 from megatune.generation.chat import chat
 from megatune.generation.generator import Generator
-from megatune.generation.options import GenerationOptions, Sampling
-from megatune.generation.prompt import Prompt
+from megatune.generation.options import GenerationOptions, PictureFile
 from megatune.generation.results import ResultFile
+from megatune.generation.vllm import check_vllm
 
 Say = Callable[..., None]
 
@@ -185,19 +184,11 @@ def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
     assert all(finding.fix for finding in raised.value.findings)
 
 
-def test_vllm_samples_as_transformers_would(qwen3: Path) -> None:
-    defaults = vllm_backend._Defaults(qwen3, {})
-    prompt = Prompt(list(range(60)))
-    greedy = Sampling(stop_words=["x"], top_p=0.5)
-    expected = {"max_tokens": 4, "temperature": 0.0, "stop": ["x"], "include_stop_str_in_output": True}
-    assert defaults.arguments(greedy, prompt) == expected
-    defaults.generation.do_sample, defaults.generation.temperature, defaults.generation.top_p = True, 0.6, 0.95
-    sampled = defaults.arguments(Sampling(temperature=None, top_k=20, keep_stop_word=False, seed=7), prompt)
-    expected = {"max_tokens": 4, "temperature": 0.6, "seed": 7, "include_stop_str_in_output": False}
-    assert sampled == {**expected, "top_p": 0.95, "top_k": 20}
-    with pytest.raises(MegatuneError, match="adapters are not supported") as raised:
-        vllm_backend.check_vllm(GenerationOptions(), [qwen3])
+def test_vllm_takes_no_pictures_and_one_adapter(qwen3: Path) -> None:
+    with pytest.raises(MegatuneError, match="several adapters at once are not supported") as raised:
+        check_vllm(GenerationOptions(pictures=(PictureFile("image", "a.png"),)), [qwen3, qwen3])
     assert raised.value.exit_code == ExitCode.SETTINGS
+    assert len(raised.value.findings) == 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -205,4 +196,4 @@ def test_vllm_that_is_missing_is_named(qwen3: Path) -> None:
     with pytest.raises(MegatuneError, match="vLLM is not installed") as raised:
         run(f"{qwen3} --infer_backend vllm --prompt x")
     assert raised.value.exit_code == ExitCode.UNAVAILABLE
-    assert "pip install vllm" in raised.value.findings[0].fix
+    assert "an environment with vLLM" in raised.value.findings[0].fix

@@ -38,8 +38,7 @@ from megatune.plan.rl.roles import (
     shares,
     training_case,
 )
-from megatune.rl.rollout.kv_cache import ATTENTION
-from megatune.rl.rollout.model import bytes_of_a_token, room_of_cache
+from megatune.rl.rollout.builtin import bytes_of_a_token, room_of_cache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -143,7 +142,7 @@ def test_the_cache_is_what_the_share_of_the_device_leaves() -> None:
 def test_the_built_in_engine_keeps_what_is_planned_of_a_token(model_dir, family: str) -> None:
     """Of latent attention the latent, not the keys and values of every head."""
     folder = model_dir(family)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert bytes_of_a_token(model) == key_value_bytes(load_architecture(folder), 4)
 
 

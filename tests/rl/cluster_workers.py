@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from megatune.launch.context import RankContext
 from megatune.rl.rollout.server import EngineServer
+from megatune.rl.transport import Parcel, Receiver, Route, Sender
 
 
 def server(context: RankContext, start: int = 0) -> EngineServer:
@@ -63,23 +66,53 @@ class Worker:
     def size(self, array: Any) -> tuple[int, bool]:
         return len(array), array.flags.writeable
 
-    def weights(self, sizes: list[int], fail_at: int | None = None) -> Iterator[dict[str, Any] | None]:
-        import torch
+    def plan(self, sizes: list[int], fail_at: int | None = None) -> None:
+        """Set what a stream of weights has: a bucket of each size."""
+        self.sizes, self.fail_at = sizes, fail_at
 
-        for index, size in enumerate(sizes):
+    def _weights(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index, size in enumerate(self.sizes):
             self.context.beat("weights", index)
-            if index == fail_at:
+            if index == self.fail_at:
                 raise RuntimeError("a tensor is missing")
-            whole = torch.full((size, 2), float(index), dtype=torch.bfloat16)
-            yield {f"w{index}": whole} if self.context.rank == 0 else None
-            self.number = index + 1
+            yield {f"w{index}": torch.full((size, 2), index + 0.5, dtype=torch.bfloat16), f"n{index}": torch.tensor(3)}
+
+    def open_route(self, route: Route) -> Route:
+        self.sender = Sender(route, torch.device("cpu"))
+        return self.sender.open() if self.context.rank == 0 else route
+
+    def join_route(self) -> None:
+        if self.context.rank == 0:
+            self.sender.join()
+
+    def pack_weights(self, first: bool) -> Parcel | None:
+        assert self.context.rank == 0
+        if first:
+            self.stream = self._weights()
+        bucket = next(self.stream, None)
+        return None if bucket is None else self.sender.pack(bucket)
+
+    def drain_weights(self) -> None:
+        assert self.context.rank > 0
+        list(self._weights())
+
+    def broadcast_weights(self) -> None:
+        self.sender.broadcast()
+
+    def free_weights(self) -> None:
+        self.sender.free()
+
+    def connect(self, route: Route, first: int) -> None:
+        self.receiver = Receiver(route, first, torch.device("cpu"))
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         self.taken, self.expected = {}, num_tensors
 
-    def update(self, bucket: Mapping[str, Any]) -> None:
-        time.sleep(self.number / 1000)
-        self.taken |= {name: (tuple(tensor.shape), float(tensor.float().sum())) for name, tensor in bucket.items()}
+    def update(self, parcel: Parcel) -> None:
+        time.sleep(0.01 * self.context.rank)
+        with self.receiver.opened(parcel) as tensors:
+            for name, tensor in tensors.items():
+                self.taken[name] = tuple(tensor.shape), str(tensor.dtype), sorted(set(tensor.view(-1).tolist()))
 
     def commit_update(self, version: int) -> None:
         assert len(self.taken) == self.expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
-from megatune.rl.cluster.weights import Sync
-from megatune.rl.pipeline import hosts, weights
+from megatune.rl.pipeline import hosts
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup
 from megatune.rl.pipeline.run import _read as read
 from megatune.rl.pipeline.run import drive
@@ -36,7 +34,7 @@ class LocalGroup:
     """`RoleGroup`, of objects; servers among them run in threads. Ranks of the pool have met already."""
 
     def __init__(self, *objects: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.objects, self.size, self.ranks = objects, len(objects), range(len(objects))
+        self.objects, self.size, self.ranks, self.changes = objects, len(objects), range(len(objects)), 0
         self.loop = loop or asyncio.new_event_loop()
         self.run = self.loop.run_until_complete
 
@@ -46,11 +44,17 @@ class LocalGroup:
     def start(self, method: str, *args: Any) -> Any:
         return SimpleNamespace(result=lambda: self.call(method, *args))
 
-    async def start_one(self, rank: int, method: str, *args: Any) -> list[Any]:
+    def start_one(self, rank: int, method: str, *args: Any) -> Any:
+        if isinstance(self.objects[rank], EngineServer):
+            return self._asked(rank, method, *args)
+        found = [getattr(self.objects[rank], method)(*args)]
+        return SimpleNamespace(result=lambda: found)
+
+    async def _asked(self, rank: int, method: str, *args: Any) -> list[Any]:
         return [await asyncio.wrap_future(self.objects[rank].ask(method, *args))]
 
     async def start_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return [(await self.start_one(rank, method, *own))[0] for rank, own in enumerate(arguments)]
+        return [(await self._asked(rank, method, *own))[0] for rank, own in enumerate(arguments)]
 
     def _called(self, each: Any, method: str, *args: Any) -> Any:
         return each.ask(method, *args).result() if isinstance(each, EngineServer) else getattr(each, method)(*args)
@@ -59,15 +63,6 @@ class LocalGroup:
 async def score_here(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
     """Score in this process, without a limit."""
     return judged(load_job(job), answer)
-
-
-def _sync(trainer: LocalGroup, engines: LocalGroup, version: int, *, num_tensors: int) -> Sync:
-    began = time.monotonic()
-    engines.call("begin_update", version, num_tensors)
-    for bucket in trainer.objects[0].weights():
-        engines.call("update", bucket)
-    engines.call("commit_update", version)
-    return Sync(num_tensors, 1, 1, time.monotonic() - began)
 
 
 def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:
@@ -101,7 +96,6 @@ def _run(
     validation: Problems | None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    weights.sync_weights = _sync
     training.build = reference.build = _built_once
     run_dir, rollout = Path(settings.run.output_dir) / "launch", settings.rollout
 

@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -22,10 +24,12 @@ import pytest
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster, ensure_pythons
-from megatune.rl.cluster.group import store
+from megatune.rl.cluster.group import RoleGroup, store
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
-from megatune.rl.cluster.weights import sync_weights
+from megatune.rl.pipeline import weights
+from megatune.rl.pipeline.weights import Weights
+from megatune.rl.transport import Route
 
 WORKER, SERVER = "cluster_workers:Worker", "cluster_workers:server"
 
@@ -46,7 +50,7 @@ def ended(pids: list[int]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
+def test_calls(ray: None, tmp_path: Path) -> None:
     train = RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True, environment={"MARK": "a"})
     infer = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), devices_per_actor=2, is_server=True)
     with Cluster(tmp_path, {0, 1}) as cluster:
@@ -68,18 +72,48 @@ def test_calls_and_weights(ray: None, tmp_path: Path) -> None:
         assert time.monotonic() - begun < 4.5
         assert slow.result() == [None]
 
-        sync = sync_weights(trainer, engine, 5, [1000, 2000, 3000], num_tensors=3)
-        assert (sync.tensors, sync.bytes, sync.buckets) == (3, 6000 * 2 * 2, 3)
-        taken = {"w0": ((1000, 2), 0.0), "w1": ((2000, 2), 4000.0), "w2": ((3000, 2), 12000.0)}
-        assert engine.call("state") == [(5, taken)]
-        # The trainer is held up while the engine has not taken what is there: more than the store holds goes through.
-        sizes = [5 * 2**20] * 30  # of 20 MiB each
-        assert sync_weights(trainer, engine, 6, sizes, num_tensors=30).bytes == 30 * 20 * 2**20
-
         pids = [*trainer.call("pid"), *engine.call("pid"), *trainer.call("child")]
         assert "actor_train-0" in " ".join(psutil.Process(pids[0]).cmdline()), "ps names the role"
     assert ended(pids)
     assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
+
+
+class Loaded(NamedTuple):
+    """What `Weights` reads of a role's group."""
+
+    group: RoleGroup
+    role: Any
+    ready: Any = None
+    number: int = 2
+
+
+def weights_of(groups: dict[str, RoleGroup], num_tensors: int) -> Weights:
+    run = SimpleNamespace(num_gpus_per_node=8, rpc_timeout=60.0)
+    ready = SimpleNamespace(num_tensors=num_tensors, on_gpu=False)
+    policy = Loaded(groups["actor_train"], SimpleNamespace(devices=(0, 1)), ready)
+    engines = Loaded(groups["actor_infer"], SimpleNamespace(devices=(0, 1), devices_per_engine=1, engine="builtin"))
+    return Weights(SimpleNamespace(run=run), None, policy, engines)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("route", [Route("file"), Route("device", (0,), (0, 1), seconds=60.0)], ids=["file", "gloo"])
+def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
+    """By both ways that need no GPU: every engine has every bucket, bit for bit, and buffers are used again."""
+    specs = [
+        RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True),
+        RoleSpec("actor_infer", SERVER, devices=(0, 1), is_server=True),
+    ]
+    with Cluster(tmp_path, {0, 1}) as cluster, mock.patch.object(weights, "choose_route", return_value=route):
+        groups = cluster.start(specs)
+        carried, sizes = weights_of(groups, 10), [1000, 5, 300_000, 7, 3000]
+        groups["actor_train"].call("plan", sizes)
+        for version in (5, 6):
+            sent = carried._sent(version)
+            assert [len(each.contents) for each in sent] == [2] * 5
+            assert sum(each.tensor_bytes for each in sent) == sum(sizes) * 4 + 5 * 8
+            taken = {f"n{place}": ((), "torch.int64", [3]) for place in range(5)}
+            for place, size in enumerate(sizes):
+                taken[f"w{place}"] = (size, 2), "torch.bfloat16", [place + 0.5]
+            assert groups["actor_infer"].call("state") == [(version, taken)] * 2
 
 
 NOTHING = 0
@@ -198,15 +232,16 @@ def test_the_rank_that_failed_is_blamed(ray: None, tmp_path: Path) -> None:
 
 
 def test_a_stream_breaks_off(ray: None, tmp_path: Path) -> None:
-    """The trainer is blamed, not the engine whose argument did not come; and the engine has committed nothing."""
+    """The trainer is blamed, and the engines have committed nothing."""
     specs = [
         RoleSpec("actor_train", WORKER, devices=(0,)),
-        RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True),
+        RoleSpec("actor_infer", SERVER, devices=(0, 1), is_server=True),
     ]
-    with Cluster(tmp_path, {0}) as cluster:
+    with Cluster(tmp_path, {0, 1}) as cluster:
         groups = cluster.start(specs)
+        groups["actor_train"].call("plan", [10, 10, 10], 1)
         with pytest.raises(MegatuneError, match=r"actor_train-0 .*step 1 \(weights\).*a tensor is missing") as caught:
-            sync_weights(groups["actor_train"], groups["actor_infer"], 1, [10, 10, 10], 1, num_tensors=3)
+            weights_of(groups, 6)._sent(1)
         assert caught.value.exit_code == ExitCode.INTERNAL
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from digits import CHARACTERS, make_model, problems, settings
 from digits_reward import repeats
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
@@ -30,6 +31,7 @@ from megatune.rl.rewards.answer import Answer
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.rollout.server import EngineServer
 from megatune.rl.samples import Sample
+from megatune.rl.transport import Route, Sender
 from megatune.rl.worker.policy import PolicyWorker
 
 STEPS, LIMIT = 20, 280.0
@@ -76,12 +78,12 @@ def curve(settings: RLSettings) -> list[float]:
         rollout.num_return_sequences_in_group,
     )  # fmt: skip
     learner = Learner(settings, scheduler, policy, None, None, {})
-    rewards = []
+    rewards, sender = [], Sender(Route("file"), torch.device("cpu"))
     for step in range(STEPS):
         buckets = list(worker.weights(range(len(settings.actor_train.devices))))
         engine.begin_update(step + 1, sum(map(len, buckets)))
         for bucket in buckets:
-            engine.update(bucket)
+            engine.update(sender.pack(bucket))
         engine.commit_update(step + 1)
         taken = engines.run(collector.take())
         rewards.append(_mean(taken.groups))

@@ -18,17 +18,19 @@ import megatune
 from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.rollout.external import check_arguments, check_version, starting
+from megatune.generation.vllm import starting
+from megatune.rl.rollout.external import check_arguments, check_version
 
 ROLE = InferRole(device_mapping=[0], model_name_or_path="model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
 
 
 @pytest.mark.skipif(not PYTHON, reason="MEGATUNE_TEST_VLLM_PYTHON names no Python with vLLM")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_samples_and_updates(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "lora", "answers"])
+def test_vllm(kind: str, tmp_path: Path) -> None:
     """See rollout_vllm_target.py, which runs there."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 32}
+    family = kind if kind == "qwen3_moe" else "qwen3"
     folders = [
         make_checkpoint(family, tmp_path / str(seed), seed=seed, tie_word_embeddings=family == "qwen3", **sizes)
         for seed in (1, 2)
@@ -36,7 +38,7 @@ def test_samples_and_updates(family: str, tmp_path: Path) -> None:
     program = Path(__file__).with_name("rollout_vllm_target.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(megatune.__file__).parents[1])}
     done = subprocess.run(
-        [PYTHON, str(program), family, *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
+        [PYTHON, str(program), kind, *map(str, folders)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done" in done.stdout
@@ -61,6 +63,9 @@ def test_what_an_engine_refuses_is_one_line() -> None:
     class Arguments(BaseModel):
         block_size: int
 
-    with pytest.raises(MegatuneError, match="why: Input should be a valid integer") as raised, starting("vLLM", ROLE):
+    with (
+        pytest.raises(MegatuneError, match="why: Input should be a valid integer") as raised,
+        starting("vLLM", "model"),
+    ):
         Arguments(block_size="many")  # type: ignore[arg-type]
     assert raised.value.exit_code == ExitCode.UNAVAILABLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatune.bridge.merged_model import MergedModel
 from megatune.config.rl.settings import RLSettings
 from megatune.engine.offload import Offload
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.pipeline.startup import _with_adapter
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.policy import PolicyWorker
@@ -205,3 +207,27 @@ def test_the_stream_has_the_adapters_merged(pool, model_dir, tmp_path, family, l
     assert changed
     for name, tensor in found:
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0 if name not in changed else 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2 vpp2", "tp2 sp"])
+def test_the_stream_for_engines_that_take_adapters_has_the_adapter_alone(pool, model_dir, tmp_path, layout):
+    """The same tensors as the checkpoint's adapter_model.safetensors, bit for bit, announced by their shapes."""
+    model = model_dir("qwen3")
+    lora = {"lora_target": ["q_proj", "down_proj", "gate_proj"]}
+    settings = settings_of(model, ALL[layout], output=tmp_path, algorithm=ALGORITHM, lora=lora)
+    engine = settings.actor_infer.model_copy(update={"engine": "vllm"})
+    settings = _with_adapter(replace(settings, actor_infer=engine), model)
+    assert settings.actor_infer.config == {
+        "load_format": "auto", "enable_lora": True, "max_loras": 1, "max_lora_rank": 8,
+    }  # fmt: skip
+    assert settings.sleep_level == 1, "engines keep the base, which no update brings"
+    found, *others = pool.run(ALL[layout].world_size, merged_weights, settings)
+    assert not any(others), "only the first rank gets the stream"
+    assert_same_bits(dict(found), tensors(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"additional_target": ["lm_head"]}, {"quantization_bit": 4}])
+def test_other_adapters_are_merged(model_dir, lora):
+    settings = settings_of(model_dir("qwen3"), ALL["1"], lora=lora)
+    engine = settings.actor_infer.model_copy(update={"engine": "vllm"})
+    assert _with_adapter(replace(settings, actor_infer=engine), model_dir("qwen3")).actor_infer.adapter is None

@@ -13,7 +13,8 @@ from megatune.bridge.parameters import Holders, Piece, gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES
-from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapters, scaling
+from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_weights, adapters, scaling
+from megatune.families.peft_tensors import PREFIX
 from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Role, Stack, by_expert, hf_shapes, layers_of
 
@@ -23,7 +24,11 @@ _Key = tuple[str, int, int]
 
 @torch.no_grad()
 def export_weights(
-    loaded: LoadedModel, ranks: Collection[int] | None = None, selection: Selection | None = None
+    loaded: LoadedModel,
+    ranks: Collection[int] | None = None,
+    selection: Selection | None = None,
+    *,
+    adapters_alone: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every weight, as the checkpoint has it; collective: each rank iterates to the end.
 
@@ -35,6 +40,7 @@ def export_weights(
     Args:
         ranks: those that get the tensors, such as the first of each machine; for others the stream is empty. None: all.
         selection: of a model with adapters what is trained; they are merged into the weights, in fp32 and rounded once.
+        adapters_alone: yield the adapters, under peft's names, and no other weights.
 
     Yields:
         Tensors of the parameters' dtypes on this rank's device, in memory of their own.
@@ -42,7 +48,8 @@ def export_weights(
     architecture, place = loaded.architecture, loaded.place
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
     assert selection is not None or not has_adapters, "weights without their adapters"
-    beside = _Beside(loaded, selection) if has_adapters and selection is not None else None
+    merges = has_adapters and selection is not None and not adapters_alone
+    beside = _Beside(loaded, selection) if merges and selection is not None else None
     gather_parameters(loaded.model)
     holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
     pieces: dict[_Key, Piece] = {
@@ -58,13 +65,16 @@ def export_weights(
     }
     owners = {key: (rank, dtype) for rank, keys in enumerate(groups.gather(owned)) for key, dtype in keys.items()}
     wanted = set(range(place.world_size) if ranks is None else ranks)
-    weights, stacks = FAMILIES[architecture.model_type].weight_map(architecture), list(Stack)
+    family, stacks = FAMILIES[architecture.model_type], list(Stack)
+    weights = family.weight_map(architecture)
+    if adapters_alone and selection is not None:
+        weights = adapter_weights(architecture, selection)
     in_order = sorted(
         ((weight, layer) for weight in weights for layer in layers_of(weight, architecture)),
         key=lambda one: (one[0].per_layer, stacks.index(one[0].stack), one[1]),
     )
     for weight, layer in in_order:
-        fused, together = loaded.form.fused_name(weight, layer), None
+        fused, together = None if adapters_alone else loaded.form.fused_name(weight, layer), None
         for part in by_expert(weight, architecture, WHOLE):
             key = (weight.engine, layer, part.ep_rank)
             owner, dtype = owners[key]
@@ -78,7 +88,7 @@ def export_weights(
                 tensor = torch.empty(shape, dtype=dtype, device=device.current()) if whole is None else whole.pop(name)
                 _send(tensor, owner, wanted)
                 if place.rank in wanted and fused is None:
-                    yield loaded.form.file_name(name), tensor
+                    yield PREFIX + family.in_modules(name) if adapters_alone else loaded.form.file_name(name), tensor
                 matrices.append(tensor)
                 del tensor
             if place.rank in wanted and fused is not None:

@@ -68,6 +68,16 @@ def scaling(selection: Selection) -> float:
     return alpha_of(selection) / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
 
 
+def is_plain(architecture: Architecture, selection: Selection) -> bool:
+    """Return whether what is trained is low-rank matrices beside linear layers alone, whose base is as its files say:
+    rollout engines that take adapters take these, and no lengths, experts, whole modules or quantized bases."""
+    if selection.finetuning_type != "lora" or selection.use_dora or selection.additional_target:
+        return False
+    if selection.quantization_bit:
+        return False
+    return not any(each.per_expert for each in adapter_weights(architecture, selection))
+
+
 def takes_adapter(weight: Weight) -> bool:
     """Return whether a weight is that of linear layers, of attention or a feed-forward; word embeddings and output
     layer are not, nor is a router, which Transformers has no linear layer for."""

@@ -59,7 +59,7 @@ def checked(
     name, adapted = model_or_adapters(model, base, options.adapters)
     if options.infer_backend != "vllm":
         return Asked(name, generation, adapted, None)
-    from megatune.generation.vllm_backend import check_vllm
+    from megatune.generation.vllm import check_vllm
 
     check_vllm(generation, adapted.adapters)
     vllm = {each: value for each in _VLLM if (value := getattr(options, f"vllm_{each}")) is not None}

@@ -35,7 +35,7 @@ def backend_loader(vllm: dict[str, Any] | None) -> LoadBackend:
         from megatune.generation.transformers_backend import TransformersBackend
 
         return TransformersBackend.load
-    from megatune.generation.vllm_backend import VllmBackend
+    from megatune.generation.vllm import VllmBackend
 
     return partial(VllmBackend.load, arguments=vllm)
 

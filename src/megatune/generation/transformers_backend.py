@@ -43,6 +43,41 @@ def load_tokenizer(folder: Path, adapters: Sequence[Path] = ()) -> PreTrainedTok
     return encode.load_tokenizer(folder)
 
 
+def load_pretrained(folder: Path, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
+    """Load the model of a folder onto this machine's device, as a model that reads images where it is one.
+
+    Args:
+        options: of from_pretrained.
+
+    Raises:
+        MegatuneError: (INPUT) what is missing or can't be read.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    register_types()
+    try:
+        model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _cannot_load(folder, str(error)) from error
+    # Transformers fills what is missing with random numbers, and its warning is silenced above.
+    if missing := sorted(loading["missing_keys"]):
+        raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+    loaded: PreTrainedModel = model.to(
+        torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    )
+    return loaded
+
+
 class TransformersBackend:
     """Continues prompts with Transformers' generate.
 
@@ -70,31 +105,12 @@ class TransformersBackend:
         Raises:
             MegatuneError: (INPUT) what is missing or can't be read.
         """
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        register_types()
-        try:
-            model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
-            shows = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-            model, loading = (AutoModelForImageTextToText if shows else AutoModelForCausalLM).from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise _cannot_load(folder, str(error)) from error
-        # Transformers fills what is missing with random numbers, and its warning is silenced above.
-        if missing := sorted(loading["missing_keys"]):
-            raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+        model = load_pretrained(folder)
         if adapters:
             from megatune.bridge.peft_model import apply_adapter, merge_adapters
 
             model = apply_adapter(merge_adapters(model, adapters[:-1]), adapters[-1]).model
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        return cls(model.to(device).eval(), tokenizer, vision)
+        return cls(model.eval(), tokenizer, vision)
 
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None

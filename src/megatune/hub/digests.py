@@ -6,14 +6,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-import xxhash
-
-ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+Algorithm: TypeAlias = Literal["xxh3_128", "sha256"]
 
 _SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
 
@@ -23,20 +20,19 @@ def cache_dir() -> Path:
     return Path(os.environ.get("MEGATUNE_CACHE") or "~/.cache/megatune").expanduser()
 
 
-def remembered_digest(path: Path, folder: Path | None = None, algorithm: str = "xxh3_128") -> str:
+def remembered_digest(path: Path, folder: Path | None = None, algorithm: Algorithm = "xxh3_128") -> str:
     """Return the digest of a file's content, in hexadecimal.
 
     A file of the same place, size, times and inode as before is not read again.
 
     Args:
         folder: where digests are remembered, by default in the cache; one that cannot be written remembers nothing.
-        algorithm: a key of ALGORITHMS.
 
     Raises:
         OSError: it cannot be read.
     """
     path = path.resolve()
-    name = f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.{algorithm}.json"
+    name = f"{hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()}.{algorithm}.json"
     note = (folder or cache_dir() / "digests") / name
     began = time.time_ns()
     identity = _identity(path)
@@ -60,6 +56,14 @@ def _identity(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _content_digest(path: Path, algorithm: str) -> str:
+def _content_digest(path: Path, algorithm: Algorithm) -> str:
     with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, ALGORITHMS[algorithm]).hexdigest()
+        return hashlib.file_digest(file, lambda: _state(algorithm)).hexdigest()
+
+
+def _state(algorithm: Algorithm) -> Any:
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    import xxhash  # the environment of a rollout engine does not have it
+
+    return xxhash.xxh3_128()

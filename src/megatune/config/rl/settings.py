@@ -59,6 +59,19 @@ class ModelRole(RoleSettings):
         return self.router_replay.mode == "R3"
 
 
+@dataclass(frozen=True, slots=True)
+class SentAdapter:
+    """The adapter that engines get in each update, beside a base that they have loaded themselves.
+
+    Attributes:
+        config: adapter_config.json, as peft writes it.
+        shapes: of its tensors, by peft's names.
+    """
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+
 class InferRole(RoleSettings, SamplerSettings):
     """A role that samples responses: the policy's, or a judge's.
 
@@ -68,6 +81,7 @@ class InferRole(RoleSettings, SamplerSettings):
         config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
         name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
         return_routing: whether the experts that were chosen come with each response, for router_replay.
+        adapter: what updates bring in place of all weights, where the engine takes adapters.
     """
 
     model_name_or_path: str
@@ -77,6 +91,7 @@ class InferRole(RoleSettings, SamplerSettings):
     config: dict[str, Any] = Field(default={})
     name: str = "actor_infer"
     return_routing: bool = False
+    adapter: SentAdapter | None = None
 
     @property
     def num_engines(self) -> int:
@@ -138,8 +153,9 @@ class RLSettings:
 
     @property
     def sleep_level(self) -> int:
-        """What the rollout engines free; weights only where every step brings new ones."""
-        return self.actor_infer.sleep_level if self.actor_train.model_update_frequency == 1 else 1
+        """What the rollout engines free; weights only where every step brings all of them anew."""
+        brings_all = self.actor_train.model_update_frequency == 1 and self.actor_infer.adapter is None
+        return self.actor_infer.sleep_level if brings_all else 1
 
     @property
     def sampling_temperature(self) -> float:

@@ -37,10 +37,10 @@ def load_model(
     tokenizer = load_tokenizer(folder, adapters)
     source = str(adapters[-1] if adapters else folder)
     if vllm is not None:
-        from megatune.generation.vllm_backend import VllmStreams
+        from megatune.generation.vllm import VllmBackend, VllmStreams
 
-        of_vllm = VllmStreams(folder, vllm)
-        return Prompter(tokenizer, options, source, of_vllm.context, pictures), of_vllm
+        of_vllm = VllmBackend.load(folder, tokenizer, adapters, None, arguments=vllm)
+        return Prompter(tokenizer, options, source, of_vllm.context, pictures), VllmStreams(of_vllm)
     backend = TransformersBackend.load(folder, tokenizer, adapters, pictures.vision if pictures else None)
     prompter = Prompter(tokenizer, options, source, backend.context, pictures)
     return prompter, OneAtATime(backend, max_waiting)

@@ -7,12 +7,15 @@ that follows from the model and the device; what the host takes is a figure of e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.families.adapters import adapter_weights, is_plain
+from megatune.families.weights import all_shapes
 from megatune.plan.flops import num_matmul_parameters, num_parameters
 from megatune.plan.machine import Machine
 from megatune.plan.rl.question import ROLLOUT, RLQuestion
@@ -46,11 +49,14 @@ OFFLOAD = "offload"
 UNCERTAINTY = 0.4
 # Between a device and the main memory of its machine, one way.
 HOST_BANDWIDTH = 12e9
-# Of the object store, which one rank writes weights to; assumed. Two busy cores put and get 1 GB/s.
-STORE_BANDWIDTH = 2e9
+# Of weights that are gathered tensor by tensor and handed to engines on GPUs: verl publishes 8.25 GB/s from 32 GPUs
+# to 30 receivers, slime 8.6 GB/s for colocated engines, both of Qwen3-30B-A3B.
+SYNC_BANDWIDTH = 8.5e9
+# Of weights between processes of one CPU: packed into memory that engines map, and read there; measured, one thread.
+MAPPED_BANDWIDTH = 0.8e9
 # Of each bucket, and of an update's beginning and end: calls of all actors. Measured: 0.05 s for a few MB.
 _BUCKET_SECONDS = 0.05
-# Of a network's bandwidth, by Ray's objects, which go over TCP; an assumption.
+# Of a network's bandwidth, by gloo, which goes over TCP; an assumption.
 _TCP_SHARE = 0.3
 # Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of
 # it that grouped products do of others (`Efficiency.grouped`).
@@ -232,24 +238,26 @@ def _training(question: RLQuestion, role: ModelRole) -> float:
 
 
 def sync_bytes(question: RLQuestion) -> int:
-    """Return bytes of all weights, as an engine takes them; those of adapters are merged before."""
+    """Return bytes of what an engine takes: all weights, adapters merged into them, or adapters alone."""
     actor = question.settings.actor_train
+    architecture, selection = question.models[actor.name].architecture, actor.settings.finetuning
     size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
-    return num_parameters(question.models[actor.name].architecture) * size
+    if question.settings.actor_infer.engine == "vllm" and is_plain(architecture, selection):
+        shapes = all_shapes(adapter_weights(architecture, selection), architecture)
+        return size * sum(math.prod(shape) for shape in shapes.values())
+    return num_parameters(architecture) * size
 
 
 def _sync_seconds(question: RLQuestion) -> float:
-    """Return seconds of a weight update: a stream of buckets, as fast as the slowest part of its way.
+    """Return seconds of a weight update: a stream of buckets, as fast as the slowest part of its way (`rl.transport`).
 
-    From the trainer's devices to the object store, from machine to machine, and to every engine's devices.
+    On GPUs ranks gather whole tensors, which engines on the same GPUs read there; to others one rank broadcasts them.
     """
-    machine, engines = question.machine, question.settings.actor_infer
-    nodes = {device // machine.gpus_per_node for device in engines.devices}
-    rates = [STORE_BANDWIDTH]
-    if len(nodes) > 1:
-        rates.append(machine.network.bandwidth * _TCP_SHARE)
-    if not machine.device.on_cpu:
-        rates.append(HOST_BANDWIDTH)
+    machine, settings = question.machine, question.settings
+    used = {*settings.actor_train.devices, *settings.actor_infer.devices}
+    rates = [MAPPED_BANDWIDTH if machine.device.on_cpu else SYNC_BANDWIDTH]
+    if len({device // machine.gpus_per_node for device in used}) > 1:
+        rates.append(machine.network.bandwidth * (_TCP_SHARE if machine.device.on_cpu else 1.0))
     buckets = sync_bytes(question) / (question.settings.run.model_update_buffer_size_mb * 2**20)
     return sync_bytes(question) / min(rates) + _BUCKET_SECONDS * (1 + buckets)
 

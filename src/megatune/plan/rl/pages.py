@@ -31,8 +31,8 @@ from megatune.plan.pages.words import (
     size,
 )
 from megatune.plan.rl.answer import (
-    HOST_BANDWIDTH,
-    STORE_BANDWIDTH,
+    MAPPED_BANDWIDTH,
+    SYNC_BANDWIDTH,
     UNCERTAINTY,
     DeviceGroup,
     RLAnswer,
@@ -224,8 +224,8 @@ def notes(found: RLAnswer) -> Iterator[str]:
             f"NCCL {COMMUNICATOR >> 20:,} MiB, an engine's captured graphs {GRAPHS >> 20:,} MiB; all of it stays while "
             "others have their turn, and none of it was measured"
         )
-    rates = f"{STORE_BANDWIDTH / 1e9:g} GB/s to and from Ray's objects"
-    rates += "" if device.on_cpu else f", {HOST_BANDWIDTH / 1e9:g} GB/s between a device and main memory"
+    rate = MAPPED_BANDWIDTH if device.on_cpu else SYNC_BANDWIDTH
+    rates = f"{rate / 1e9:g} GB/s from the trainer's processes to the engines'"
     bucket = question.settings.run.model_update_buffer_size_mb
     yield f"sync: {size(sync_bytes(question))} of weights in buckets of {bucket:,} MB, {rates}"
     if OLD_PASS not in found.phases:

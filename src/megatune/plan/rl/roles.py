@@ -39,8 +39,8 @@ SYNC, SAMPLE, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
 # In which phases a role is active; it sleeps in the others.
 _ACTIVE = {ACTOR: (SYNC, OLD_PASS, TRAIN), REFERENCE: (REFERENCE_PASS,), CRITIC: (VALUES, TRAIN_CRITIC)}
 _STATE = ("weights", "gradients", "master_weights", "optimizer_state")
-# Whole tensors of a bucket of the weight update: gathered, and as they are handed over.
-_BUCKETS = 2
+# Whole tensors of a bucket of the weight update: gathered, packed, and the one before, which engines still read.
+_BUCKETS = 3
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 # vLLM's and SGLang's own defaults.
 _SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192

@@ -46,8 +46,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         run_dir: gets logs/ROLE-RANK.log, heartbeats/, ROLE-RANK.error.json and report.json.
         devices: of all roles together, global numbers.
         devices_per_node: devices of one machine.
-        bytes_in_flight: of objects that are under way at once: four buckets of weights, and a step's samples. This
-            machine's object store gets room for them, as far as there is memory; what exceeds it goes to a disk.
+        bytes_in_flight: of objects that are in transfer at once: a step's samples. This machine's object store gets
+            room for them, as far as there is memory; what exceeds it goes to a disk.
         hang_timeout: seconds between two beats of an actor at work after which it counts as hung, unless the beat
             states a limit of its own.
         call_limit: seconds of a call that states no limit.

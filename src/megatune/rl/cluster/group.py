@@ -52,6 +52,7 @@ class RoleGroup:
     Attributes:
         name: of the role.
         size: number of actors, those that are lost, too.
+        changes: how often an actor was lost, or admitted again.
         loop: of the driver.
         on_loss: called with the rank of an actor that was lost.
     """
@@ -64,7 +65,7 @@ class RoleGroup:
         call_limit: float,
         start_again: Callable[[Actor], Awaitable[bool]],
     ) -> None:
-        self.name, self.size = name, len(actors)
+        self.name, self.size, self.changes = name, len(actors), 0
         self.loop = watch.loop
         self.on_loss: Callable[[int], None] = lambda rank: None
         self._all, self._present = list(actors), dict(enumerate(actors))
@@ -90,9 +91,11 @@ class RoleGroup:
     def admit(self, rank: int) -> None:
         """Let calls go to an actor that was restarted."""
         self._present[rank] = self._all[rank]
+        self.changes += 1
 
     def _note_loss(self, rank: int) -> None:
         self._present.pop(rank, None)
+        self.changes += 1
         self.on_loss(rank)
 
     def run(self, awaitable: Awaitable[T]) -> T:
@@ -156,6 +159,6 @@ def store(value: Any) -> Any:
         return ray.put(value)
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         why = " ".join(str(error).split())
-        fix = "a smaller model_update_buffer_size_mb or rollout_batch_size; more room in /dev/shm"
+        fix = "a smaller rollout_batch_size; more room in /dev/shm"
         finding = Finding("Ray's object store has no room for the arguments of a call", "", why, fix)
         raise MegatuneError(finding, ExitCode.OUT_OF_MEMORY) from error

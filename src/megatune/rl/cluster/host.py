@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from megatune.launch.context import RankContext, die_with_parent, log_path, set_
 from megatune.launch.failure import Failure, describe_failure, error_path, write_failure
 from megatune.launch.rank_main import print_failure
 from megatune.launch.world import RankEnv
-from megatune.rl.cluster.buckets import PackedBucket, pack, unpack
 from megatune.rl.cluster.timeline import Timeline
 
 
@@ -41,14 +40,6 @@ class ActorConfig:
     run_dir: Path
     folder: str
     sys_path: tuple[str, ...]
-
-
-class StreamError(Exception):
-    """A generator broke off; carries what its actor says of it."""
-
-    def __init__(self, role: str, failure: Failure) -> None:
-        super().__init__(role, failure)
-        self.role, self.failure = role, failure
 
 
 class _Process:
@@ -108,32 +99,6 @@ class Host(_Process):
         """Call a method of the object, and return its answer, or a `Failure`."""
         return self._guarded(method, lambda: getattr(self._object, method)(*args, **kwargs))
 
-    def drain(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Run a generator of the object for what it does with the other ranks."""
-
-        def run() -> None:
-            for _ in getattr(self._object, method)(*args):
-                pass
-
-        return self._guarded(method, run)
-
-    def stream(self, method: str, args: tuple[Any, ...]) -> Iterator[PackedBucket]:
-        """Run a generator of the object, and yield its buckets.
-
-        Raises:
-            StreamError: where it raises.
-        """
-        self._context.beat(method, self._context.step)
-        try:
-            with self._timeline.span(method):
-                for bucket in getattr(self._object, method)(*args):
-                    if bucket:
-                        yield pack(bucket)
-                        self._context.beat(method, self._context.step)
-        except Exception as error:
-            raise StreamError(self._role, self._fail(error)) from None
-        self._context.beat("idle", self._context.step)
-
 
 class ServerHost(_Process):
     """A Ray actor whose object does any number of calls at once: `ask(method, *args)` returns a future."""
@@ -141,12 +106,6 @@ class ServerHost(_Process):
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the object, and return its answer, or a `Failure`."""
         return await self._answer(method, self._object.ask(method, *args, **kwargs))
-
-    async def feed(self, method: str, bucket: PackedBucket) -> Any:
-        """Call a method of the object with a bucket of another actor's `stream`; return its tensors and bytes."""
-        tensors = unpack(bucket)
-        answer = await self._answer(method, self._object.ask(method, tensors))
-        return answer or (len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
     async def _answer(self, method: str, future: Future[Any]) -> Any:
         try:

@@ -22,7 +22,6 @@ from megatune.launch.processes import FROZEN_SECONDS, LOOK_SECONDS, POLL_SECONDS
 from megatune.launch.report import RankActivity, process_state
 from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
-from megatune.rl.cluster.host import StreamError
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement
 
@@ -247,17 +246,13 @@ class Watch:
         actor.on_loss()
 
     def _note_error(self, actor: Actor, error: Exception) -> None:
-        """What Ray raises in place of an answer: a death, what a stream carried, or its own trouble."""
-        cause = getattr(error, "cause", None)
+        """What Ray raises in place of an answer: a death, or its own trouble."""
         if isinstance(error, RayActorError):  # of this actor, or of one whose answer was its argument
             owner = next((each for each in self.actors if each.handle._actor_id.hex() == error.actor_id), actor)
             if error.actor_init_failed:
                 self._failed.setdefault(owner, report.trouble(owner.state, owner.host, error))
             else:
                 self._note_death(owner, str(error))
-        elif isinstance(cause, StreamError):
-            source = next(each for each in self.actors if each.name == f"{cause.role}-{cause.failure.rank}")
-            self._failed.setdefault(source, cause.failure)
         else:
             self._failed.setdefault(actor, report.trouble(actor.state, actor.host, error))
 

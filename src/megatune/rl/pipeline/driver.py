@@ -13,7 +13,6 @@ from typing import Literal
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.cluster.weights import Sync
 from megatune.rl.pipeline.collector import Collector, Taken
 from megatune.rl.pipeline.dumps import dump_samples, record_step, replay_step
 from megatune.rl.pipeline.groups import Sampling
@@ -25,7 +24,7 @@ from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
-from megatune.rl.pipeline.weights import Weights
+from megatune.rl.pipeline.weights import Sync, Weights
 from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool

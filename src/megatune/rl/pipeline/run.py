@@ -145,9 +145,8 @@ def drive(
 
 
 def _bytes_in_flight(settings: RLSettings) -> int:
-    """Return how large the objects are that are under way at once: four buckets of weights, and a step's samples."""
-    samples = settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN
-    return 4 * settings.run.model_update_buffer_size_mb * 2**20 + samples
+    """Return how large the objects are that are in transfer at once: a step's samples."""
+    return settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN
 
 
 def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:

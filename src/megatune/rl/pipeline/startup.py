@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.adapters import as_adapter
+from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
 from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES, load_architecture
+from megatune.families.adapters import adapter_weights, is_plain
+from megatune.families.peft_form import adapter_config
+from megatune.families.peft_tensors import PREFIX
+from megatune.families.weights import all_shapes
+from megatune.generation.vllm import lora_arguments
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.group import RoleGroup
@@ -76,7 +83,28 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         critic=trained(settings.critic, "critic") if settings.critic else None,
         teachers={name: trained(role, name) for name, role in settings.teachers.items()},
     )
-    return changed, Path(str(source))
+    return _with_adapter(changed, Path(str(source))), Path(str(source))
+
+
+def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
+    """Let engines that take adapters get the adapter that is trained, and load the base themselves.
+
+    vLLM takes low-rank adapters of linear layers; all others are merged into the weights that are sent.
+    """
+    role, selection = settings.actor_infer, settings.actor_train.settings.finetuning
+    continues = len(selection.adapter_name_or_path or ()) > 1 or selection.create_new_adapter
+    if role.engine != "vllm" or selection.finetuning_type != "lora" or continues:
+        return settings
+    architecture = load_architecture(source, settings.actor_train.settings.run.stage)
+    selection = as_adapter(selection, architecture)
+    if not is_plain(architecture, selection) or role.model_name_or_path != str(source):
+        return settings
+    family = FAMILIES[architecture.model_type]
+    own = all_shapes(adapter_weights(architecture, selection), architecture)
+    shapes = {PREFIX + family.in_modules(name): tuple(shape) for name, shape in own.items()}
+    adapter = SentAdapter(adapter_config(architecture, selection, str(source)), shapes)
+    config = {**role.config, "load_format": "auto", **lora_arguments(selection.lora_rank)}
+    return replace(settings, actor_infer=role.model_copy(update={"adapter": adapter, "config": config}))
 
 
 def with_own_weights(settings: RLSettings, model: Path) -> RLSettings:

@@ -1,20 +1,33 @@
-"""The trainer's weights in the rollout engines, and a look at whether they are there."""
+"""The trainer's weights in the rollout engines, and a check whether they are there."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.cluster.weights import Sync, sync_weights
 from megatune.rl.pipeline.learn import Learner, sampled_by
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rollout.mismatch import Mismatch
 from megatune.rl.samples import Problem, Request, Response, Rollouts
+from megatune.rl.transport import Parcel, Route, choose_route, merged
 
 _PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What a transfer of the weights took: tensors, bytes, buckets and seconds."""
+
+    tensors: int
+    bytes: int
+    buckets: int
+    seconds: float
 
 
 class Weights:
@@ -24,6 +37,8 @@ class Weights:
         self, settings: RLSettings, scheduler: DeviceScheduler, policy: ModelGroup, engines: EngineGroup
     ) -> None:
         self._settings, self._scheduler, self._policy, self._engines = settings, scheduler, policy, engines
+        self._route: Route | None = None
+        self._connected = -1  # the group's number of changes when the route was chosen
 
     @property
     def engines_forget(self) -> bool:
@@ -36,13 +51,66 @@ class Weights:
 
     def sync(self, version: int) -> Sync:
         """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then."""
-        assert self._policy.ready is not None
+        began = time.monotonic()
         self._scheduler.transfer(self._policy)
-        found = sync_weights(
-            self._policy.group, self._engines.group, version, num_tensors=self._policy.ready.num_tensors
-        )
+        parcels = self._sent(version)
         self._scheduler.sample()
-        return found
+        tensors, nbytes = sum(len(each.contents) for each in parcels), sum(each.tensor_bytes for each in parcels)
+        return Sync(tensors, nbytes, len(parcels), time.monotonic() - began)
+
+    def connect(self) -> Route:
+        """Choose how weights travel, and let the trainer and the engines that are there meet."""
+        role, trainer, engines = self._engines.role, self._policy.group, self._engines.group
+        assert self._policy.ready is not None
+        workers = role.devices_per_engine if role.engine == "vllm" else 1
+        receivers = [
+            device
+            for first in range(0, len(role.devices), role.devices_per_engine)
+            for device in role.devices[first : first + workers]
+        ]
+        route = choose_route(
+            self._policy.role.devices, receivers, self._settings.run.num_gpus_per_node,
+            on_gpus=self._policy.ready.on_gpu, seconds=self._settings.run.rpc_timeout,
+        )  # fmt: skip
+        here = tuple(place for place in route.listeners if place // workers in engines.ranks)
+        route = trainer.call("open_route", replace(route, listeners=here))[0]
+        joining = trainer.start("join_route")
+        firsts = [(route, number * workers) for number in range(self._engines.number)]
+        trainer.run(engines.start_each("connect", firsts))
+        joining.result()
+        return route
+
+    def _sent(self, version: int) -> list[Parcel]:
+        """Send all buckets, and have the engines use them as a version: while they take one, the next is packed.
+
+        Raises:
+            MegatuneError: see `group.Pending.result`; nothing was committed then.
+        """
+        if self._route is None or self._connected != self._engines.group.changes:
+            self._connected = self._engines.group.changes
+            self._route = self.connect()
+        trainer, engines, senders = self._policy.group, self._engines.group, self._route.senders
+        assert self._policy.ready is not None
+        begun = engines.start("begin_update", version, self._policy.ready.num_tensors)
+        # Ranks that send nothing take part in what the others gather.
+        others = [trainer.start_one(rank, "drain_weights") for rank in range(trainer.size) if rank not in senders]
+        packing = [trainer.start_one(rank, "pack_weights", True) for rank in senders]
+        sent: list[Parcel] = []
+        taking: list[Any] = [begun]
+        while (parcel := merged([each.result()[0] for each in packing])) is not None:
+            while taking:
+                taking.pop().result()
+            sent.append(parcel)
+            taking.append(engines.start("update", parcel))
+            if self._route.listeners:
+                taking.append(trainer.start_one(senders[0], "broadcast_weights"))
+            packing = [trainer.start_one(rank, "pack_weights", False) for rank in senders]
+        for each in (*taking, *others):
+            each.result()
+        freed = trainer.start("free_weights")
+        engines.call("commit_update", version)
+        freed.result()
+        return sent
 
     def probe(self, problems: Sequence[Problem], version: int, learner: Learner) -> Mismatch | None:
         """Let each engine sample a few tokens, and compare them with the trainer. For engines that share no device

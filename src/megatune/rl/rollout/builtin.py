@@ -1,277 +1,360 @@
-"""The engine of this project: a model of Transformers with a cache of rows and continuous batching.
+"""The engine of this project: a model of Transformers and its cache of keys and values, with continuous batching.
 
-A response that is through leaves its row to the next one at once. Prompts that are the same, as those of a group, are
-computed once. Log-probabilities come with the tokens.
+A small default for CPUs; vLLM and SGLang are for large models. All rows of a pass end at the same place, shorter ones
+begin with padding. A response that has ended leaves its row, a waiting one joins at the next token. Equal prompts, as
+those of a group, are computed once. Log-probabilities come with the tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pictures import model_arguments
-from megatune.rl.rollout.engine import Memory
-from megatune.rl.rollout.kv_cache import KVCache, Next, Prompts, next_plan
-from megatune.rl.rollout.model import bytes_of_a_token, load_model, never_sampled, room_of_cache
+from megatune.families.rope import context_length
+from megatune.generation.inputs import find_model, has_tokenizer
+from megatune.generation.options import Sampling
+from megatune.generation.stopping import ends_with_stop_word
+from megatune.generation.transformers_backend import load_pretrained, load_tokenizer
+from megatune.rl.pictures import model_arguments, position_shift
+from megatune.rl.rollout.engine import INSTRUCTION_TOKENS, Memory, RolloutEngine, Sampled, cannot_sample
 from megatune.rl.rollout.routing import Recorder
-from megatune.rl.rollout.sampling import Draw, sample
-from megatune.rl.rollout.sequence import SampledSequence
-from megatune.rl.rollout.updates import Update
-from megatune.rl.rollout.weights import copy_into, drop_weights, places_of, take_weights
+from megatune.rl.rollout.sampling import sample, uniforms
+from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
+from megatune.rl.transport import Parcel, Receiver, Route
 
-_PROMPT_TOKENS = 8192  # of the prompts that are computed together
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PROMPT_TOKENS = 8192  # of prompts that are computed together
 
 
-class BuiltinEngine:
+@dataclass(slots=True)
+class _Row(Sampled):
+    """A response while it is sampled.
+
+    Attributes:
+        drawn: a random number in [0, 1) for each token of the response.
+        shift: of the positions of what is sampled, by pictures.
+        routing: experts of the tokens in the cache, int16 [tokens, layers, topk] of each pass.
+    """
+
+    drawn: list[float] = field(default_factory=list)
+    shift: int = 0
+    routing: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        """Tokens of the prompt and the response so far."""
+        return [*self.request.prompt_ids.tolist(), *self.request.response_ids.tolist(), *self.tokens]
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.request.response_ids) + len(self.tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the prompt and the whole response."""
+        return len(self.request.prompt_ids) + self.request.max_new_tokens
+
+    @property
+    def key(self) -> bytes:
+        """What is computed before the next token, pictures included: rows with the same share it."""
+        shown = () if self.request.shown is None else self.request.shown.pictures
+        return np.array(self.ids).tobytes() + b"".join(blake2b(each.packed).digest() for each in shown)
+
+
+class BuiltinEngine(RolloutEngine[_Row]):
     """See `RolloutEngine`.
 
     Args:
-        model: a causal language model, or one that reads images, whose text attends by `kv_cache.ATTENTION`.
+        model: a causal language model, or one that reads images.
         tokenizer: for stop strings; None where no request has one.
+        shapes: of the tensors of its checkpoint.
         max_running: responses in flight at once; more wait.
         cache_bytes: of keys and values, at most; one response is sampled in any case.
         return_routing: responses come with the experts that were chosen.
 
     Raises:
-        MegatuneError: INPUT, where there are no experts to return.
+        MegatuneError: INPUT, where there are no experts to return, or layers keep other states than keys and values.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
+        shapes: dict[str, tuple[int, ...]],
         *,
         max_running: int,
         cache_bytes: int,
         return_routing: bool = False,
     ) -> None:
+        super().__init__(shapes, has_weights=True)
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
         self._token_bytes, self._cache_bytes = bytes_of_a_token(model), cache_bytes
-        self._never = never_sampled(model, tokenizer).to(model.device)
+        self._device = model.device
+        self._never = never_sampled(model, tokenizer).to(self._device)
         stops = model.generation_config.eos_token_id
         self._stops = frozenset([stops] if isinstance(stops, int) else stops or ())
-        self._version: int | None = 0
-        self._update: Update | None = None
-        self._places: dict[str, Tensor] = {}
-        self._sleeping = False
-        self._dropped: dict[str, torch.Size] = {}  # parameters without memory
-        self._cache = KVCache()
         self._recorder = Recorder(model) if return_routing else None
-        self._waiting: deque[SampledSequence] = deque()
-        self._running: list[SampledSequence] = []  # by row
-        self._finished: list[Response] = []
+        self._receiver = Receiver(Route("file"), 0, self._device)
+        self._arrived: dict[str, Tensor] = {}
+        self._sleeping = False
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._cache = DynamicCache()
+        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self._device)  # [rows, tokens of the cache]
 
     @classmethod
     def load(cls, role: InferRole, *, max_running: int, context: int) -> BuiltinEngine:
         """Load the model of a folder onto this machine's device; see `load_engine`."""
-        model, tokenizer = load_model(role, context)
-        room = room_of_cache(model.device)
-        returns = role.return_routing
-        return cls(model, tokenizer, max_running=max_running, cache_bytes=room, return_routing=returns)
+        folder = find_model(Path(role.model_name_or_path))
+        model = load_pretrained(folder, DTYPES[role.dtype], experts_implementation="eager")
+        _check_context(model, context, folder, role)
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        room, returns = room_of_cache(model.device), role.return_routing
+        shapes = checkpoint_shapes(folder)
+        return cls(model, tokenizer, shapes, max_running=max_running, cache_bytes=room, return_routing=returns)
 
-    @property
-    def version(self) -> int:
-        """Of the weights; -1 where an update was not whole."""
-        return -1 if self._version is None else self._version
+    def _begin(self, request: Request) -> _Row:
+        ids = np.concatenate([request.prompt_ids, request.response_ids])
+        drawn = uniforms(request.seed, request.max_new_tokens).tolist()
+        return _Row(request, self.version, drawn=drawn, shift=position_shift(ids, request.shown))
 
-    @property
-    def num_in_flight(self) -> int:
-        """Of requests, those that wait included."""
-        return len(self._running) + len(self._waiting)
+    def _start(self, sampled: _Row) -> None:
+        self._waiting.append(sampled)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; see `RolloutEngine.submit`."""
-        self._check_awake()
-        for request in requests:
-            running = SampledSequence(
-                request, frozenset(request.stop_token_ids) or self._stops, self._tokenizer, self.version
-            )
-            if running.room < 1:
-                self._finished.append(running.response("length"))
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Sample a token of every row, and the first one of rows that join."""
+        logits = [self._next_logits()] if self._rows else []
+        logits += [self._prompt_logits(batch) for batch in self._joining()]
+        rows = self._rows
+        drawn = [each.drawn[each.num_response_tokens] for each in rows]
+        seen = [each.ids if each.request.repetition_penalty != 1 else () for each in rows]
+        tokens, log_probs = sample(torch.cat(logits), [each.request for each in rows], drawn, seen, self._never)
+        for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.log_probs.append(log_prob)
+        self._leave({place: end for place, row in enumerate(rows) if (end := self._end(row)) is not None})
+
+    def _joining(self) -> list[list[_Row]]:
+        """Take waiting rows for which there is room, in batches that are computed together."""
+        joining: list[_Row] = []
+        starts: set[bytes] = set()
+        longest = max((each.most_tokens for each in self._rows), default=0)
+        while self._waiting and (count := len(self._rows) + len(joining)) < self._max_running:
+            row = self._waiting[0]
+            longest, tokens = max(longest, row.most_tokens), (len(starts) + 1) * len(row.ids)
+            too_large = (count + 1) * longest * self._token_bytes > self._cache_bytes
+            if (count and too_large) or (starts and row.key not in starts and tokens > _PROMPT_TOKENS):
+                break
+            starts.add(row.key)
+            joining.append(self._waiting.popleft())
+        with_pictures = [each for each in joining if each.request.shown is not None]
+        together = [each for each in joining if each.request.shown is None]
+        return [*([together] if together else []), *([each] for each in with_pictures)]
+
+    def _prompt_logits(self, batch: list[_Row]) -> Tensor:
+        """Compute the tokens of new rows, add them to the cache, and return logits [rows, v] of their next tokens."""
+        number = {each.key: place for place, each in enumerate({each.key: each for each in batch}.values())}
+        firsts = list({each.key: each for each in batch}.values())
+        ids = [each.ids for each in firsts]
+        width, device = max(map(len, ids)), self._device
+        mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in ids], device=device)
+        padded = torch.tensor([each[:1] * (width - len(each)) + each for each in ids], device=device)
+        given: dict[str, Tensor] = {"position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)}
+        if (shown := firsts[0].request.shown) is not None:
+            given |= {key: each.to(device) for key, each in model_arguments(np.array(ids[0]), shown).items()}
+        cache = DynamicCache()
+        logits = self._forward(padded, mask, cache, **given)
+        chosen = torch.tensor([number[each.key] for each in batch], device=device)
+        self._record(batch, [len(each.ids) for each in batch], chosen.tolist())
+        self._rows += batch
+        width = max(width, self._mask.shape[1])
+        self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask[chosen], width, 1)])
+        for place, new in enumerate(cache.layers):
+            new.batch_select_indices(chosen)
+            if place == len(self._cache.layers):
+                self._cache.layers.append(new)
             else:
-                self._waiting.append(running)
+                old = self._cache.layers[place]
+                old.keys = torch.cat([_widened(old.keys, width, 2), _widened(new.keys, width, 2)])
+                old.values = torch.cat([_widened(old.values, width, 2), _widened(new.values, width, 2)])
+        return logits[chosen]
 
-    def step(self) -> list[Response]:
-        """Sample on; see `RolloutEngine.step`."""
-        self._check_awake()
-        with torch.inference_mode():
-            self._admit()
-            self._next_tokens()
-        finished, self._finished = self._finished, []
-        return finished
+    def _next_logits(self) -> Tensor:
+        """Compute the last token of each row, and return logits [rows, v] of the next."""
+        lengths = self._mask.sum(-1)
+        self._mask = pad(self._mask, (0, 1), value=1)
+        shifts = torch.tensor([each.shift for each in self._rows], device=self._device)
+        last = torch.tensor([each.tokens[-1:] for each in self._rows], device=self._device)
+        logits = self._forward(last, self._mask, self._cache, position_ids=(lengths + shifts)[:, None])
+        self._record(self._rows, [1] * len(self._rows), range(len(self._rows)))
+        return logits
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache, **given: Tensor) -> Tensor:
+        """Run the model on int64 ids [rows, tokens]; return logits [rows, v] of the last column."""
+        found: Any = self._model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **given
+        )
+        logits: Tensor = found.logits[:, -1]
+        return logits
+
+    def _record(self, rows: Sequence[_Row], lengths: Sequence[int], places: Sequence[int]) -> None:
+        """Keep the experts that the last pass took of so many tokens of each of these rows, at places of the pass."""
+        if self._recorder is not None:
+            experts = self._recorder.take(max(places) + 1)
+            for row, length, place in zip(rows, lengths, places, strict=True):
+                row.routing.append(experts[place, -length:])
+
+    def _end(self, row: _Row) -> Literal["stop", "length"] | None:
+        """Return how a response ends with its last token; None where it continues."""
+        request = row.request
+        if row.tokens[-1] in (request.stop_token_ids or self._stops):
+            return "stop"
+        if request.stop_strings and self._tokenizer is not None:
+            words = Sampling(stop_words=[*request.stop_strings])
+            if ends_with_stop_word(self._tokenizer, [*request.response_ids.tolist(), *row.tokens], words):
+                return "stop"
+        return "length" if row.num_response_tokens >= request.max_new_tokens else None
+
+    def _leave(self, ended: dict[int, Literal["stop", "length"]]) -> None:
+        """Drop rows that have ended, and columns that are padding in all that are left."""
+        if not ended:
+            return
+        for place, finish in ended.items():
+            del self._sampled[self._rows[place].request.id]
+            self._finished.append(_response(self._rows[place], finish))
+        left = [place for place in range(len(self._rows)) if place not in ended]
+        self._rows = [self._rows[place] for place in left]
+        if not left:
+            self._clear()
+            return
+        kept = torch.tensor(left, device=self._device)
+        longest = int(self._mask[kept].sum(-1).max())
+        self._mask = self._mask[kept, -longest:]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[kept, :, -longest:], layer.values[kept, :, -longest:]
+
+    def _clear(self) -> None:
+        self._cache, self._mask = DynamicCache(), self._mask.new_zeros(0, 0)
 
     def abort(self) -> list[Response]:
         """End all requests; see `RolloutEngine.abort`."""
-        ended = [each.response("abort") for each in [*self._running, *self._waiting]]
+        ended = [_response(each, "abort") for each in [*self._rows, *self._waiting]]
         self._waiting.clear()
-        self._running.clear()
+        self._rows = []
+        self._sampled.clear()
+        self._clear()
         return ended
 
-    def _admit(self) -> None:
-        """Give waiting responses rows, and compute their prompts without the last token, which comes with the next."""
-        new: list[SampledSequence] = []
-        while self._waiting and len(self._running) + len(new) < self._max_running:
-            longest = max(each.most_tokens for each in [*self._running, *new, self._waiting[0]])
-            rows = len(self._running) + len(new) + 1
-            if rows > 1 and rows * longest * self._token_bytes > self._cache_bytes:
-                break
-            new.append(self._waiting.popleft())
-        if not new:
-            return
-        self._cache.reserve(len(self._running) + len(new), max(each.most_tokens for each in new), self._max_running)
-        first = {each.start: row for row, each in enumerate(self._running)}
-        copies, computed = [], []
-        for row, each in enumerate(new, len(self._running)):
-            if each.num_tokens > 1 and (source := first.setdefault(each.start, row)) == row:
-                computed.append(row)
-            elif each.num_tokens > 1:
-                copies.append((source, row, each.num_tokens - 1))
-        self._running += new
-        self._compute_prompts(computed)
-        for source, row, length in copies:
-            self._cache.copy_row(source, row, length)
-            self._running[row].routing += self._running[source].routing[:1]  # of its start
+    def connect(self, route: Route, first: int) -> None:
+        """Meet the trainer; see `RolloutEngine.connect`."""
+        self._receiver = Receiver(route, first, self._device)
 
-    def _compute_prompts(self, rows: list[int]) -> None:
-        """Fill rows of the cache, some at a time, those of like lengths together."""
-        rows = sorted(rows, key=lambda row: self._running[row].num_tokens)
-        for row in [row for row in rows if self._running[row].request.shown is not None]:
-            rows.remove(row)
-            self._compute_with_pictures(row)
-        while rows:
-            count = 1
-            while count < len(rows) and (count + 1) * self._running[rows[count]].num_tokens <= _PROMPT_TOKENS:
-                count += 1
-            batch, rows = rows[:count], rows[count:]
-            longest = self._running[batch[-1]].num_tokens - 1
-            ids = [self._running[row].tokens[:-1] for row in batch]
-            padded = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
-            positions = torch.arange(longest, device=self._model.device)[None].expand(len(batch), -1)
-            self._forward(self._model.base_model, padded, positions, Prompts(torch.tensor(batch)))
-            self._record(batch, [len(each) for each in ids])
+    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+        with self._receiver.opened(parcel) as tensors:
+            dtype = self._model.dtype
+            self._arrived |= {name: tensors[name].to(self._device, dtype, copy=True) for name in names}
 
-    def _compute_with_pictures(self, row: int) -> None:
-        """Fill a row of the cache whose prompt has pictures."""
-        sequence, where = self._running[row], self._model.device
-        ids, shown = np.array(sequence.tokens[:-1], np.int64), sequence.request.shown
-        assert shown is not None
-        given = {name: tensor.to(where) for name, tensor in model_arguments(ids, shown).items()}
-        positions = given.pop("position_ids", torch.arange(len(ids), device=where)[None])
-        self._forward(
-            self._model.base_model, torch.from_numpy(ids)[None], positions, Prompts(torch.tensor([row])), **given
-        )
-        self._record([row], [len(ids)])
+    def _finish(self, version: int, *, whole: bool) -> None:
+        """Load what has arrived as Transformers loads a checkpoint: it has names and shapes of its own for some."""
+        arrived, self._arrived = self._arrived, {}
+        if whole:
+            old = self._model
+            model: Any = type(old).from_pretrained(
+                None, config=old.config, state_dict=arrived, dtype=old.dtype, experts_implementation="eager"
+            )
+            self._model = model.to(self._device).eval()
+            self._recorder = Recorder(self._model) if self._recorder is not None else None
 
-    def _next_tokens(self) -> None:
-        """Sample one more token of every row."""
-        if not self._running:
-            return
-        lengths = [each.num_tokens - 1 for each in self._running]
-        plan = next_plan(lengths, self._model.dtype, self._model.device)
-        last = torch.tensor([[each.tokens[-1]] for each in self._running])
-        shifts = torch.tensor([each.shift for each in self._running], device=self._model.device)
-        logits = self._forward(self._model, last, (plan.positions + shifts)[:, None], plan).logits[:, -1]
-        tokens, log_probs = sample(logits, [_draw(each) for each in self._running], self._never)
-        self._record(range(len(lengths)), [1] * len(lengths))
-        done = []
-        for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
-            finish = self._running[row].add(token, log_prob)
-            if finish is not None:
-                self._finished.append(self._running[row].response(finish))
-                done.append(row)
-        self._leave(done)
-
-    def _forward(self, module: Any, ids: Tensor, positions: Tensor, plan: Prompts | Next, **pictures: Tensor) -> Any:
-        """Run a model, or its trunk, on int64 ids [rows, tokens]."""
-        self._cache.plan = plan
-        return module(
-            input_ids=ids.to(self._model.device),
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            slots=plan,
-            **pictures,
-        )
-
-    def _record(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep the experts that the last forward pass took of so many tokens of each of these rows."""
-        if self._recorder is not None:
-            for row, length, experts in zip(rows, lengths, self._recorder.take(len(rows)), strict=True):
-                self._running[row].routing.append(experts[:length])
-
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Drop rows; the last ones move into their places."""
-        left = len(self._running) - len(rows)
-        gone = set(rows)
-        movers = (row for row in range(left, len(self._running)) if row not in gone)
-        for hole in (row for row in sorted(gone) if row < left):
-            row = next(movers)
-            self._cache.copy_row(row, hole, self._running[row].num_tokens - 1)
-            self._running[hole] = self._running[row]
-        del self._running[left:]
-
-    def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect weights; see `RolloutEngine.begin_update`."""
-        assert not self.num_in_flight, "abort what is in flight first"
-        assert not self._dropped, "wake its weights first"
-        self._places = places_of(self._model)
-        shapes = {name: tuple(place.shape) for name, place in self._places.items()}
-        self._update, self._version = Update(version, num_tensors, shapes), None
-
-    def update(self, bucket: Mapping[str, Tensor]) -> None:
-        """Take some of the weights; see `RolloutEngine.update`."""
-        assert self._update is not None, "begin_update comes first"
-        for name, tensor in bucket.items():
-            if self._update.accept(name, tensor.shape):
-                copy_into(self._places[name], tensor)
-
-    def commit_update(self, version: int) -> None:
-        """Use the new weights; see `RolloutEngine.commit_update`."""
-        assert self._update is not None, "begin_update comes first"
-        update, self._update, self._places = self._update, None, {}
-        update.check(version)
-        self._version = version
-
-    def sleep(self, level: int) -> None:
-        """Free memory; see `RolloutEngine.sleep`."""
-        assert not self.num_in_flight, "abort what is in flight first"
+    def _free(self, level: int) -> None:
         self._sleeping = True
-        self._cache.clear()
-        if level > 1 and not self._dropped:
-            self._dropped = drop_weights(self._model)
-            self._version = None
+        self._clear()
+        if level > 1:
+            self._model.to("meta")
 
     def wake(self, *parts: Memory) -> None:
-        """Take memory again; see `RolloutEngine.wake`. The cache grows with requests."""
-        take_weights(self._model, self._dropped)
-        self._dropped = {}
+        """Take memory again; see `RolloutEngine.wake`. Weights come with the next update, the cache with requests."""
         self._sleeping = self._sleeping and bool(parts) and "cache" not in parts
 
-    def close(self) -> None:
-        """Nothing is left; see `RolloutEngine.close`."""
-
-    def _check_awake(self) -> None:
-        if self._sleeping or self._version is None:
-            why = "it sleeps" if self._sleeping else "its weights have no version: no complete update has arrived"
-            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+    def _check_ready(self) -> None:
+        if self._sleeping:
+            raise cannot_sample("it sleeps")
+        super()._check_ready()
 
 
-def _draw(running: SampledSequence) -> Draw:
-    request = running.request
-    return Draw(
-        running.uniforms[running.num_new],
-        request.temperature,
-        request.top_p,
-        request.top_k,
-        request.repetition_penalty,
-        running.tokens if request.repetition_penalty != 1 else (),
-    )
+def _response(row: _Row, finish: Literal["stop", "length", "abort"]) -> Response:
+    return row.response(finish, experts=np.concatenate(row.routing) if row.routing else None)
+
+
+def _widened(tensor: Tensor, width: int, dim: int) -> Tensor:
+    """Put zeros before the values along a dimension, up to a width."""
+    missing = [0, 0] * (tensor.dim() - 1 - dim) + [width - tensor.shape[dim], 0]
+    return pad(tensor, missing)
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Return ids that are not text: padding, placeholders of pictures, and rows of the embedding that the tokenizer
+    does not know."""
+    config = model.config.get_text_config()
+    size = config.vocab_size
+    stops = model.generation_config.eos_token_id
+    stops = {stops} if isinstance(stops, int) else set(stops or ())
+    ids = set() if tokenizer is None else set(range(min(len(tokenizer), size), size))
+    padding = tokenizer.pad_token_id if tokenizer is not None else None
+    places = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
+    for each in (padding, config.pad_token_id, *places):
+        if each is not None and 0 <= each < size and each not in stops:
+            ids.add(each)
+    return torch.tensor(sorted(ids), dtype=torch.int64)
+
+
+def bytes_of_a_token(model: PreTrainedModel) -> int:
+    """Return the bytes of a token in the cache, in all layers, by a pass over one token.
+
+    Raises:
+        MegatuneError: INPUT, where a layer keeps other states than keys and values.
+    """
+    if not all(isinstance(each, DynamicLayer) for each in DynamicCache(config=model.config.get_text_config()).layers):
+        why, fix = f"{model.config.model_type} has layers without keys and values", "take `strategy_name: vllm`"
+        raise MegatuneError(Finding("the built-in engine cannot sample from it", "", why, fix), ExitCode.INPUT)
+    cache, one = DynamicCache(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=one, past_key_values=cache, use_cache=True)
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+
+def room_of_cache(device: torch.device) -> int:
+    """Return bytes that the cache may have: half of what a device has free, a quarter of what a machine has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.5)
+    import psutil
+
+    return psutil.virtual_memory().available // 4
+
+
+def _check_context(model: PreTrainedModel, context: int, folder: Path, role: InferRole) -> None:
+    most = longest = context_length(model.config.to_dict())
+    if most is None or context <= most:
+        return
+    what, more = f"prompts and responses of {context} tokens do not fit the model", ""
+    if role.name != "actor_infer":  # a judge also reads what it is asked, and writes an answer
+        what += f" of {role.name}"
+        more = f", a smaller max_new_tokens of {role.name}, or a model with a longer context"
+        most -= INSTRUCTION_TOKENS + role.generating_args.max_tokens
+    fix = f"prompt_length and response_length of {most} together at most{more}" if most > 0 else more[2:]
+    why = f"its context is {longest} tokens"
+    raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)

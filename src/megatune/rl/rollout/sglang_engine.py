@@ -10,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.rl.rollout.engine import Memory
-from megatune.rl.rollout.external import MEMORY_TAGS, ExternalEngine, check_arguments, check_version, starting
+from megatune.generation.vllm import starting
+from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
+from megatune.rl.rollout.external import MEMORY_TAGS, check_arguments, check_version
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
+from megatune.rl.transport import Parcel, Receiver, Route
 
 TESTED = "0.5.23"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,7 +36,7 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
-class SglangEngine(ExternalEngine):
+class SglangEngine(RolloutEngine[Sampled]):
     """See `RolloutEngine`.
 
     Args:
@@ -56,6 +58,7 @@ class SglangEngine(ExternalEngine):
         self._engine, self._seeds, self._num_layers = engine, seeds, num_layers
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._asleep: list[str] = []
+        self._receiver: Receiver
 
     @classmethod
     def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> SglangEngine:
@@ -83,7 +86,7 @@ class SglangEngine(ExternalEngine):
             "model_path": role.model_name_or_path,
             "enable_return_routed_experts": role.return_routing,
         }
-        with starting("SGLang", role):
+        with starting("SGLang", role.model_name_or_path):
             engine = sglang.Engine(**arguments)
         folder = Path(role.model_name_or_path)
         return cls(
@@ -94,7 +97,12 @@ class SglangEngine(ExternalEngine):
             num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
-    def _begin(self, request: Request, tokens: list[int]) -> None:
+    def _begin(self, request: Request) -> Sampled:
+        return Sampled(request, self.version)
+
+    def _start(self, sampled: Sampled) -> None:
+        request = sampled.request
+        tokens = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
         asked = self._engine.async_generate(
             input_ids=tokens,
             sampling_params=self._params(request),
@@ -122,18 +130,14 @@ class SglangEngine(ExternalEngine):
             params["sampling_seed"] = request.seed % 2**31
         return params
 
-    def step(self) -> list[Response]:
-        """Sample on; see `RolloutEngine.step`."""
-        if self._tasks:
-            self._run(asyncio.wait(self._tasks.values(), timeout=_MOMENT))
-        self._finished += [self._take(each) for each in [key for key, task in self._tasks.items() if task.done()]]
-        finished, self._finished = self._finished, []
-        return finished
+    def _advance(self) -> None:
+        self._run(asyncio.wait(self._tasks.values(), timeout=_MOMENT))
+        self._finished += [self._ended(each) for each in [key for key, task in self._tasks.items() if task.done()]]
 
     def _run(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
 
-    def _take(self, id_: str) -> Response:
+    def _ended(self, id_: str) -> Response:
         """Return the response of a request that is through."""
         sampled, answer = self._sampled.pop(id_), self._tasks.pop(id_).result()["meta_info"]
         for log_prob, token, _ in answer.get("output_token_logprobs") or ():
@@ -159,21 +163,21 @@ class SglangEngine(ExternalEngine):
             for each in gone:
                 self._engine.tokenizer_manager.abort_request(rid=each)
             self._run(asyncio.wait(self._tasks.values()))
-        return [self._take(each) for each in gone]
+        return [self._ended(each) for each in gone]
 
-    def update(self, bucket: Mapping[str, Tensor]) -> None:
-        """Take some of the weights; see `RolloutEngine.update`."""
-        good = [*self._accepted(bucket).items()]
-        self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
+    def connect(self, route: Route, first: int) -> None:
+        """Meet the trainer, here, in the process that hands weights to SGLang's own; see `RolloutEngine.connect`."""
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        self._receiver = Receiver(route, first, device)
 
-    def commit_update(self, version: int) -> None:
-        """Use the new weights; see `RolloutEngine.commit_update`."""
-        assert self._update is not None, "begin_update comes first"
-        update, self._update = self._update, None
-        update.check(version)
+    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+        with self._receiver.opened(parcel) as tensors:
+            good = [(name, tensors[name]) for name in names]
+            self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
+
+    def _finish(self, version: int, *, whole: bool) -> None:
         flushed = self._engine.flush_cache()
         self._check((flushed.success, flushed.message), "keeps keys and values of older weights")
-        self._version = version
 
     def _check(self, result: tuple[bool, str], what: str) -> None:
         if not result[0]:

@@ -44,12 +44,8 @@ class Update:
             return True
         return False
 
-    def check(self, version: int) -> None:
-        """Refuse an update that is not whole.
-
-        Raises:
-            MegatuneError: INTERNAL, naming what is wrong.
-        """
+    def problem(self, version: int) -> MegatuneError | None:
+        """Return what is wrong with an update that is not complete (INTERNAL)."""
         problems = list(self._problems)
         if version != self.version:
             problems.append(f"version {version} is to be used, and version {self.version} arrived")
@@ -59,16 +55,12 @@ class Update:
             problems.append(
                 f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's arrived"
             )
-        if problems:
-            raise MegatuneError(
-                Finding(
-                    f"the update to version {self.version} of the weights is incomplete",
-                    "actor_infer",
-                    "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])]),
-                    "the engine's weights have no version now: resume the run from its last checkpoint",
-                ),
-                ExitCode.INTERNAL,
-            )
+        if not problems:
+            return None
+        what = f"the update to version {self.version} of the weights is incomplete"
+        why = "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])])
+        fix = "the engine's weights have no version now: resume the run from its last checkpoint"
+        return MegatuneError(Finding(what, "actor_infer", why, fix), ExitCode.INTERNAL)
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

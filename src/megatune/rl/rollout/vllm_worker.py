@@ -7,10 +7,11 @@ not meet its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+
+from megatune.rl.transport import Parcel, Receiver, Route
 
 
 class _KnownWarning(logging.Filter):
@@ -25,6 +26,10 @@ class WeightUpdates:
 
     model_runner: Any
     vllm_config: Any
+    device: torch.device
+    rank: int
+    _receiver: Receiver
+    _adapter: dict[str, torch.Tensor]
 
     def megatune_scale_logits(self, factor: float) -> None:
         """Multiply the logits: log-probabilities are those at temperature 1 / factor then."""
@@ -54,14 +59,35 @@ class WeightUpdates:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def megatune_load(self, bucket: Mapping[str, Tensor] | str) -> None:
-        """Take tensors by their names in checkpoints, or a safetensors file in memory that has them."""
-        from safetensors.torch import load_file
+    def megatune_connect(self, route: Route, first: int) -> None:
+        """Meet the trainer, which weights come from.
+
+        Args:
+            first: number of this engine's first receiver.
+        """
+        self._receiver, self._adapter = Receiver(route, first + self.rank, self.device), {}
+
+    def megatune_keep(self, parcel: Parcel, names: list[str]) -> None:
+        """Take tensors of an adapter."""
+        with self._receiver.opened(parcel) as tensors:
+            self._adapter |= {name: tensors[name].cpu().clone() for name in names}
+
+    def megatune_write(self, path: str) -> None:
+        """Write the adapter that has arrived, once for all workers."""
+        from safetensors.torch import save_file
+
+        if self.rank == 0:
+            save_file(self._adapter, path)
+        self._adapter = {}
+
+    def megatune_load(self, parcel: Parcel, names: list[str]) -> None:
+        """Take tensors of a bucket by their names in checkpoints."""
         from vllm.config import set_current_vllm_config
 
-        tensors = load_file(bucket) if isinstance(bucket, str) else bucket
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.model.load_weights(iter(tensors.items()))
+        with self._receiver.opened(parcel) as tensors, set_current_vllm_config(self.vllm_config):
+            # vLLM keeps tensors until their layer is complete, and the next bucket is written to the same memory.
+            kept = ((name, tensors[name].to(self.device, copy=True)) for name in names)
+            self.model_runner.model.load_weights(kept)
 
     def megatune_commit(self) -> None:
         """Pack the new weights for the kernels."""

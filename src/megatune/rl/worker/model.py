@@ -48,6 +48,7 @@ class Ready:
         num_tensors: that `weights` gives; 0 where it gives none.
         memory_gib: in use by this rank.
         notes: lines that a user should see.
+        on_gpu: whether its device is a GPU.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Ready:
     num_tensors: int
     memory_gib: float
     notes: tuple[str, ...] = ()
+    on_gpu: bool = False
 
 
 class ModelWorker(ABC):
@@ -132,7 +134,8 @@ class ModelWorker(ABC):
 
     def _ready(self, num_tensors: int = 0, notes: Sequence[str] = ()) -> Ready:
         memory = device.memory_bytes() / 2**30
-        return Ready(self.step, self.loaded.place.dp_size, num_tensors, memory, tuple(notes))
+        on_gpu = device.current().type == "cuda"
+        return Ready(self.step, self.loaded.place.dp_size, num_tensors, memory, tuple(notes), on_gpu)
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.away]

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from megatune.bridge.export import export_weights
 from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.engine import device
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.step import token_log_probs
 from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
+from megatune.rl.transport import Parcel, Route, Sender
 from megatune.rl.worker.model import Compute, Ready
 from megatune.rl.worker.rows import Answer
 from megatune.rl.worker.training import TrainedWorker
@@ -22,6 +24,10 @@ from megatune.rl.worker.training import TrainedWorker
 
 class PolicyWorker(TrainedWorker):
     """One rank of actor_train. See `ModelWorker`."""
+
+    _route: Route
+    _sender: Sender | None
+    _stream: Iterator[dict[str, Tensor]]
 
     def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
         super().__init__(settings, role, context)
@@ -65,18 +71,58 @@ class PolicyWorker(TrainedWorker):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what `weights` gives."""
+        if (adapter := self.rl.actor_infer.adapter) is not None:
+            return adapter.shapes
         architecture = self.loaded.architecture
         weights = FAMILIES[architecture.model_type].weight_map(architecture)
         return self.loaded.form.all_shapes(weights, architecture)
 
+    def open_route(self, route: Route) -> Route:
+        """Prepare to send weights, where this rank does; the first sender opens the place where listeners meet it."""
+        self._sender = Sender(route, device.current()) if self.context.rank in route.senders else None
+        if self._sender is not None and self.context.rank == route.senders[0]:
+            route = self._sender.open()
+        self._route = route
+        return route
+
+    def join_route(self) -> None:
+        """Meet the listeners."""
+        if self._sender is not None:
+            self._sender.join()
+
+    def pack_weights(self, first: bool) -> Parcel | None:
+        """Pack the next bucket of the stream, or of a new one; None at its end."""
+        assert self._sender is not None
+        if first:
+            self._stream = self.weights(self._route.senders)
+        bucket = next(self._stream, None)
+        return None if bucket is None else self._sender.pack(bucket)
+
+    def drain_weights(self) -> None:
+        """Take part in a stream of which this rank sends nothing."""
+        for _ in self.weights(self._route.senders):
+            raise AssertionError("buckets for a rank that sends none")
+
+    def broadcast_weights(self) -> None:
+        """Send the last bucket to the listeners."""
+        assert self._sender is not None
+        self._sender.broadcast()
+
+    def free_weights(self) -> None:
+        """Give back what buckets were packed into."""
+        if self._sender is not None:
+            self._sender.free()
+
     def weights(self, ranks: Collection[int] = (0,)) -> Iterator[dict[str, Tensor]]:
-        """Stream the weights: whole tensors by their Hugging Face names, adapters merged into them, on the device.
+        """Stream the weights: whole tensors by their Hugging Face names, adapters merged into them, on the device; for
+        engines that take adapters these alone.
 
         Every rank iterates to the end. Those in `ranks` get buckets of at most model_update_buffer_size_mb, or of one
         tensor where that is larger; for others the stream is empty.
         """
         self._need("weights")
-        tensors = export_weights(self.loaded, ranks, self.settings.finetuning)
+        alone = self.rl.actor_infer.adapter is not None
+        tensors = export_weights(self.loaded, ranks, self.settings.finetuning, adapters_alone=alone)
         for number, bucket in enumerate(in_buckets(tensors, self.rl.run.model_update_buffer_size_mb * 2**20), 1):
             self.context.beat(f"weights, bucket {number}", self.step)
             yield bucket

@@ -1,0 +1,346 @@
+"""vLLM, where it is installed: the one engine of answers, of the endpoint and of rollouts, stepped by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import queue
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.generation.options import GenerationOptions, Sampling
+from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply
+
+
+class Vllm:
+    """vLLM's LLMEngine with the model of a folder. One thread uses it.
+
+    Args:
+        arguments: vLLM's own.
+        environment: variables that vLLM reads when it is imported; those that are set already stay.
+
+    Attributes:
+        engine: vLLM's.
+        stops: ids of the model's own stop tokens.
+
+    Raises:
+        MegatuneError: (UNAVAILABLE) what vLLM refuses the model, or this machine, with.
+    """
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        with starting("vLLM", folder):
+            given = {"disable_log_stats": True, **arguments, "model": str(folder)}
+            self.engine = LLMEngine.from_engine_args(EngineArgs(**given))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self.generation, self.config = _generation(folder), config.get_text_config()
+        stops = self.generation.eos_token_id or config.eos_token_id or []
+        self.stops = [stops] if isinstance(stops, int) else list(stops)
+
+    def add(self, id_: str, token_ids: Sequence[int], params: Mapping[str, Any], adapter: Any = None) -> None:
+        """Begin an answer; `step` returns what was sampled since the last one.
+
+        Args:
+            params: of vLLM's SamplingParams.
+            adapter: vLLM's LoRARequest.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        chosen = SamplingParams(**params, output_kind=RequestOutputKind.DELTA)
+        self.engine.add_request(id_, {"prompt_token_ids": list(token_ids)}, chosen, lora_request=adapter)
+
+    def step(self) -> list[tuple[str, Any]]:
+        """Sample for a moment; return (id, vLLM's CompletionOutput) of each request with something new."""
+        return [(output.request_id, output.outputs[0]) for output in self.engine.step()]
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """End answers."""
+        self.engine.abort_request(list(ids))
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method in each of its workers."""
+        found: list[Any] = self.engine.collective_rpc(method, args=args)
+        return found
+
+    def close(self) -> None:
+        """End the workers, which remove their shared memory, and what they have left in this process."""
+        self.engine.engine_core.shutdown()
+
+
+def check_vllm(options: GenerationOptions, adapters: Sequence[Path]) -> None:
+    """Refuse what is not supported with vLLM.
+
+    Raises:
+        MegatuneError: (SETTINGS) several adapters, or pictures; (UNAVAILABLE) vLLM is not installed.
+    """
+    findings = []
+    if len(adapters) > 1:
+        fix = "`megatune export --merge_lora` writes a merged model, which vLLM takes"
+        findings.append(Finding("several adapters at once are not supported with vLLM", "--adapters", fix=fix))
+    if options.pictures:
+        fix = "leave out --infer_backend vllm"
+        findings.append(Finding("images and videos are not supported with vLLM", "--image, --video", fix=fix))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    if importlib.util.find_spec("vllm") is None:
+        fix = "run the command in an environment with vLLM (docs/infer.md), or leave out --infer_backend vllm"
+        raise MegatuneError(Finding("vLLM is not installed", "--infer_backend", fix=fix), ExitCode.UNAVAILABLE)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer that is being written."""
+
+    text: str = ""
+    num_tokens: int = 0
+
+
+class VllmBackend:
+    """Continues prompts with vLLM, any number at the same time; see `Backend`. One thread uses it.
+
+    Attributes:
+        context: tokens of a prompt and its answer at most.
+    """
+
+    def __init__(self, vllm: Vllm, adapter: Path | None = None) -> None:
+        self._vllm, self._answers = vllm, dict[str, _Answer]()
+        self.context: int | None = vllm.engine.model_config.max_model_len
+        self._adapter = lora_request(adapter, 1) if adapter else None
+        self.close = vllm.close
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        adapters: Sequence[Path],
+        vision: object,
+        *,
+        arguments: Mapping[str, Any],
+    ) -> VllmBackend:
+        """Load a model and at most one adapter; `arguments` are vLLM's own."""
+        given = dict(arguments)
+        if adapters:
+            config = json.loads((adapters[0] / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            given |= lora_arguments(int(config["r"]))
+        return cls(Vllm(folder, given, environment(on_gpu=None)), *adapters)
+
+    def begin(self, id_: str, prompt: Prompt, sampling: Sampling) -> None:
+        """Begin an answer."""
+        params = self._params(sampling, prompt)
+        self._answers[id_] = _Answer()
+        self._vllm.add(id_, prompt.token_ids, params, self._adapter)
+
+    def step(self) -> Iterator[tuple[str, str | Reply]]:
+        """Sample for a moment; yield pieces of text of answers by their id, and answers that are complete."""
+        for id_, piece in self._vllm.step():
+            if (answer := self._answers.get(id_)) is None:  # aborted
+                continue
+            answer.text, answer.num_tokens = answer.text + piece.text, answer.num_tokens + len(piece.token_ids)
+            if piece.text:
+                yield id_, piece.text
+            if piece.finish_reason is not None:
+                yield id_, self._ended(id_, stopped=piece.finish_reason == "stop")
+
+    def end(self, id_: str) -> Reply | None:
+        """End an answer early, and return it; None where it has ended already."""
+        if id_ not in self._answers:
+            return None
+        self._vllm.abort([id_])
+        return self._ended(id_, stopped=False)
+
+    def _ended(self, id_: str, *, stopped: bool) -> Reply:
+        answer = self._answers.pop(id_)
+        return Reply(answer.text, answer.num_tokens, stopped=stopped)
+
+    def write(
+        self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
+    ) -> Reply:
+        """Continue one prompt; see `Backend.write`."""
+        self.begin("0", prompt, sampling)
+        while True:
+            for _, event in self.step():
+                if isinstance(event, Reply):
+                    return event
+                if on_text is not None:
+                    on_text(event)
+            if is_stopped is not None and is_stopped() and (reply := self.end("0")) is not None:
+                return reply
+
+    def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
+        """Continue prompts; see `Backend.write_all`."""
+        for place, prompt in enumerate(prompts):
+            self.begin(str(place), prompt, sampling)
+        replies: dict[str, Reply] = {}
+        while len(replies) < len(prompts):
+            replies |= {id_: event for id_, event in self.step() if isinstance(event, Reply)}
+        return [replies[str(place)] for place in range(len(prompts))]
+
+    def _params(self, sampling: Sampling, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of vLLM's SamplingParams; what is left open is as the model's files say."""
+        if prompt.pictures:
+            finding = Finding("images and videos are not supported with vLLM", fix="ask without")
+            raise MegatuneError(finding, ExitCode.INPUT)
+        room, own = sampling.max_new_tokens, self._vllm.generation
+        if self.context is not None:
+            room = min(room, self.context - len(prompt.token_ids))
+        temperature = sampling.temperature
+        if temperature is None:
+            temperature = (own.temperature or 1.0) if own.do_sample else 0.0
+        chosen = {
+            "max_tokens": room,
+            "temperature": temperature,
+            "repetition_penalty": sampling.repetition_penalty or own.repetition_penalty,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop_words) or None,
+            "include_stop_str_in_output": sampling.keep_stop_word,
+        }
+        if temperature > 0:
+            chosen["top_p"] = sampling.top_p or own.top_p
+            chosen["top_k"] = sampling.top_k or own.top_k
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+Event = str | Reply | BaseException
+Tell = Callable[[Event], None]
+
+
+class VllmStreams:
+    """Continues prompts of several clients at the same time, in a thread of its own; see `Streams`."""
+
+    def __init__(self, backend: VllmBackend) -> None:
+        self._backend, self._tokenizing = backend, asyncio.Lock()
+        # (id, what begins it, who is told), (id, None, None) ends it; None ends the thread.
+        self._asked: queue.SimpleQueue[tuple[str, Callable[[], None] | None, Tell | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
+
+    async def stream(
+        self, make: Callable[[], Prompt], sampling: Sampling
+    ) -> AsyncGenerator[Prompt | str | Reply, None]:
+        """Yield the prompt, pieces of text, and the whole answer."""
+        async with self._tokenizing:  # a tokenizer serves one thread
+            prompt = await asyncio.to_thread(make)
+        yield prompt
+        loop, events, id_ = asyncio.get_running_loop(), asyncio.Queue[Event](), uuid.uuid4().hex
+
+        def tell(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._asked.put((id_, partial(self._backend.begin, id_, prompt, sampling), tell))
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, Reply):
+                    return
+        finally:
+            self._asked.put((id_, None, None))
+
+    def _run(self) -> None:
+        telling: dict[str, Tell] = {}
+        while True:
+            while not telling or not self._asked.empty():
+                if (asked := self._asked.get()) is None:
+                    return
+                id_, begin, tell = asked
+                if begin is None or tell is None:
+                    telling.pop(id_, None)
+                    self._backend.end(id_)
+                    continue
+                try:
+                    begin()
+                    telling[id_] = tell
+                except Exception as error:
+                    tell(error)
+            try:
+                for id_, event in self._backend.step():
+                    telling[id_](event)
+                    if isinstance(event, Reply):
+                        del telling[id_]
+            except Exception as error:
+                for tell in telling.values():
+                    tell(error)
+                telling = {}
+
+    def stop(self) -> None:
+        """Leave answers to the endpoint, which ends them after a while; see `Streams.stop`."""
+
+    def close(self) -> None:
+        """End the thread, and vLLM's processes."""
+        self._asked.put(None)
+        self._thread.join(10)
+        self._backend.close()
+
+
+def environment(*, on_gpu: bool | None) -> dict[str, str]:
+    """Return what vLLM reads when it is imported.
+
+    Args:
+        on_gpu: whether it computes on a GPU; None: where torch sees one.
+    """
+    if on_gpu is None:
+        import torch
+
+        on_gpu = torch.accelerator.is_available()
+    chosen = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    return chosen if on_gpu else chosen | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def lora_arguments(rank: int) -> dict[str, Any]:
+    """Return vLLM's arguments for a model with one adapter."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, 1 << (rank - 1).bit_length())}
+
+
+def lora_request(folder: Path, number: int) -> Any:
+    """Return what a request names an adapter with; another number is another adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}", number, str(folder))
+
+
+@contextmanager
+def starting(engine: str, model: object) -> Iterator[None]:
+    """Turn what an engine refuses a model, or this machine, with into one line (UNAVAILABLE)."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError, TypeError) as error:
+        # pydantic's errors are ValueErrors, whose first line says how many there are.
+        found = error.errors() if isinstance(error, ValidationError) else []
+        why = "; ".join(each["msg"] for each in found) or str(error).strip().partition("\n")[0]
+        fix = f"see the lines above, or the log of the engine; change the arguments that are handed to {engine}"
+        finding = Finding(f"{engine} cannot load the model", str(model), why, fix)
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error
+
+
+def _generation(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:  # there is no such file
+        return GenerationConfig()
