@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from pool import RankPool
+from pool import COLLECTIVE_SECONDS, RankPool
 
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
@@ -163,18 +164,21 @@ def test_whatever_rank_0_raises_is_raised_on_all_ranks(
     assert others == [(*(relayed or error), code, "RELAYED")] * 2
 
 
-def wait_for_rank_0(seconds: float, folder: Path) -> str:
+def wait_for_rank_0(seconds: float) -> str:
     """On a rank: what rank 0 returns after a time that a collective operation does not last."""
-    from megatune.engine import groups
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
     from megatune.training.agreement import on_rank_0
 
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    groups.leave()
-    groups.meet(torch.distributed.FileStore(str(folder / "store"), world_size), rank, world_size, timeout=seconds / 4)
-    found = on_rank_0(lambda: [time.sleep(seconds), "done"][1], is_long=True)
-    return found + on_rank_0(lambda: "!", is_long=True)
+    torch.distributed.barrier()
+    _set_pg_timeout(timedelta(seconds=seconds / 4))
+    try:
+        found = on_rank_0(lambda: [time.sleep(seconds), "done"][1], is_long=True)
+        return found + on_rank_0(lambda: "!", is_long=True)
+    finally:
+        _set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
-def test_others_wait_for_rank_0_beyond_the_limit_of_collective_operations(pool: RankPool, tmp_path: Path) -> None:
+def test_others_wait_for_rank_0_beyond_the_limit_of_collective_operations(pool: RankPool) -> None:
     """It deletes checkpoints, or copies the final model, for as long as that takes."""
-    assert pool.run(3, wait_for_rank_0, 4.0, tmp_path) == ["done!"] * 3
+    assert pool.run(3, wait_for_rank_0, 4.0) == ["done!"] * 3
