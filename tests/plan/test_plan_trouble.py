@@ -143,7 +143,7 @@ def test_out_of_memory_names_the_part_that_was_larger_than_planned(tmp_path: Pat
 def test_what_the_kernel_killed_for_memory_is_out_of_memory_too(tmp_path: Path) -> None:
     findings = [{"what": "rank 1 was killed by SIGKILL", "why": "the kernel's out-of-memory killer: this machine or"
                  " container is out of main memory"}]  # fmt: skip
-    folder = leave(tmp_path / "run", exit_code=76, culprit=1, findings=findings)
+    folder = leave(tmp_path / "run", exit_code=ExitCode.OUT_OF_MEMORY, culprit=1, findings=findings)
     assert ran_out_of_memory(folder)
     text = "\n".join(diagnose(folder))
     assert "measured   nothing" in text

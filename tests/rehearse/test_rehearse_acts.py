@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.doctor.check import Verdict
 from megatune.errors import ExitCode
 from megatune.rehearse import acts
 from megatune.rehearse.before import DISK, TEMPLATE
@@ -27,7 +28,6 @@ from megatune.rehearse.compare import (
     not_finite,
     trained_steps,
 )
-from megatune.rehearse.outcome import Verdict
 from megatune.rehearse.ranks import run_alone
 from megatune.rehearse.run import Rehearsal
 

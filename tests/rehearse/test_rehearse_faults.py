@@ -13,9 +13,10 @@ import pytest
 from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.doctor.check import Verdict
 from megatune.rehearse import acts
 from megatune.rehearse.before import DATA, DISK, SETTINGS, TEMPLATE
-from megatune.rehearse.outcome import Outcome, Verdict, exit_code, table
+from megatune.rehearse.outcome import Outcome, exit_code, table
 from megatune.rehearse.run import Rehearsal
 
 ROWS = [
@@ -114,7 +115,7 @@ def test_a_template_of_another_model(model: Path, tmp_path: Path, name: str | No
     assert "template: llama3 does not fit" in text
     assert "<|eot_id|>" in text
     assert "fix: templates that fit it: null, qwen" in text
-    assert found[DATA].verdict is Verdict.LEFT
+    assert found[DATA].verdict is Verdict.SKIP
     assert exit_code(list(found.values())) == 66
 
 
@@ -181,7 +182,7 @@ def test_a_machine_that_is_too_small(model: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("megatune.rehearse.run.free_memory", lambda: 10**9)
     found = look(model, tmp_path, gpus=4, tensor_model_parallel_size=2, played=acts.ACTS)
     assert found[DATA].verdict is Verdict.PASS
-    assert {found[name].verdict for name in acts.ACTS} == {Verdict.LEFT}
+    assert {found[name].verdict for name in acts.ACTS} == {Verdict.SKIP}
     assert found[acts.TRAIN].found == "4 processes need about 1.9 GB of memory, and 0.8 GB are free"
     assert exit_code(list(found.values())) == 0
 

@@ -15,7 +15,7 @@ from megatune.data.bad_rows import BAD_ROWS_FILE, TOO_LONG
 from megatune.data.check import Checked, check_data
 from megatune.data.report import DataReport
 from megatune.data.templates import check_template
-from megatune.doctor.check import Verdict as Looked
+from megatune.doctor.check import Verdict
 from megatune.doctor.folders import folders
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Machine
@@ -168,9 +168,9 @@ def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Row
     found = room.words
     if not any(error.exit_code == ExitCode.CANNOT_WRITE for error in checked.errors):
         looked = list(folders(Path(settings.run.output_dir), room))
-        wrong = (each for each in looked if each.verdict is Looked.FAIL)
+        wrong = (each for each in looked if each.verdict is Verdict.FAIL)
         findings += [Finding(f"{each.name}: {each.found}", "output_dir", each.why, each.fix) for each in wrong]
-        found = "; ".join(f"{each.name}: {each.found}" for each in looked if each.verdict is not Looked.FAIL)
+        found = "; ".join(f"{each.name}: {each.found}" for each in looked if each.verdict is not Verdict.FAIL)
     return failed(DISK, findings, code) if findings else passed(DISK, found)
 
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from megatune.config.values import counted
+from megatune.doctor.check import Verdict
+from megatune.doctor.report import summary
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _WIDTH = 118
-
-
-class Verdict(StrEnum):
-    """LEFT: this machine, this file or what is built cannot show it."""
-
-    PASS = "passed"
-    FAIL = "FAILED"
-    LEFT = "not rehearsable"
+# What is skipped cannot be shown by this machine, this file or what is built.
+_WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.SKIP: "not rehearsable"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +24,7 @@ class Outcome:
 
     Attributes:
         act: its number and name, as "3 kill and resume".
-        found: what was seen; of LEFT, why nothing was.
+        found: what was seen; of SKIP, why nothing was.
         findings: of FAIL.
         exit_code: of FAIL.
         seconds: that it took.
@@ -49,7 +43,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name, the verdict as its word."""
-        return {**asdict(self), "verdict": str(self.verdict), "exit_code": int(self.exit_code)}
+        return {**asdict(self), "verdict": _WORDS[self.verdict], "exit_code": int(self.exit_code)}
 
 
 def passed(act: str, found: str) -> Outcome:
@@ -71,7 +65,7 @@ def refused(act: str, error: MegatuneError) -> Outcome:
 
 def left(act: str, why: str) -> Outcome:
     """Return what could not be tried."""
-    return Outcome(act=act, verdict=Verdict.LEFT, found=why)
+    return Outcome(act=act, verdict=Verdict.SKIP, found=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +89,16 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row an act, below those that failed what is wrong with its fix, and a summary."""
-    wide = max(len(one.act) for one in outcomes)
-    indent = wide + len(Verdict.LEFT) + 15
+    wide, column = max(len(one.act) for one in outcomes), max(map(len, _WORDS.values()))
+    indent = wide + column + 15
     shown = []
     for one in outcomes:
-        head = f"{one.act:<{wide}}  {one.verdict:<{len(Verdict.LEFT)}}  {one.seconds:7.1f} s  "
+        head = f"{one.act:<{wide}}  {_WORDS[one.verdict]:<{column}}  {one.seconds:7.1f} s  "
         shown += textwrap.wrap(one.found, _WIDTH + 20, initial_indent=head, subsequent_indent=" " * indent)
         for finding in one.findings:
             shown += [f"    {line}" for line in str(finding).splitlines()]
-    counts = Counter(one.verdict for one in outcomes)
-    parts = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
-    seconds = sum(one.seconds for one in outcomes)
-    return [*shown, "", f"{', '.join(parts)}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
+    counts, seconds = summary((one.verdict for one in outcomes), _WORDS), sum(one.seconds for one in outcomes)
+    return [*shown, "", f"{counts}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
 
 
 def as_json(outcomes: Sequence[Outcome], changes: Sequence[Change]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatune.config.load import Loaded
 from megatune.config.rules import check
 from megatune.config.settings import Settings
+from megatune.doctor.check import Verdict
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.devices import free_memory
@@ -31,7 +32,7 @@ from megatune.rehearse.before import (
 )
 from megatune.rehearse.layouts import MOST_PROCESSES, layout_words, rehearsed_world
 from megatune.rehearse.model import RealModel, SmallModel, find_real_model, shrink, write_model
-from megatune.rehearse.outcome import Change, Outcome, Verdict, failed, left, refused
+from megatune.rehearse.outcome import Change, Outcome, failed, left, refused
 from megatune.rehearse.smaller import smaller
 
 PROCESS_BYTES = 450 * 2**20  # of one rank, without its part of the model

@@ -40,13 +40,17 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended: its exit code, the rank that failed first, the failure in a sentence, and whether it ran out of
-    memory; all empty where nobody noted it."""
+    """How a run ended: its exit code, the rank that failed first, and the failure in a sentence; all empty where nobody
+    noted it."""
 
     exit_code: int | None = None
     rank: int | None = None
     what: str = ""
-    out_of_memory: bool = False
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it ran out of memory, or was killed for it."""
+        return self.exit_code == ExitCode.OUT_OF_MEMORY
 
 
 def diagnose(folder: Path) -> list[str]:
@@ -88,8 +92,7 @@ def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
         exit_code, rank = int(report["exit_code"]), report["culprit"]
     except (OSError, ValueError, LookupError, TypeError):
         return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
-    killed = any("out-of-memory killer" in each.why and "main memory" in each.why for each in said)
-    return Ended(exit_code, rank, said[0].what if said else "", exit_code == ExitCode.OUT_OF_MEMORY or killed)
+    return Ended(exit_code, rank, said[0].what if said else "")
 
 
 def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
@@ -98,16 +101,15 @@ def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             noted = json.loads(path.read_text(encoding="utf-8"))
             exit_code, rank, step = int(noted["exit_code"]), int(noted["rank"]), int(noted["step"])
-            out_of_memory = exit_code == ExitCode.OUT_OF_MEMORY
             if noted["findings"]:
                 what = Finding(**noted["findings"][0]).what
             else:
-                verb = "ran out of memory" if out_of_memory else "failed"
+                verb = "ran out of memory" if exit_code == ExitCode.OUT_OF_MEMORY else "failed"
                 place = f"at step {step}" if step else "before the first step"
                 what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
             order, when = _KINDS.index(noted["kind"]), float(noted["time"])
             if world_size is None or rank < world_size:
-                yield order, when, Ended(exit_code, rank, what, out_of_memory)
+                yield order, when, Ended(exit_code, rank, what)
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
