@@ -37,7 +37,6 @@ END_SECONDS = 3.0  # from the signal to its end
 EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
-_SAY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,7 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """Return the report in words."""
-        reasons = [(report.name, *each) for report in self.reports for each in report.dropped.most_common()]
-        dropped = (f"{name}: dropped {count}: {reason}" for name, reason, count in reasons)
+        dropped = (line for report in self.reports for line in report.dropped_lines())
         return [f"evaluation: {self.tokens.line()}", *dropped]
 
 
@@ -109,19 +107,10 @@ class StreamRequest:
 
     def write(self, stream: MixedStream) -> BlockMeta:
         """Write the next block and publish it."""
-        size = self.pipeline.settings.data.buffer_size
-        where = f"it was filling block {stream.state.block} of rows, in epoch {stream.state.epoch} of the data"
-        said_at = 0.0
-
-        def progress(samples: int) -> None:
-            nonlocal said_at
-            if (now := time.monotonic()) - said_at > _SAY_SECONDS:
-                said_at = now
-                self.folder.say(f"{where}: {samples} of {size} samples")
-
-        progress(0)
+        state = stream.state
+        self.folder.say(f"it was filling block {state.block} of rows, in epoch {state.epoch} of the data")
         with TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
-            meta = stream.write_block(Path(draft), progress)
+            meta = stream.write_block(Path(draft))
             self.folder.publish(Path(draft), meta.number, meta.start.first_row, meta.tokens.rows)
         return meta
 
