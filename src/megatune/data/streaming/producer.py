@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
+from megatune.data.cache.key import kept_as
 from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.rows import TokenRows
@@ -84,7 +85,7 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        held_out = built(settings, f"{self.key}-evaluation", self._hold_out, HeldOut.load)
+        held_out = built(settings, f"{kept_as(self.key)}-evaluation", self._hold_out, HeldOut.load)
         check_bad_rows(held_out.reports, settings.data)
         return held_out
 
