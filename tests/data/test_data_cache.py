@@ -110,7 +110,7 @@ def test_rows_are_built_once(cache: Path) -> None:
     folder = built(Settings(), "k", tokens("1234"))
     assert folder == cache / "k"
     assert (folder / "part" / "tokens.bin").read_text() == "1234"
-    assert (folder / "key.txt").read_text().split() == ["k", cache_folder._sources()]
+    assert (folder / "key.txt").read_text() == "k\n"
     assert [path.name for path in cache.iterdir()] == ["k"], "neither a lock nor a partial folder is left"
     assert built(Settings(), "k", no_build) == folder
     assert built(Settings(), "other", tokens("5")) != folder
@@ -192,36 +192,6 @@ def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixtu
         assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged and are recreated\n"
     assert cache_folder.built(Settings(), "k", no_build, read) == "1234"
     assert [path.name for path in cache.iterdir()] == ["k"]
-
-
-def test_what_other_sources_made_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a folder of the user's, too; a run that is resumed has the same key."""
-    settings, made = with_data(tokenized_path=str(tmp_path / "mine")), list[str]()
-    folder = built(settings, "k", tokens("1"))
-    monkeypatch.setattr(cache_folder, "_sources", lambda: "others")
-    assert built(settings, "k", tokens("2", made)) == folder
-    assert made == ["2"]
-    expected = f"the prepared rows in {folder} were made by another version of megatune and are recreated\n"
-    assert capsys.readouterr().err == expected
-    assert built(settings, "k", no_build) == folder
-
-
-def test_sources_that_make_rows_are_those_of_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code and tables count, unless no row depends on them."""
-    room = Path(cache_folder.__file__).parents[1]
-    assert {path.stem for path in room.iterdir()} >= cache_folder._MAKES_NO_ROWS
-    monkeypatch.setattr(cache_folder, "__file__", str(tmp_path / "cache" / "folder.py"))
-    digests: list[str] = []
-    for name in ("encode.py", "templates/named.yaml", "preview/show.py", "steps.py", "encode.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{len(digests)}")
-        digests.append(cache_folder._sources.__wrapped__())
-    first, with_table, with_preview, with_steps, changed = digests
-    assert with_table == with_preview == with_steps
-    assert len({first, with_table, changed}) == 3
 
 
 def test_what_was_made_and_cannot_be_read_is_refused(cache: Path) -> None:
@@ -338,7 +308,8 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
         built(settings, "other", no_build)
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert str(caught.value) == (
-        f"tokenized_path: {folder} has rows that were prepared from other data or settings\n"
+        f"tokenized_path: {folder} has rows that were prepared from other data or settings, or by another version of "
+        "megatune\n"
         "    fix: name another folder, or delete this one"
     )
     assert (folder / "part/tokens.bin").read_text() == "1234"

@@ -18,6 +18,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
+from megatune.data.cache import key as key_of
 from megatune.data.cache.key import prepared_key
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
@@ -280,3 +281,21 @@ def test_a_format_of_tools_that_changes_under_its_name_changes_the_key(
         monkeypatch.setitem(NAMED_TEMPLATES, "qwen", replace(qwen, tool_format=tools))
         keys.append(key(folder, template="qwen"))
     assert keys[0] != keys[1]
+
+
+def test_rows_are_kept_by_the_sources_that_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code and tables count, unless no row depends on them; the key, by which runs resume, is without them."""
+    room = Path(key_of.__file__).parents[1]
+    assert {path.stem for path in room.iterdir()} >= key_of._MAKES_NO_ROWS
+    monkeypatch.setattr(key_of, "__file__", str(tmp_path / "cache" / "key.py"))
+    monkeypatch.setattr(key_of, "_sources", key_of._sources.__wrapped__)  # which is remembered
+    folders: list[str] = []
+    for name in ("encode.py", "templates/named.yaml", "preview/show.py", "steps.py", "encode.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{len(folders)}")
+        folders.append(key_of.kept_as("key"))
+    first, with_table, with_preview, with_steps, changed = folders
+    assert with_table == with_preview == with_steps
+    assert len({first, with_table, changed}) == 3
+    assert all(folder.startswith("key-") for folder in folders)

@@ -286,8 +286,12 @@ def test_rows_that_hold_their_pictures(model: Model, data: Path, monkeypatch: py
     assert [(each.path, each.data) for each in sources] == [(f"{number}.jpg", content) for number in range(5)]
 
 
-def test_rows_with_pictures_wait_within_a_bound(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows a file has, few of them are read and not yet written."""
+@pytest.mark.parametrize(("side_by_side", "waiting"), [(1, 4), (2, 2)])
+def test_rows_with_pictures_wait_within_a_bound(
+    model: Model, data: Path, monkeypatch: pytest.MonkeyPatch, side_by_side: int, waiting: int
+) -> None:
+    """However many rows a file has, few of them are read and not yet written: chunks of two, for all data sets that are
+    read side by side."""
     monkeypatch.setattr("megatune.data.workers.CHUNK_BYTES", 10_000)
     monkeypatch.setattr("megatune.data.workers.MOST_BYTES", 20_000)
     value = {"bytes": (data / "b.jpg").read_bytes() + bytes(6000), "path": None}
@@ -302,11 +306,11 @@ def test_rows_with_pictures_wait_within_a_bound(model: Model, data: Path, monkey
 
     reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, pictures=True)
     encoder = make_encoder(settings, model.tokenizer, model.vision(settings))
-    for _, found in encode_all(encoder, samples(), 1, reader):
+    for _, found in encode_all(encoder, samples(), 2, reader, side_by_side=side_by_side):
         assert isinstance(found, Encoded), found
         most, taken = max(most, read - taken), taken + 1
     assert taken == 40
-    assert most <= 8
+    assert most == waiting
 
 
 def test_relative_paths_begin_at_media_dir(model: Model, data: Path, tmp_path: Path) -> None:
@@ -405,6 +409,17 @@ def test_a_damaged_table_is_named(model: Model, data: Path) -> None:
     with pytest.raises(MegatuneError, match=r"incomplete[\s\S]*sources\.npy") as caught:
         TokenRows(found.directory / "train")
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+def test_a_damaged_record_is_made_again(model: Model, data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its place and size are whole, what it says is not."""
+    found = model.prepared(data, mixed(data))
+    path, whole = found.directory / "sources.npy", plain(found.train)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"{", 128)] ^= 0x7F
+    path.write_bytes(content)
+    assert plain(model.prepared(data, mixed(data)).train) == whole
+    assert "are recreated" in capfd.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Model], tmp_path: Path) -> None:

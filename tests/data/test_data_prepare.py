@@ -337,7 +337,7 @@ def test_other_processes_open_what_one_prepared(folder: Path) -> None:
     assert texts(opened.train) == texts(made.train)
     assert texts(opened.evaluation) == texts(made.evaluation)
     assert (opened.report, opened.key, opened.directory) == (made.report, made.key, made.directory)
-    assert made.key == made.directory.name
+    assert made.directory.name.startswith(f"{made.key}-")
     with pytest.raises(MegatuneError, match="no prepared data"):
         open_prepared(folder / "other")
 

@@ -343,7 +343,7 @@ def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
                RowError("bad", "wrong", "\ud800"), UnsupportedRow("audio", "none")]  # fmt: skip
     facts = [Facts(("{{name}}",), True, 2**64 - 1, True), Facts()]
     tokens = np.arange(7, dtype=np.int32)
-    found = sent((tokens, -tokens, [5, 2], [pictures, ()], results, facts))
+    found = sent(workers.EncodedItems(tokens, -tokens, [5, 2], [pictures, ()], results, facts))
     assert (found[0].tolist(), found[1].tolist()) == (tokens.tolist(), (-tokens).tolist())
     assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], facts)
     assert found[4][0] == results[0]

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from megatune.cli.main import main
 from megatune.data import text_scores
-from megatune.data.questions import read_questions
+from megatune.data.prompts import read_questions
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.generation import dataset
@@ -184,7 +184,7 @@ def test_a_row_that_ends_with_a_call_has_no_label(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "Look!"}
     rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {"messages": [asked]}]
     sources = open_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "")
-    questions = [each.question for each in read_questions(sources, {}, Outcome().leave_out, pictures=False)]
+    questions = list(read_questions(sources, {}, Outcome().leave_out, pictures=False))
     assert [(each.label, len(each.conversation.messages)) for each in questions] == [(None, 1), (None, 1)]
 
 

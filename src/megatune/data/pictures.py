@@ -210,11 +210,11 @@ class PictureTable:
     def _has_its_bytes(self, number: int) -> bool:
         record = self._records[number]
         content = self._sources.values[record["offset"] : record["offset"] + record["size"]].data
-        header, _ = _header_of(content)
-        sizes = (os.stat(path).st_size if size is None else size for path, size in header["parts"])
         try:
+            header, _ = _header_of(content)
+            sizes = (os.stat(path).st_size if size is None else size for path, size in header["parts"])
             return bool(header["bytes"] == sum(sizes))
-        except OSError:
+        except (OSError, ValueError, TypeError, KeyError, struct.error):  # it is gone, or the record is damaged
             return False
 
 

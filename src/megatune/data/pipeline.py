@@ -99,7 +99,8 @@ class Pipeline:
         side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
         num_workers = self._num_workers // side_by_side
         series = None if self.exchange is None else self.exchange.series()
-        return all_filled(encode_all(self.encoder, samples, num_workers, self._reader(source), series), at_once=True)
+        encoded = encode_all(self.encoder, samples, num_workers, self._reader(source), series, side_by_side)
+        return all_filled(encoded, at_once=True)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
         """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""

@@ -19,7 +19,7 @@ import numpy as np
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowsBuilder
 from megatune.data.cache.folder import built, stored_key
-from megatune.data.cache.key import prepared_key
+from megatune.data.cache.key import kept_as, prepared_key
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.mixing import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
@@ -70,9 +70,11 @@ def prepare(
             not fit (66), a full or read-only disk (73).
     """
     key = prepared_key(settings, tokenizer, vision)
-    prepared = built(
-        settings, key.name, lambda folder: _build(Pipeline.of(settings, tokenizer, vision), folder), open_prepared
-    )
+
+    def build(folder: Path) -> None:
+        _build(Pipeline.of(settings, tokenizer, vision), folder)
+
+    prepared = built(settings, kept_as(key.name), build, open_prepared)
     # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
@@ -89,7 +91,8 @@ def open_prepared(directory: Path) -> Prepared:
     except (OSError, ValueError) as error:
         raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
     evaluation = TokenRows(directory / EVALUATION_FOLDER) if (directory / EVALUATION_FOLDER).exists() else None
-    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, stored_key(directory) or "")
+    key = (stored_key(directory) or "").partition("-")[0]
+    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
-"""Prompts as tokens, and the answers that are wanted: cut from token rows, or read from files of questions and
-written by a run's template."""
+"""What rows of data sets ask, without their answers; and prompts as tokens: cut from token rows, or questions that a
+run's template writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,21 +11,88 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Message
+from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.conversation import Conversation, Message, fill_placeholders
 from megatune.data.encode import make_encoder
+from megatune.data.formats import to_example, to_question
+from megatune.data.formats.pictures import check_inside
 from megatune.data.pictures import DocumentPicture
-from megatune.data.questions import Question, read_questions
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
-from megatune.data.samples import replacements
-from megatune.data.sources import prompt_sources
+from megatune.data.samples import Replacements, drawn_rows, not_filled, replacements, values_for
+from megatune.data.sources import DatasetSource, prompt_sources
 from megatune.data.vision import VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SEED = 42  # of the rows that NAME#N draws, as in training
 _NO_ANSWER = "-"  # stands for the answer of a question without one, until it is cut off
+
+
+class Question(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        where: its place, as reports name it.
+        conversation: its messages end before the assistant's.
+        label: the row's own answer, None where it has none.
+    """
+
+    where: str
+    conversation: Conversation
+    label: str | None
+
+
+def read_questions(
+    sources: Sequence[DatasetSource],
+    placeholders: Replacements,
+    leave_out: Callable[[str, object], None],
+    *,
+    pictures: bool,
+    takes_texts: bool = False,
+) -> Iterator[Question]:
+    """Yield what the rows ask.
+
+    Args:
+        placeholders: what {{name}} and {{author}} become, as in training.
+        leave_out: gets the place of each row that cannot be read, and why.
+        pictures: whether the model takes some.
+        takes_texts: read a row that is a plain text as a question.
+
+    Raises:
+        MegatuneError: (SETTINGS) a data set asks nothing, or what the model does not take, or has a placeholder
+            without a value; a file cannot be read.
+    """
+    for source in sources:
+        for row, _, copies in drawn_rows(source, _SEED):
+            try:
+                if row.error is not None:
+                    raise row.error
+                if takes_texts and source.formatting == "text":
+                    chat = Conversation((Message("user", str(to_example(row.fields, source, "pt"))),))
+                else:
+                    chat = to_question(row.fields, source, pictures=pictures)
+                if source.fetched:
+                    check_inside(chat.pictures)
+                filled, missing = fill_placeholders(chat, values_for(row.fields, placeholders))
+                assert isinstance(filled, Conversation)
+            except RowError as error:
+                leave_out(row.where, error)
+                continue
+            except UnsupportedRow as unsupported:
+                what = f"{source.name} cannot be answered: {unsupported}"
+                raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
+            if missing:
+                raise not_filled(dict.fromkeys(missing, row.where))
+            yield from [_question(row.where, filled)] * copies
+
+
+def _question(where: str, chat: Conversation) -> Question:
+    *asked, last = chat.messages
+    if last.role != "assistant":
+        return Question(where, chat, None)
+    return Question(where, replace(chat, messages=tuple(asked)), last.content)
 
 
 class AnswerPrompt(NamedTuple):
@@ -103,36 +170,35 @@ def prompts_of_file(
         pictures=vision is not None,
         takes_texts=True,
     )
-    asked = ((each.question, each.where) for each in questions)
     is_text = settings.run.stage == "pt"
-    written = _texts(tokenizer, asked) if is_text else _questions(settings, tokenizer, vision, asked, bad)
+    written = _texts(tokenizer, questions) if is_text else _questions(settings, tokenizer, vision, questions, bad)
     if found := list(islice(written, count)):
         return found
     what, why = f"eval_generate_prompts: no question of {name} can be asked", bad[0] if bad else "it has none"
     raise MegatuneError(Finding(what, why=why, fix="correct the rows, or name another file"), ExitCode.DATA)
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, asked: Iterable[tuple[Question, str]]) -> Iterator[AnswerPrompt]:
-    for question, where in asked:
+def _texts(tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question]) -> Iterator[AnswerPrompt]:
+    for question in questions:
         text = question.conversation.messages[-1].content
-        yield AnswerPrompt(np.array(tokenizer(text)["input_ids"], np.int32), None, (), where)
+        yield AnswerPrompt(np.array(tokenizer(text)["input_ids"], np.int32), None, (), question.where)
 
 
 def _questions(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionInput | None,
-    asked: Iterable[tuple[Question, str]],
+    questions: Iterable[Question],
     bad: list[str],
 ) -> Iterator[AnswerPrompt]:
     """Encode questions as rows that train, and cut the answers off."""
     encoder = replace(make_encoder(settings, tokenizer, vision), train_on_prompt=False)
-    for question, where in asked:
+    for question in questions:
         answer = Message("assistant", question.label or _NO_ANSWER)
         whole = replace(question.conversation, messages=(*question.conversation.messages, answer))
         (encoded,) = encoder.encode([whole])
-        found = None if isinstance(encoded, RowError) else _cut(encoded.documents[0], where)
+        found = None if isinstance(encoded, RowError) else _cut(encoded.documents[0], question.where)
         if found is None:
-            bad.append(f"{where}: {encoded if isinstance(encoded, RowError) else 'it has no question'}")
+            bad.append(f"{question.where}: {encoded if isinstance(encoded, RowError) else 'it has no question'}")
         else:
             yield found if question.label else found._replace(label_ids=None)

@@ -79,6 +79,12 @@ class DatasetReport:
     def _places(self, reason: str) -> list[str]:
         return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
 
+    def dropped_lines(self) -> Iterator[str]:
+        """Write how many rows were dropped for each reason, and the first of them."""
+        for reason, count in self.dropped.most_common():
+            yield f"{self.name}: dropped {count:,}: {reason} [{self.codes[reason]}]"
+        yield from (f"    {example}" for example in dict.fromkeys(self.examples))
+
     def tags_note(self) -> str:
         """Say that rows have pictures without a tag; "" where none has."""
         has = "1 row has images" if self.tags_added == 1 else f"{self.tags_added:,} rows have images"
@@ -192,9 +198,7 @@ class DataReport:
         for name, *numbers in (head, *cells):
             yield "  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))])
         for dataset in self.datasets:
-            for reason, count in dataset.dropped.most_common():
-                yield f"{dataset.name}: dropped {count:,}: {reason} [{dataset.codes[reason]}]"
-            yield from (f"    {example}" for example in dataset.examples)
+            yield from dataset.dropped_lines()
 
     def summary(self) -> str:
         """Return what there is to train, and what became of the other rows, in a line."""

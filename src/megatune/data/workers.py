@@ -76,8 +76,10 @@ class EncodedItems(NamedTuple):
             Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
         )
         for result, facts in zip(self.results, self.facts, strict=True):
-            is_made = isinstance(result, tuple)
-            yield Encoded(tuple(islice(documents, result[0])), *result[1:]) if is_made else result, facts
+            if isinstance(result, tuple):
+                yield Encoded(tuple(islice(documents, result[0])), *result[1:]), facts
+            else:
+                yield result, facts
 
 
 class _Promise(Protocol):
@@ -95,18 +97,20 @@ def encode_all(
     num_workers: int,
     reader: RowReader | None = None,
     series: Series | None = None,
+    side_by_side: int = 1,
 ) -> Generator[Result, None, None]:
     """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
 
     Args:
         reader: of samples whose example is not read; it gives them their facts.
         series: shares the work with other machines.
+        side_by_side: data sets that are read at the same time, and share MOST_BYTES.
 
     Raises:
         MegatuneError: a worker process died or hung (exit code 76), or a row needs what is not built (64).
     """
     chunks = _chunked(iter(samples), reader is not None and reader.pictures)
-    work = _Work(encoder, reader)
+    work = _Work(encoder, reader, MOST_BYTES // side_by_side)
     # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
     # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
     frozen_here = gc.get_freeze_count() == 0
@@ -130,6 +134,7 @@ class _Work:
 
     encoder: Encoder
     reader: RowReader | None
+    most_bytes: int  # see MOST_BYTES
 
     def encode(self, items: Sequence[Item]) -> EncodedItems:
         """Return what becomes of each item."""
@@ -234,7 +239,9 @@ def _in_order(
     pending: deque[tuple[_Chunk, _Promise]] = deque()
     held = 0  # bytes of pictures
     while True:
-        while len(pending) < ahead and held < MOST_BYTES and (chunk := next(chunks, None)) is not None:
+        while len(pending) < ahead and (held < work.most_bytes or not pending):
+            if (chunk := next(chunks, None)) is None:
+                break
             part = None if series is None else series.next(chunk.samples)
             if part is not None and not part.is_own:
                 pending.append((chunk, part))

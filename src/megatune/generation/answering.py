@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatune.config.settings import DataSettings
-from megatune.data.questions import read_questions
+from megatune.data.prompts import read_questions
 from megatune.data.samples import Replacements, replacements
 from megatune.generation.asked import Asked
 from megatune.generation.chat import answer_prompts, chat, print_reply

@@ -13,7 +13,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import RowPicture
 from megatune.data.formats.pictures import TAG
 from megatune.data.media.sources import picture_source
-from megatune.data.questions import Asked, Question
+from megatune.data.prompts import Question
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
 from megatune.data.templates.tools import tool_schema
@@ -51,7 +51,7 @@ def open_datasets(names: Sequence[str], dataset_dir: str) -> list[DatasetSource]
 
 def answer_rows(
     generator: Generator,
-    rows: Iterable[Asked],
+    rows: Iterable[Question],
     results: ResultFile,
     outcome: Outcome,
     *,
@@ -75,31 +75,31 @@ def answer_rows(
             replies = [_shown(generator, *each) for each in batch]
         else:
             replies = generator.backend.write_all([prompt for _, prompt in batch], generator.options)
-        for (asked, _), reply in zip(batch, replies, strict=True):
-            label = asked.question.label
+        for (question, _), reply in zip(batch, replies, strict=True):
+            label = question.label
             outcome.answered += 1
             if label is not None:
                 outcome.scored.append(Scored(reply.text, label))
-            results.add(_line(asked.question, reply))
+            results.add(_line(question, reply))
     if not outcome.answered:
         what = f"no row could be answered, of {outcome.left_out}"
         raise MegatuneError(Finding(what, "--val_dataset", fix="correct the rows that are named above"), ExitCode.DATA)
 
 
 def _prompted(
-    generator: Generator, rows: Iterable[Asked], outcome: Outcome, media_dir: str
-) -> Iterator[tuple[Asked, Prompt]]:
+    generator: Generator, rows: Iterable[Question], outcome: Outcome, media_dir: str
+) -> Iterator[tuple[Question, Prompt]]:
     """Yield rows with their prompts; those that have none, because they are too long, say, are left out."""
     template = ChatTemplate(generator.tokenizer)
-    for asked in rows:
+    for question in rows:
         try:
-            prompt = _prompt(generator, template, asked.question, media_dir)
+            prompt = _prompt(generator, template, question, media_dir)
         except RowError as error:
-            outcome.leave_out(asked.where, error)
+            outcome.leave_out(question.where, error)
         except MegatuneError as error:
-            outcome.leave_out(asked.where, "; ".join(f"{each.what}: {each.why}" for each in error.findings))
+            outcome.leave_out(question.where, "; ".join(f"{each.what}: {each.why}" for each in error.findings))
         else:
-            yield asked, prompt
+            yield question, prompt
 
 
 def _prompt(generator: Generator, template: ChatTemplate, question: Question, media_dir: str) -> Prompt:
@@ -134,11 +134,11 @@ def _placed(
     return placed, tuple(shown)
 
 
-def _shown(generator: Generator, asked: Asked, prompt: Prompt) -> Reply:
+def _shown(generator: Generator, question: Question, prompt: Prompt) -> Reply:
     """Print a row and its answer, as ms-swift does."""
-    print(f"[QUERY] {asked.question.conversation.messages[-1].content}")
-    if asked.question.label is not None:
-        print(f"[LABELS] {asked.question.label}")
+    print(f"[QUERY] {question.conversation.messages[-1].content}")
+    if question.label is not None:
+        print(f"[LABELS] {question.label}")
     print("[RESPONSE] ", end="", flush=True)
     reply = generator.backend.write(prompt, generator.options, lambda text: print(text, end="", flush=True))
     print(f"\n{'-' * 50}", flush=True)

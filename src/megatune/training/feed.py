@@ -46,7 +46,7 @@ from megatune.training.bad_rows import Quarantine
 from megatune.training.machines import KEY, check_same, num_machines, wait_for_machines, wait_for_note
 from megatune.training.rows_ahead import lengths_of
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.train_state import read_state
+from megatune.training.train_state import ROWS, read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,8 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
         feed = partial(_prepared_feed, prepared, settings, resumed is not None)
         pictures = prepared.report.train.pictures
         lengths = lengths_of(prepared.train, pictures)
-        yield RunData(
-            prepared.key, on_rank_0(lambda: dict(prepared.key_parts)), len(prepared.train), pictures, lengths, feed
-        )
+        parts = on_rank_0(lambda: {**prepared.key_parts, ROWS: prepared.train.digest})
+        yield RunData(prepared.key, parts, len(prepared.train), pictures, lengths, feed)
         return
     with closing(open_stream(context, settings, source, resumed)) as stream:
         yield RunData(

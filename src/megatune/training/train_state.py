@@ -61,6 +61,10 @@ def read_state(checkpoint: Path) -> TrainState | None:
     return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
 
 
+# Of `rows_parts`: the content of the rows, which another version of megatune may make otherwise of the same files.
+ROWS = "the prepared rows"
+
+
 def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, seed: int) -> Iterator[Finding]:
     """Yield what would change the order of rows and is known before any data is read."""
     size = "rows per step (batch size × accumulation × data-parallel size)"
@@ -79,7 +83,8 @@ def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> 
         expected: what this run would train on.
     """
     yield from changed_batch(checkpoint, state, expected.global_batch_size, expected.seed)
-    if state.rows_digest != expected.rows_digest:
+    found = {parts[ROWS] for parts in (state.rows_parts, expected.rows_parts) if ROWS in parts}
+    if state.rows_digest != expected.rows_digest or len(found) > 1:
         what = "the training rows differ from those that the run began with"
         why = _changed_parts(state.rows_parts, expected.rows_parts)
         fix = "put it back, or start again from the model with overwrite_output_dir: true"

@@ -1,11 +1,10 @@
 """Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
 
     CACHE/rows/KEY/...      what `build` wrote
-    CACHE/rows/KEY/key.txt  of what the rows were made, and by which sources of this room
+    CACHE/rows/KEY/key.txt  of what the rows were made
 
 A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
-rows, and the rename decides. One that was made by other sources, or that cannot be read, as a file of it is damaged or
-cut short, is made again.
+rows, and the rename decides. One that cannot be read, as a file of it is damaged or cut short, is made again.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-
-import xxhash
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.data.pictures import are_current
@@ -33,12 +29,7 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 KEY_FILE = "key.txt"
-_DAMAGED = "damaged"  # in place of the sources
-# What of this room no prepared row depends on.
-_MAKES_NO_ROWS = frozenset((
-    "batch_pictures", "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics",
-    "steps", "text_scores",
-))  # fmt: skip
+_DAMAGED = "damaged"  # the second word of a key.txt
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
@@ -92,17 +83,6 @@ def mark_damaged(folder: Path) -> None:
 def _mark(folder: Path) -> None:
     if (key := stored_key(folder)) is not None:
         (folder / KEY_FILE).write_text(f"{key}\n{_DAMAGED}\n", encoding="ascii")
-
-
-@cache
-def _sources() -> str:
-    """Digest the sources that make rows, so that others than those that made a folder do not read it."""
-    room, state = Path(__file__).parents[1], xxhash.xxh3_128()
-    for path in sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml")):
-        parts = path.relative_to(room).with_suffix("").parts
-        if parts[0] not in _MAKES_NO_ROWS:
-            state.update(f"{parts}".encode() + path.read_bytes())
-    return state.hexdigest()
 
 
 def is_full(error: OSError) -> bool:
@@ -159,15 +139,13 @@ class _Place:
             return read(self.folder)
 
     def _is_made(self) -> bool:
-        return _stored(self.folder) == [self.key, _sources()]
+        return _stored(self.folder) == [self.key]
 
     def _read(self, read: Callable[[Path], T]) -> T | None:
         """Return what is read of the folder; None where it is to be made, or made again."""
         if stored_key(self.folder) is None or not self._is_trusted():
             return None
-        line = f"the prepared rows in {self.folder} were made by another version of megatune and are recreated"
-        if self._is_made() or _DAMAGED in _stored(self.folder):
-            line = f"the prepared rows in {self.folder} are damaged and are recreated"
+        line = f"the prepared rows in {self.folder} are damaged and are recreated"
         if self._is_made():
             with suppress(MegatuneError):
                 found = read(self.folder)
@@ -187,7 +165,7 @@ class _Place:
             with _writing(self.folder, building=partial):
                 build(partial)
             with _writing(self.folder):
-                (partial / KEY_FILE).write_text(f"{self.key}\n{_sources()}\n", encoding="ascii")
+                (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
                 if not self._is_made():  # where there are no locks, it may be
                     publish(partial, self.folder)
 
@@ -200,7 +178,7 @@ class _Place:
             what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
             fix = "name a new folder"
         elif stored not in (None, self.key):
-            what, why = "has rows that were prepared from other data or settings", ""
+            what, why = "has rows that were prepared from other data or settings, or by another version of megatune", ""
             fix = "name another folder, or delete this one"
         else:
             return
@@ -240,7 +218,7 @@ def stored_key(folder: Path) -> str | None:
 
 
 def _stored(folder: Path) -> list[str]:
-    """Return of what the rows in the folder were made, and by which sources."""
+    """Return of what the rows in the folder were made, and _DAMAGED if they are."""
     try:
         return (folder / KEY_FILE).read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -7,8 +7,11 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
@@ -22,9 +25,14 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.vision import VisionInput
 
-# Raised whenever the same files and settings come to give other rows, so that a run that is resumed notices. Prepared
-# rows do not rest on it: `cache.folder` keeps them by the sources that made them.
+# Raised whenever the same files and settings come to give other rows, so that a run that is resumed notices.
 FORMAT_VERSION = 9
+
+# What of this room no prepared row depends on.
+_MAKES_NO_ROWS = frozenset((
+    "batch_pictures", "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics", "steps",
+    "text_scores",
+))  # fmt: skip
 
 # Of templates: it follows from their names, or from the tokenizer.
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
@@ -39,6 +47,23 @@ class RowsKey:
 
     name: str  # 32 hexadecimal digits of all that determines the rows
     parts: Mapping[str, str]  # what it is made of, in words, each with a digest of its own
+
+
+def kept_as(name: str) -> str:
+    """Return the name under which this version of megatune keeps the rows of a key: a function that has changed finds
+    none of before."""
+    return f"{name}-{_sources()}"
+
+
+@cache
+def _sources() -> str:
+    """Digest the sources of this room that make rows."""
+    room, state = Path(__file__).parents[1], xxhash.xxh3_64()
+    for path in sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml")):
+        parts = path.relative_to(room).with_suffix("").parts
+        if parts[0] not in _MAKES_NO_ROWS:
+            state.update(f"{parts}".encode() + path.read_bytes())
+    return state.hexdigest()
 
 
 def prepared_key(

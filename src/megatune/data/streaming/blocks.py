@@ -31,7 +31,6 @@ PART = "train"
 ORDER_FILE = "order.npy"  # int64 [rows]: in which order the part's rows are trained
 _META_FILE = "meta.json"
 
-Progress = Callable[[int], None]  # gets the number of samples so far
 Order = Callable[[int], np.ndarray]  # of samples, given their number
 
 
@@ -141,7 +140,7 @@ class MixedStream:
             return _take(drawn)
         return None
 
-    def write_block(self, folder: Path, progress: Progress = lambda samples: None) -> BlockMeta:
+    def write_block(self, folder: Path) -> BlockMeta:
         """Write the next block to an empty folder.
 
         Raises:
@@ -151,7 +150,7 @@ class MixedStream:
         settings, start = self._pipeline.settings, self.state
         shuffled = not settings.data.disable_shuffling
         samples = islice(self._rest_of_epoch(), settings.data.buffer_size)
-        tokens = self.write_part(folder, PART, samples, lambda size: self._order(size, shuffled), progress)
+        tokens = self.write_part(folder, PART, samples, lambda size: self._order(size, shuffled))
         self._check_bad_rows(self.sets)
         # Packing sorts by length; the rows it makes are shuffled once more.
         order = self._order(tokens.rows, shuffled and settings.packing)
@@ -167,21 +166,14 @@ class MixedStream:
         (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(meta))
         return meta
 
-    def write_part(
-        self,
-        folder: Path,
-        part: str,
-        samples: Iterable[Encoded],
-        order: Order,
-        progress: Progress = lambda samples: None,
-    ) -> TokenReport:
+    def write_part(self, folder: Path, part: str, samples: Iterable[Encoded], order: Order) -> TokenReport:
         """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()
         with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
             for reader in self.sets:
                 reader.on_bad_row = bad_rows.add
             for encoded in samples:
-                progress(builder.add(encoded.documents, encoded.margin) + 1)
+                builder.add(encoded.documents, encoded.margin)
             tokens = builder.write_part(part, order(len(builder)))
         bad_rows.check(self._num_read() - before)
         return tokens

@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
+from megatune.data.cache.key import kept_as
 from megatune.data.pipeline import Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
 from megatune.data.rows import TokenRows
@@ -37,7 +38,6 @@ END_SECONDS = 3.0  # from the signal to its end
 EVALUATION = "evaluation"  # the part of the rows that are held out
 
 _EVALUATION_META = "evaluation.json"
-_SAY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """Return the report in words."""
-        reasons = [(report.name, *each) for report in self.reports for each in report.dropped.most_common()]
-        dropped = (f"{name}: dropped {count}: {reason}" for name, reason, count in reasons)
+        dropped = (line for report in self.reports for line in report.dropped_lines())
         return [f"evaluation: {self.tokens.line()}", *dropped]
 
 
@@ -86,7 +85,7 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        held_out = built(settings, f"{self.key}-evaluation", self._hold_out, HeldOut.load)
+        held_out = built(settings, f"{kept_as(self.key)}-evaluation", self._hold_out, HeldOut.load)
         check_bad_rows(held_out.reports, settings.data)
         return held_out
 
@@ -109,19 +108,10 @@ class StreamRequest:
 
     def write(self, stream: MixedStream) -> BlockMeta:
         """Write the next block and publish it."""
-        size = self.pipeline.settings.data.buffer_size
-        where = f"it was filling block {stream.state.block} of rows, in epoch {stream.state.epoch} of the data"
-        said_at = 0.0
-
-        def progress(samples: int) -> None:
-            nonlocal said_at
-            if (now := time.monotonic()) - said_at > _SAY_SECONDS:
-                said_at = now
-                self.folder.say(f"{where}: {samples} of {size} samples")
-
-        progress(0)
+        state = stream.state
+        self.folder.say(f"it was filling block {state.block} of rows, in epoch {state.epoch} of the data")
         with TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
-            meta = stream.write_block(Path(draft), progress)
+            meta = stream.write_block(Path(draft))
             self.folder.publish(Path(draft), meta.number, meta.start.first_row, meta.tokens.rows)
         return meta
 

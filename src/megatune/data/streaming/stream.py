@@ -109,8 +109,7 @@ class Stream:
                 f"{report.dropped.total()} left out, {report.truncated} cut to cutoff_len"
             )
             yield from ([f"    note: {note}"] if (note := report.tags_note()) else [])
-            yield from (f"    left out {count}: {reason}" for reason, count in report.dropped.most_common())
-            yield from (f"        {example}" for example in dict.fromkeys(report.examples))
+            yield from (f"    {line}" for line in report.dropped_lines())
 
 
 class StartedStream(Stream):
