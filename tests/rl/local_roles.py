@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +60,9 @@ class LocalGroup:
         return each.ask(method, *args).result() if isinstance(each, EngineServer) else getattr(each, method)(*args)
 
 
-async def score_here(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
+async def score_here(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
     """Score in this process, without a limit."""
-    return judged(load_job(job), answer)
+    return [judged(load_job(job), answer) for answer in answers]
 
 
 def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:

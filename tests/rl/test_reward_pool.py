@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,7 +90,7 @@ def sample(text: str, domain: str = "own") -> Sample:
     return Sample(problem, 0, response, text)
 
 
-async def nobody(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
+async def nobody(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
     raise AssertionError("a judge needs no process")
 
 

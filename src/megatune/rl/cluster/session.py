@@ -38,7 +38,6 @@ _SWITCHES = {
     "RAY_memory_monitor_refresh_ms": "0",  # it would end actors before the kernel does, by a measure of its own
     "RAY_prestart_worker_first_driver": "0",  # each actor has an environment, so a process of its own
     "RAY_enable_worker_prestart": "0",
-    "RAY_idle_worker_killing_time_threshold_ms": "3600000",  # processes of rewards stay over steps, their reward loaded
     "RAY_enable_metrics_collection": "0",
     # CUDA_VISIBLE_DEVICES is what this program says; Ray below 2.56 empties it where an actor asks for no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -6,7 +6,8 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, Reward
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, judged
+from megatune.rl.rewards.task import Job, NotLoadedError, Scorer, WorkerDiedError, judged
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
     from megatune.rl.rewards.judge_client import JudgeClient
 
+_AT_ONCE = 32  # answers that a process takes at the most
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
 
 
@@ -46,13 +48,49 @@ class DomainCounts:
 
 @dataclass(slots=True)
 class _Domain:
-    """How the samples of one domain are scored, and how many at a time."""
+    """How the samples of one domain are scored, and how many at a time.
 
-    score: Callable[[Answer], Awaitable[dict[str, Any]]]
+    Attributes:
+        workers: places, each of which scores some answers, one after the other.
+        most: answers that a place takes at once.
+        waiting: with what gets their replies.
+        serving: places that are taken.
+    """
+
+    score: Callable[[Sequence[Answer]], Awaitable[list[dict[str, Any]]]]
     limit: float
-    places: asyncio.Semaphore
+    workers: int
+    most: int
+    waiting: deque[tuple[Answer, asyncio.Future[dict[str, Any]]]] = field(default_factory=deque)
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
     failures_in_a_row: int = 0
     counts: DomainCounts = field(default_factory=DomainCounts)
+
+    def dispatch(self) -> None:
+        """Let free places take what waits: fewer at once as less is left, so that all of them end together."""
+        while len(self.serving) < self.workers and self.waiting:
+            share = max(1, min(self.most, len(self.waiting) // (2 * self.workers)))
+            taken = [self.waiting.popleft() for _ in range(share)]
+            if asked := [each for each in taken if not each[1].done()]:  # somebody still wants it
+                serving = asyncio.ensure_future(self._serve(asked))
+                self.serving.add(serving)
+                serving.add_done_callback(self._note_end)
+
+    async def _serve(self, asked: Sequence[tuple[Answer, asyncio.Future[dict[str, Any]]]]) -> None:
+        try:
+            replies = await self.score([answer for answer, _ in asked])
+        except NotLoadedError as error:
+            replies = [{"error": str(error)}] * len(asked)
+        except Exception as error:  # whatever it is, these samples must have a reply
+            replies = [{"error": f"{type(error).__name__}: {error}"}] * len(asked)
+        for (_, future), reply in zip(asked, replies, strict=True):
+            if not future.done():
+                future.set_result(reply)
+
+    def _note_end(self, serving: asyncio.Task[None]) -> None:
+        self.serving.discard(serving)
+        if not serving.cancelled():  # as the run ends
+            self.dispatch()
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -100,7 +138,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             own = partial(_scored, scorer, job, seconds) if kind.in_process else partial(_waited, reward, seconds)
             computes = kind.in_process and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
-            self._domains[name] = _Domain(own, seconds, asyncio.Semaphore(workers))
+            self._domains[name] = _Domain(own, seconds, workers, _AT_ONCE if kind.in_process else 1)
 
     @property
     def counts(self) -> dict[str, DomainCounts]:
@@ -113,12 +151,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         Raises:
             MegatuneError: (UNAVAILABLE) a domain's last FAILURES_IN_A_ROW samples all failed.
         """
-        domain = self._domains[sample.problem.domain]
-        await domain.places.acquire()
-        # What was begun keeps its place until it is through, also where nobody wants it any more.
-        scoring = asyncio.ensure_future(domain.score(answer_of(sample)))
-        scoring.add_done_callback(lambda _: domain.places.release())
-        self._settle(domain, sample, await asyncio.shield(scoring))
+        domain, loop = self._domains[sample.problem.domain], asyncio.get_running_loop()
+        reply = loop.create_future()
+        domain.waiting.append((answer_of(sample), reply))
+        loop.call_soon(domain.dispatch)  # together with the others of its group
+        self._settle(domain, sample, await reply)
 
     def __exit__(self, *error: object) -> None:
         """Let nobody wait for a judge; processes that still score end with Ray."""
@@ -179,12 +216,23 @@ def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
     raise AssertionError(f"the judge of {domain} is asked before the run starts")
 
 
-async def _scored(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dict[str, Any]:
+async def _scored(scorer: Scorer, job: Job, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Score by a process; of several answers whose process has ended, each is scored alone."""
+    if len(answers) == 1:
+        return [await _scored_alone(scorer, job, limit, answers[0])]
+    try:
+        return await scorer(job, answers, limit)
+    except (TimeoutError, WorkerDiedError):
+        return [await _scored_alone(scorer, job, limit, each) for each in answers]
+
+
+async def _scored_alone(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dict[str, Any]:
     """Score by a process. It may be killed by others, for want of memory: that is not the sample's, unless it happens
     again."""
+    failure = ""
     for _ in range(2):
         try:
-            return await scorer(job, answer, limit)
+            return (await scorer(job, [answer], limit))[0]
         except TimeoutError:
             return _late(limit)
         except WorkerDiedError as error:
@@ -192,14 +240,14 @@ async def _scored(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dic
     return {"error": failure}
 
 
-async def _waited(reward: Reward, limit: float, answer: Answer) -> dict[str, Any]:
+async def _waited(reward: Reward, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Score by a service, which a thread waits for that keeps nobody from ending."""
-    reply = Future[dict[str, Any]]()
+    (answer,), reply = answers, Future[dict[str, Any]]()
     threading.Thread(target=lambda: reply.set_result(judged(reward, answer)), daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reply)), limit)
+        return [await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reply)), limit)]
     except TimeoutError:
-        return _late(limit)
+        return [_late(limit)]
 
 
 def _late(limit: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Scores an answer as a task of Ray's, on any machine of the run: in a process that ends where it takes too long.
+"""Scores answers in processes on all machines of the run: actors of Ray's, each of which has its reward loaded.
 
-The process keeps the time limit itself, with a thread, or with one of C where Python does not go on; the driver keeps
-it, too, for a process that is stopped. Nothing of Ray is imported before a task is made.
+A plain task of Ray's takes 5 ms of CPU time for an answer, one that says when it begins 17; a call of an actor takes
+1.5, and scores several. The process keeps the time limit itself, with a thread, or with one of C where Python does not
+go on, and ends with all that it has started; the driver keeps it, too, for a process that is stopped.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ from megatune.rl.rewards.kinds import load_reward
 START_SECONDS = 120.0  # that a process may take before it scores
 GRACE_SECONDS = 5.0  # after its limit, where Python itself does not go on
 
-# (job, answer, seconds) -> what `judged` returns; raises TimeoutError and WorkerDiedError
-Scorer = Callable[["Job", Answer, float], Awaitable[dict[str, Any]]]
+# (job, answers, seconds for each) -> what `judged` returns of each; raises TimeoutError, and the errors below
+Scorer = Callable[["Job", Sequence[Answer], float], Awaitable[list[dict[str, Any]]]]
 
 
 class WorkerDiedError(Exception):
     """The process ended before it answered."""
+
+
+class NotLoadedError(Exception):
+    """The process cannot load its reward; another one could not, either."""
 
 
 @dataclass(frozen=True)
@@ -73,83 +79,85 @@ def judged(reward: Reward, answer: Answer) -> dict[str, Any]:
 
 
 def ray_scorer(strategies: Sequence[Any]) -> Scorer:
-    """Return what scores by tasks, on the machines that Ray's scheduling strategies name, by turns.
+    """Return what scores on the machines that Ray's scheduling strategies name, by turns.
 
-    A task needs no CPU that Ray counts: those are the devices. How many run at a time is up to who asks.
+    Processes need no CPU that Ray counts: those are the devices. There are as many as score at the same time.
     """
     import ray
 
     variables = {"OMP_NUM_THREADS": "1"} | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    fixed = {"num_cpus": 0, "max_retries": 0, "num_returns": "streaming", "runtime_env": {"env_vars": variables}}
-    task, machines, stored = ray.remote(score), itertools.cycle(strategies), cache(ray.put)
+    fixed = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
+    machines, idle = itertools.cycle(strategies), defaultdict[Job, list[Any]](list)
 
-    async def run(job: Job, answer: Answer, limit: float) -> dict[str, Any]:
-        options = {**fixed, "scheduling_strategy": next(machines), "name": f"reward-{job.name}"}
-        said = task.options(**options).remote(stored(job), answer, limit)
-        began = math.inf
+    async def started(job: Job) -> Any:
+        kind = type(f"reward-{job.name}", (_Worker,), {})  # the name is what `ps` shows
+        worker = ray.remote(kind).options(**fixed, scheduling_strategy=next(machines)).remote(job)
         try:
-            began = (await asyncio.wait_for(_next(said), START_SECONDS))["began"]
-            return await asyncio.wait_for(_next(said), limit + 2 * GRACE_SECONDS)
-        except ray.exceptions.RayTaskError as error:
-            return {"error": f"the answer cannot be scored: {error.cause}"}
-        except ray.exceptions.RayError as error:
-            if time.time() - began >= limit:
+            failure = await asyncio.wait_for(asyncio.wrap_future(worker.load.remote().future()), START_SECONDS)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise WorkerDiedError(f"no process for the reward has started: {error or 'it took too long'}") from error
+        if failure:
+            raise NotLoadedError(f"the reward cannot be loaded: {failure}")
+        return worker
+
+    async def run(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
+        worker = idle[job].pop() if idle[job] else await started(job)
+        began = time.monotonic()
+        try:
+            reply = asyncio.wrap_future(worker.score.remote(list(answers), limit).future())
+            found: list[dict[str, Any]] = await asyncio.wait_for(reply, limit * len(answers) + 2 * GRACE_SECONDS)
+        except ray.exceptions.RayActorError as error:
+            if time.monotonic() - began >= limit:
                 raise TimeoutError from error
             raise WorkerDiedError("the process of the reward was killed") from error
         except TimeoutError:
-            ray.cancel(said, force=True)
-            if began == math.inf:
-                raise WorkerDiedError(f"no process for the reward started within {START_SECONDS:g} seconds") from None
+            ray.kill(worker)
             raise
+        idle[job].append(worker)
+        return found
 
     return run
 
 
-async def _next(said: Any) -> dict[str, Any]:
-    found: dict[str, Any] = await (await anext(said))
-    return found
+class _Worker:
+    """A process that scores, one answer at a time."""
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        die_with_parent(os.getppid())
+        if os.getpgrp() != os.getpid():
+            os.setsid()  # so that it can end with all that it has started
+        with suppress(OSError):
+            os.chdir(job.folder)
+        sys.path += [entry for entry in job.sys_path if entry not in sys.path]
+        if job.log is not None:
+            with job.log.open("a", buffering=1) as log:
+                print(f"=== reward {job.name}, process {os.getpid()}", file=log)
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
 
-def score(job: Job, answer: Answer, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield when it begins, {"began": seconds of the epoch}, and what `judged` says; `limit` seconds later this process
-    ends, with all that it has started."""
-    _settle(job.folder, job.sys_path)
-    _print_to(job)
-    try:
-        reward = load_job(job)
-    except MegatuneError as error:
-        yield from ({"began": time.time()}, {"error": f"the reward cannot be loaded: {error}"})
-        return
-    yield {"began": time.time()}
-    with _ending_after(limit):
-        reply = judged(reward, answer)
-    yield json.loads(json.dumps(reply, default=str))  # the driver may not know a reward's own classes
+    def load(self) -> str:
+        """Load the reward, and return why that cannot be."""
+        try:
+            load_job(self._job)
+        except MegatuneError as error:
+            return str(error)
+        return ""
+
+    def score(self, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
+        """Return what `judged` says of each; this process ends where one takes longer than `limit` seconds."""
+        replies = []
+        for answer in answers:
+            with _ending_after(limit):
+                replies.append(judged(load_job(self._job), answer))
+        found: list[dict[str, Any]] = json.loads(json.dumps(replies, default=str))  # of a reward's own classes
+        return found
 
 
 @cache
 def load_job(job: Job) -> Reward:
     """Return a job's reward, loaded once in a process; see `kinds.load_reward`."""
     return load_reward(job.kind, job.function, job.arguments)
-
-
-@lru_cache(maxsize=1)
-def _settle(folder: str, sys_path: Sequence[str]) -> None:
-    """Let this process find what the driver finds, end with Ray's daemon, and have a session of its own."""
-    die_with_parent(os.getppid())
-    if os.getpgrp() != os.getpid():
-        os.setsid()
-    with suppress(OSError):
-        os.chdir(folder)
-    sys.path += [entry for entry in sys_path if entry not in sys.path]
-
-
-@lru_cache(maxsize=1)
-def _print_to(job: Job) -> None:
-    if job.log is not None:
-        with job.log.open("a", buffering=1) as log:
-            print(f"=== reward {job.name}, process {os.getpid()}", file=log)
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
 
 
 @contextmanager
