@@ -79,7 +79,7 @@ class Worker:
 
     def open_route(self, route: Route) -> Route:
         self.sender = Sender(route, torch.device("cpu"))
-        return self.sender.open() if self.context.rank == 0 else route
+        return self.sender.open(self.context.master_addr) if self.context.rank == 0 else route
 
     def join_route(self) -> None:
         if self.context.rank == 0:

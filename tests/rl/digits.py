@@ -33,7 +33,7 @@ PROMPT, RESPONSE = 2, 8
 
 
 def make_model(
-    folder: Path, seed: int = 0, *, num_layers: int = 2, num_heads: int = 4, has_experts: bool = False
+    folder: Path, seed: int = 0, *, num_layers: int = 2, head_dim: int = 16, has_experts: bool = False
 ) -> Path:
     """Write a Llama of 100,000 parameters, or a Mixtral, with a tokenizer of single characters. No id pads: the
     embedding of padding is zero, and a random model samples it."""
@@ -51,8 +51,9 @@ def make_model(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, SentAdapter
@@ -118,7 +118,7 @@ def experts(first: Path, second: Path) -> Any:
 def check_rest(engine: Any, first: Path) -> None:
     """Aborts, a stale head, an update that is not whole."""
     assert drained(engine, some_requests(1, 12))["0"].versions == ((0, 2),)
-    # A part goes on.
+    # A request that is aborted, to be continued below.
     engine.submit(some_requests(1, 100))
     engine.step()
     (part,) = engine.abort()
@@ -135,6 +135,17 @@ def check_rest(engine: Any, first: Path) -> None:
     head.quant_method = method
     update(engine, first, 4)
     check(engine, first)
+    # The part continues with the new weights, and a stop string ends it.
+    (request,) = some_requests(1, 100)
+    words = tuple(AutoTokenizer.from_pretrained(first).decode([each]) for each in (300, 400, 500, 600))
+    rest = drained(engine, [replace(request, response_ids=part.response_ids, log_probs=part.log_probs,
+                                    versions=part.versions, stop_strings=words)])["0"]  # fmt: skip
+    count = len(part.response_ids)
+    assert rest.response_ids[:count].tolist() == part.response_ids.tolist()
+    assert rest.versions == ((0, 2), (count, 4))
+    assert len(rest.response_ids) == len(rest.log_probs) > count
+    text = AutoTokenizer.from_pretrained(first).decode(rest.response_ids[count:])
+    assert rest.finish == ("stop" if text.endswith(words) or rest.response_ids[-1] == 4 else "length")
     # An update that is not whole.
     weights = load_file(first / "model.safetensors")
     engine.begin_update(5, len(weights))

@@ -58,7 +58,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def check(route: Route, receivers: int, device: str = "cpu") -> list[Parcel]:
     """Send buckets to receivers in processes of their own, and compare every bit."""
     context, sender, sent = get_context("spawn"), Sender(route, torch.device(device)), list[Parcel]()
-    route = sender.open()
+    route = sender.open("127.0.0.1")
     pipes, processes = [], []
     for number in range(receivers):
         pipe, theirs = context.Pipe()

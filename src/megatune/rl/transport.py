@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -132,10 +131,14 @@ class Sender:
         self._store: TCPStore | None = None
         self._group: Any = None
 
-    def open(self) -> Route:
-        """Open the place where listeners meet this rank, the first one, if there are any; return the route with it."""
+    def open(self, address: str) -> Route:
+        """Open the place where listeners meet this rank, the first one, if there are any; return the route with it.
+
+        Args:
+            address: of this machine, as the listeners reach it.
+        """
         if self._route.listeners:
-            address, timeout = socket.gethostbyname(socket.gethostname()), timedelta(seconds=self._route.seconds)
+            timeout = timedelta(seconds=self._route.seconds)
             size = 1 + len(self._route.listeners)
             self._store = TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
             self._route = replace(self._route, address=address, port=self._store.port)

@@ -15,10 +15,18 @@ from megatune.rl.transport import Parcel, Receiver, Route
 
 
 class _KnownWarning(logging.Filter):
-    """Drops the warning that an output layer tied to the embedding got no weights of its own, at every update."""
+    """Drops warnings, at every update, that modules without weights of their own in checkpoints got none.
+
+    Args:
+        modules: vLLM's names of their classes.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        super().__init__()
+        self._known = tuple(f"{each}: Failed to load weights" for each in modules)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("ParallelLMHead: Failed to load weights")
+        return not record.getMessage().startswith(self._known)
 
 
 class WeightUpdates:
@@ -46,10 +54,10 @@ class WeightUpdates:
         from vllm.platforms import current_platform
 
         model = self.model_runner.model
-        if self.model_runner.model_config.hf_text_config.tie_word_embeddings:
-            for handler in logging.getLogger("vllm").handlers:
-                if not any(isinstance(each, _KnownWarning) for each in handler.filters):
-                    handler.addFilter(_KnownWarning())
+        tied = self.model_runner.model_config.hf_text_config.tie_word_embeddings
+        for handler in logging.getLogger("vllm").handlers:
+            if not any(isinstance(each, _KnownWarning) for each in handler.filters):
+                handler.addFilter(_KnownWarning("RotaryEmbedding", *(["ParallelLMHead"] if tied else [])))
         if current_platform.is_cpu():
             for module in model.modules():
                 method: Any = getattr(module, "quant_method", None)
