@@ -26,10 +26,22 @@ FLOORS = {
     1: {"engine", "data", "plan", "launch"},
     0: {"config"},
     # Families know of no settings; rules of settings ask them which names a model has.
-    -1: {"families", "errors", "architecture", "picture", "progress", "hub", ""},
+    -1: {"families", "errors", "architecture", "rope_scaling", "picture", "progress", "hub", ""},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-WITHOUT_TORCH = {"config", "families", "launch", "plan", "errors", "architecture", "picture", "progress", "hub", ""}
+WITHOUT_TORCH = {
+    "config",
+    "families",
+    "launch",
+    "plan",
+    "errors",
+    "architecture",
+    "rope_scaling",
+    "picture",
+    "progress",
+    "hub",
+    "",
+}
 MOST_LINES = 500
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|work|farm|opt|tmp|Users)/[A-Za-z]")
 

@@ -71,7 +71,7 @@ class DecoderModel(GPTModel):
             scatter_embedding_sequence_parallel=architecture.vision is None,
             vp_stage=vp_stage,
         )
-        self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
+        self.inverse_frequencies = inverse_frequencies(architecture.of_heads(True)).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
         self.local_frequencies: Tensor | None = None
         if architecture.local_rotary_base is not None:
@@ -79,7 +79,7 @@ class DecoderModel(GPTModel):
             self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
         # In the dtype of the embeddings, as Transformers has it.
         self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
-        self.logits_scaling = architecture.logits_scaling
+        self.logits_scaling, self.logits_softcap = architecture.logits_scaling, architecture.logits_softcap
         mrope = architecture.mrope
         self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
         size = self.vocab_size // tp_size
@@ -94,6 +94,7 @@ class DecoderModel(GPTModel):
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
+            self.output_layer.softcap = self.logits_softcap
         self.picture_features: PictureFeatures | None = None
         if self.pre_process and architecture.vision is not None:
             self._add_vision(architecture, architecture.vision)
@@ -196,11 +197,11 @@ class DecoderModel(GPTModel):
 
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
         """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; with pictures of every row, [2,
-        s / cp, b, 1, channels]. Where layers with a window have angles of their own, those come behind: [4, ...]."""
+        s / cp, b, 1, channels]. Where layers with a window have angles of their own, their channels come behind."""
         arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
         if self.local_frequencies is not None:
             local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
-            return torch.cat((cos_sin(sequences.position_ids, *arguments), local))
+            return torch.cat((cos_sin(sequences.position_ids, *arguments), local), -1)
         if sequences.rotary_position_ids is None or self.rows_of_frequencies is None:
             return cos_sin(sequences.position_ids, *arguments)
         return multimodal_cos_sin(sequences.rotary_position_ids, self.rows_of_frequencies, *arguments)

@@ -6,12 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatune.architecture import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+from megatune.rope_scaling import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ProportionalRopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _NUMBERS = {
     "default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
-    "linear": ("factor",),
+    "linear": ("factor",), "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
 
 
@@ -60,15 +66,17 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
     for key in _NUMBERS[rope_type]:
         if not isinstance(rope.get(key), int | float):
             yield f"rotary scaling {rope_type!r} has no number {key!r}", f"it is {rope.get(key)!r}"
-    part = rope["partial_rotary_factor"]
+    part, partial = rope["partial_rotary_factor"], partial or rope_type == "proportional"
     if part not in (None, 1) and not (partial and isinstance(part, int | float) and 0 < part < 1):
         why = "it is a share of the channels" if partial else "rotary embedding turns every channel here"
         yield f"partial_rotary_factor = {part!r} is not supported", why
 
 
-def rope_scaling(rope: Mapping[str, Any]) -> Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | None:
+def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
+        case "proportional":
+            return ProportionalRopeScaling(float(rope["partial_rotary_factor"]))
         case "linear":
             return LinearRopeScaling(float(rope["factor"]))
         case "llama3":

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatune.architecture import Architecture, LinearRopeScaling, Llama3RopeScaling, MultimodalRope, YarnRopeScaling
+from megatune.architecture import Architecture
 from megatune.engine import device
+from megatune.rope_scaling import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    MultimodalRope,
+    ProportionalRopeScaling,
+    YarnRopeScaling,
+)
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -30,6 +37,8 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     match architecture.rope_scaling:
         case LinearRopeScaling(factor):
             return 1.0 / wavelengths / factor
+        case ProportionalRopeScaling(share):
+            return (1.0 / wavelengths).index_fill_(0, torch.arange(int(share * dim // 2), dim // 2), 0.0)
         case Llama3RopeScaling() as scaling:
             return _llama3(1.0 / wavelengths, scaling)
         case YarnRopeScaling() as scaling:
