@@ -47,7 +47,8 @@ def described(case: Case) -> str:
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Result]:
     """The results of ms-swift, by the name of the case."""
-    files = [gzip.decompress((FOLDER / f"golden-{version}.jsonl.gz").read_bytes()) for version in ("3", "4", "4-families")]
+    names = ("3", "4", "4-families")
+    files = [gzip.decompress((FOLDER / f"golden-{name}.jsonl.gz").read_bytes()) for name in names]
     results = [json.loads(line) for file in files for line in file.splitlines()]
     return {result.pop("name"): result for result in results}
 
