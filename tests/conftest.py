@@ -76,6 +76,8 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
     import torch
     from transformers.utils import logging
 
+    from megatune.families import FAMILIES
+
     logging.disable_progress_bar()
     config = tiny_config(model_type, **sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -90,12 +92,16 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
                 parameter.normal_(std=0.2)
             elif parameter.dim() == 1:  # norms are 1 and biases 0 at first: nothing would show that they are used
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(len(parameter) ** -0.25)  # its scores are not divided by √d: norms learn to do so
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     said = json.loads((folder / "config.json").read_text())
-    if said["model_type"] != model_type:  # Transformers computes it as another
+    if said["model_type"] != model_type and model_type in FAMILIES:  # Transformers computes it as another
         (folder / "config.json").write_text(json.dumps({**said, "model_type": model_type}, indent=2))
 
 

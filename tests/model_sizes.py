@@ -146,6 +146,20 @@ FAMILY_SIZES |= {
         },
     },
 }  # fmt: skip
+# Heads of layers without a window are wider, and one shares all keys, which are values, too.
+FAMILY_SIZES["gemma4_text"] = {
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0, "bos_token_id": None, "eos_token_id": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+FAMILY_SIZES["gemma4_text_moe"] = {
+    "model_type": "gemma4_text", **FAMILY_SIZES["gemma4_text"], "enable_moe_block": True, "num_experts": 8,
+    "top_k_experts": 2, "moe_intermediate_size": 40,
+}  # fmt: skip
 for _family in ("glm4_moe",):
     for _name in ("num_experts", "norm_topk_prob", "decoder_sparse_step"):
         FAMILY_SIZES[_family].pop(_name)
@@ -248,6 +262,19 @@ FAMILY_SIZES["gemma3"] = {
 FAMILY_SIZES |= {f"{family}_text": FAMILY_SIZES[family] for family in ("qwen3_5", "qwen3_5_moe")}
 
 
+# Encoders beside a decoder that is trained by itself.
+_BESIDE = {
+    "gemma4": {
+        "vision_config": {
+            "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64,
+        },
+    },
+}  # fmt: skip
+FAMILY_SIZES["gemma4"] = FAMILY_SIZES["gemma4_text"]
+FAMILY_SIZES["gemma4_moe"] = {**FAMILY_SIZES["gemma4_text_moe"], "model_type": "gemma4"}
+
+
 def tiny_config(model_type: str, **sizes: Any) -> Any:
     """Return Transformers' configuration of a tiny model.
 
@@ -258,8 +285,14 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
 
     register_types()
     text = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
+    if (kind := text.get("model_type", model_type)) in _BESIDE:
+        text = {name: size for name, size in text.items() if name != "model_type"}
+        tied = text.get("tie_word_embeddings", False)
+        # Transformers cannot do without one there, and gives its embedding no gradient.
+        text["pad_token_id"] = text["vocab_size"] - 1
+        return AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=tied, **_BESIDE[kind])
     if model_type not in VISION_SIZES:
-        return AutoConfig.for_model(model_type, **text)
+        return AutoConfig.for_model(text.pop("model_type", model_type), **text)
     vision, tied = {**VISION_SIZES[model_type], **text.pop("vision_config", {})}, text.get("tie_word_embeddings", False)
     text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"tie_word_embeddings": tied}
     parts = {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}

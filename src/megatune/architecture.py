@@ -2,69 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3RopeScaling:
-    """Llama 3.1's frequency-dependent stretch of rotary embeddings (Transformers' rope_type "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnRopeScaling:
-    """YaRN (arXiv:2309.00071), as Transformers' rope_type "yarn".
-
-    Attributes:
-        attention_factor: multiplies cosine and sine.
-        truncate: whether the corrected dimensions are rounded to whole ones.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRopeScaling:
-    """Positions are divided by `factor` (Transformers' rope_type "linear")."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753), as Transformers' rope_type "longrope": a divisor for the angle of each pair of
-    channels, and another one in documents that are longer than the original context.
-
-    Attributes:
-        short_factors, long_factors: one for each pair of channels that is turned.
-        attention_factor: multiplies cosine and sine.
-    """
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    original_max_position_embeddings: int
-    attention_factor: float
-
-
-RopeScaling: TypeAlias = Llama3RopeScaling | YarnRopeScaling | LinearRopeScaling | LongRopeScaling
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScaling:
-    """Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / length⌋) after rotary embedding (Ministral 3)."""
-
-    beta: float
-    length: int
+from megatune.rope_scaling import MultimodalRope, QueryScaling, RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +28,10 @@ class MixtureOfExperts:
         aux_loss_coeff: weight of the balancing loss that config.json names; 0 where it names none.
         swiglu_limit: an expert's gates are at most this and its ups within plus and minus this, it computes (up + 1) ·
             gate · sigmoid(1.702 · gate), and rows of gates and ups alternate (gpt-oss); None for SwiGLU.
+        scaled_router: the router normalizes its input and multiplies it by a learned vector / √h, and what a token gets
+            of an expert is multiplied by a learned number of the expert's (Gemma 4).
+        separate_norms: the shared expert and the routed experts each have norms of their own, before and behind, and
+            the router reads the residual stream (Gemma 4).
     """
 
     layers: tuple[bool, ...]
@@ -105,6 +50,8 @@ class MixtureOfExperts:
     router_dtype: Literal["fp32"] | None = None
     aux_loss_coeff: float = field(default=0.0, compare=False)  # models that differ in it alone compute the same
     swiglu_limit: float | None = None
+    scaled_router: bool = False
+    separate_norms: bool = False
 
     @property
     def gate_up_size(self) -> int:
@@ -133,6 +80,35 @@ class MultiLatentAttention:
     v_head_dim: int
     softmax_scale: float
     rope_interleaved: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalHeads:
+    """Heads of layers without a window, where they are others than those of layers with one (Gemma 4).
+
+    Attributes:
+        kv_channels: dimension of one head.
+        num_query_groups: number of key/value heads.
+        keys_are_values: there is no projection to values: a head's value is its key, before the key's norm.
+    """
+
+    kv_channels: int
+    num_query_groups: int
+    keys_are_values: bool = False
+
+
+class LayerKind(NamedTuple):
+    """What a layer of the decoder is made of.
+
+    Attributes:
+        delta: it has a gated delta net in the place of attention.
+        sparse: it has experts.
+        has_global_heads: its attention has the heads that layers without a window have.
+    """
+
+    delta: bool = False
+    sparse: bool = False
+    has_global_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,19 +163,6 @@ class DeltaNet:
     def rows_of_key_head(self) -> int:
         """Rows of both projections that belong to a key head."""
         return (self.qkvz_size + self.ba_size) // self.num_key_heads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultimodalRope:
-    """Rotary embedding by three positions, of time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
-
-    Attributes:
-        section: how many of a head's frequencies turn by each of the three.
-        interleaved: they take turns (t, h, w, t, h, w, ..., and t alone at the end), otherwise each has a run of them.
-    """
-
-    section: tuple[int, int, int]
-    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,9 +327,14 @@ class Architecture:
         pre_norms: what goes into attention and feed-forward is normalized.
         post_norms: what attention and feed-forward put out is normalized before it is added.
         query_scaling: None where queries do not grow with their positions.
+        global_heads: of layers without a window; None where all layers have heads of one size. Those that the other
+            attributes describe are then of layers with a window.
+        value_norms: each head's value is normalized, without a weight.
+        layer_scalars: what a layer puts out is multiplied by a number that is loaded and not trained.
         softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
         embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
         logits_scaling: divides the logits.
+        logits_softcap: logits x are softcap · tanh(x / softcap); None where they are x.
         zero_centered_norms: a norm multiplies by 1 + its weight.
         attention_output_gate: each head's output is multiplied by the sigmoid of a gate, which the query's projection
             has behind the head's query.
@@ -409,10 +377,14 @@ class Architecture:
     pre_norms: bool = True
     post_norms: bool = False
     query_scaling: QueryScaling | None = None
+    global_heads: GlobalHeads | None = None
+    value_norms: bool = False
+    layer_scalars: bool = False
     softmax_scale: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    logits_softcap: float | None = None
     zero_centered_norms: bool = False
     attention_output_gate: bool = False
     qk_layernorm: bool = False
@@ -438,6 +410,28 @@ class Architecture:
     def is_delta_layer(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has a gated delta net in the place of attention."""
         return self.delta is not None and self.delta.layers[layer]
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return what this layer, counted from 0, is made of."""
+        has_global_heads = self.global_heads is not None and self.windows[layer] is None
+        return LayerKind(self.is_delta_layer(layer), self.is_moe_layer(layer), has_global_heads)
+
+    def of_heads(self, has_global_heads: bool) -> Architecture:
+        """Return a model all of whose layers have the heads of those without a window, or of those with one."""
+        heads = self.global_heads
+        if heads is None or not has_global_heads:
+            return self
+        return replace(self, kv_channels=heads.kv_channels, num_query_groups=heads.num_query_groups)
+
+    @property
+    def global_query_size(self) -> int:
+        """Rows of the query projection of layers without a window, with `global_heads`."""
+        return self.of_heads(True).query_size
+
+    @property
+    def global_key_value_size(self) -> int:
+        """Rows of their key projection, and of their value projection where they have one."""
+        return self.of_heads(True).key_value_size
 
     @property
     def pictures_whole(self) -> bool:

@@ -304,3 +304,10 @@ def test_another_dialect_is_a_table():
         "tp_comm_overlap: true is not supported",
     ]
     assert dialect.key_of("run.output_dir") == "save"
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gemma4", "qwen3_6", "seed_oss"])
+def test_a_name_of_a_models_own_chat_template_is_null(name: str) -> None:
+    loaded = load(overrides=[f"template={name}"])
+    assert not loaded.findings
+    assert loaded.settings.data.template is None

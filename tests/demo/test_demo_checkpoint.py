@@ -38,11 +38,14 @@ def test_the_numbers_asked_for_are_the_models(name: str, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 32, 48)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (8, kv_heads)
+    # Transformers asks which layer is meant where they differ.
+    of_layer = config.per_layer_config[0] if family.model_type == "gemma4_text" else config
+    assert (config.num_attention_heads, of_layer.num_key_value_heads) == (8, kv_heads)
     assert (config.vocab_size, config.max_position_embeddings) == (300, 512)
     assert config.tie_word_embeddings == family.tie_word_embeddings
     head_dim = 8 if family.wide_heads else 4
-    attention = model.model.layers[1].self_attn
+    # The last of Gemma 4's has heads of another size.
+    attention = model.model.layers[0 if family.model_type == "gemma4_text" else 1].self_attn
     if family.has_latent_attention:
         assert attention.kv_b_proj.weight.shape == (8 * (head_dim + head_dim), 16)
     elif family.model_type == "phi3":

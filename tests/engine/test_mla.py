@@ -9,7 +9,8 @@ import pytest
 import torch
 from layouts import Layout
 
-from megatune.architecture import Architecture, MultiLatentAttention, YarnRopeScaling
+from megatune.architecture import Architecture, MultiLatentAttention
+from megatune.rope_scaling import YarnRopeScaling
 
 HIDDEN_SIZE, HEADS, ROWS = 48, 4, 2
 # Every width differs from every other, so that a confusion of two shows.

@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatune.architecture import Llama3RopeScaling, MultimodalRope, YarnRopeScaling
 from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
@@ -20,6 +19,7 @@ from megatune.engine.layers.rotary import (
     rows_of_frequencies,
 )
 from megatune.families import load_architecture
+from megatune.rope_scaling import Llama3RopeScaling, MultimodalRope, YarnRopeScaling
 
 # Positions of a packed row: documents of 5, 1 and 3 tokens.
 POSITIONS = torch.tensor([0, 1, 2, 3, 4, 0, 0, 1, 2])

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatune.architecture import Architecture, LinearRopeScaling, Llama3RopeScaling, LongRopeScaling
+from megatune.architecture import Architecture
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
+from megatune.rope_scaling import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling
 
 PACKAGE = Path(__file__).parents[2] / "src" / "megatune"
 LLAMA31 = {

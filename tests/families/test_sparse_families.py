@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatune.architecture import Architecture, MixtureOfExperts, YarnRopeScaling
+from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
+from megatune.rope_scaling import YarnRopeScaling
 
 _DECODER = {"rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "tie_word_embeddings": False}
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -11,11 +11,12 @@ import pytest
 import torch
 from model_sizes import VISION_SIZES, model_class, tiny_config
 
-from megatune.architecture import Architecture, MultimodalRope, QueryScaling, VisionLayers, YarnRopeScaling
+from megatune.architecture import Architecture, VisionLayers
 from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.forms import CheckpointForm, FileTensor, find_form
 from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
+from megatune.rope_scaling import MultimodalRope, QueryScaling, YarnRopeScaling
 
 EVERY_FAMILY = pytest.mark.parametrize("family", VISION_SIZES)
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

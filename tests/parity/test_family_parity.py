@@ -36,6 +36,17 @@ CASES = [
     *(("gpt_oss", layout) for layout in ("tp4 sp", "ep2 etp2 tp2 sp", "cp2 p2p", "cp2 a2a", "cp2 ep2, packed")),
 ]
 
+# With experts, and where layers without a window have values of their own.
+GEMMA4 = [
+    *(("experts", layout) for layout in ("1", "tp2 sp", "pp2", "packed", "ep2 etp1 tp2 sp", "ep2 pp2", "cp2 tp2 sp")),
+    *(("values", layout) for layout in ("1", "tp2 sp")),
+    *(("part, experts", layout) for layout in ("1", "ep2 etp1 tp2 sp")),
+    *(("part", layout) for layout in ("1", "tp2 sp", "pp2", "packed")),
+    *(
+        ("keys", layout)
+        for layout in ("1", "tp2", "tp2 sp", "tp4 sp", "pp2", "packed", "cp2 p2p", "cp2 a2a", "cp2, packed")
+    ),
+]
 # Every layer of these has one in some files, and a layer of gemma3_text.
 WINDOWS = [
     *((family, layout) for family in ("mistral", "phi3") for layout in ("1", "packed")),
@@ -53,6 +64,19 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     assert len(found) - 3 == len(parameter_names(model))
     assert not failures(found)
     table.add(f"{family}, untied", layout, found)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("kind", "layout"), GEMMA4)
+def test_heads_of_two_sizes_agree(pool, model_dir, reference, table, tmp_path, kind, layout):
+    family = ("gemma4" if kind.startswith("part") else "gemma4_text") + "_moe" * kind.endswith("experts")
+    model = model_dir(family, attention_k_eq_v=kind != "values")
+    samples = random_samples(300, LENGTHS)
+    found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
+    names = parameter_names(model)  # gates and ups are one tensor there, and two here
+    assert len(found) - 3 == len(names) + sum(".gate_up_proj" in name for name in names)
+    assert not failures(found)
+    table.add(f"{family.removesuffix('_moe')}, {kind}", layout, found)
 
 
 @pytest.mark.covering

@@ -297,6 +297,15 @@ def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, l
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
+@pytest.mark.parametrize(("family", "layout"), [("gemma4_text", "tp2 sp"), ("gemma4_text_moe", "ep2 etp2 tp2 sp")])
+def test_a_step_of_heads_of_two_sizes(pool, plain_steps, model_dir, tmp_path, family, layout, optimizer):
+    """A router's scales have a gradient on every tensor-parallel rank, and what scales a layer stays."""
+    chosen = {**LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
+    assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, optimizer, 1, tmp_path)
+
+
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("layout", ["cp2 p2p", "cp2 tp2 sp", "cp2 pp2"])
 def test_one_step_under_context_parallelism(pool, plain_steps, model_dir, tmp_path, layout, optimizer):

@@ -7,6 +7,7 @@ the command line, "rows": rows of a JSONL file}`, with "env" (variables) and "fi
 from __future__ import annotations
 
 import chat_cases
+import family_cases
 import pair_cases
 import picture_cases
 import row_cases
@@ -29,3 +30,4 @@ chat_cases.pretraining()
 pair_cases.preferences()
 picture_cases.pictures()
 picture_cases.in_conversations()
+family_cases.families()

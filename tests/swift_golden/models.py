@@ -60,6 +60,19 @@ MODELS = {
     "Qwen3-VL-8B-Thinking": Model("qwen3_vl", "qwen3_thinking"),
     "Qwen3-VL-30B-A3B-Instruct": Model("qwen3_vl_moe"),
 }
+# Of families of later sessions of golden cases, whose tokenizers are no part of the first digest.
+LATER = {
+    "Qwen3.5-4B": Model("qwen3_5"),
+    "Qwen3.6-35B-A3B": Model("qwen3_5_moe"),
+    "Qwen3-Next-80B-A3B-Instruct": Model("qwen3_next"),
+    "Kimi-K2-Instruct": Model("kimi_k2"),
+    "gemma-3-1b-it": Model("gemma3_text"),
+    "Mistral-Small-3.1-24B-Instruct-2503": Model("mistral3"),
+    "Phi-3-mini-4k-instruct": Model("phi3"),
+    "gpt-oss-20b": Model("gpt_oss"),
+    "MiniMax-M2": Model("minimax_m2"),
+    "MiniMax-M2.1": Model("minimax_m2"),
+}
 
 # name: (width, height); every pixel is computed from its place, so that a file has the same bytes everywhere.
 PICTURES = {
@@ -76,7 +89,7 @@ PICTURES = {
 
 def make_models(folder: Path) -> None:
     """Write every model folder, and the pictures in `pictures/`, unless they are there."""
-    for name in MODELS:
+    for name in (*MODELS, *LATER):
         if not (folder / name / "tokenizer.json").exists():
             make_model(folder / name)
     make_pictures(folder / "pictures")
@@ -92,8 +105,9 @@ def make_model(folder: Path) -> None:
     from megatune.demo.sizes import ModelSizes
     from megatune.demo.tokenizer import make_tokenizer
     from megatune.demo.vision import write_processors
+    from megatune.families import FAMILIES as DECLARED
 
-    model = MODELS[folder.name]
+    model = {**MODELS, **LATER}[folder.name]
     family = FAMILIES[model.family]
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(family, VOCAB_SIZE)
@@ -103,7 +117,8 @@ def make_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     publish_tokenizer_config(folder, family.tokenizer_class)
     sizes = ModelSizes(vocab_size=VOCAB_SIZE, max_position_embeddings=4096).resolved(family)
-    config = AutoConfig.for_model(family.model_type, **config_arguments(family, sizes, tokenizer))
+    model_type = DECLARED[family.model_type].computed_as or family.model_type
+    config = AutoConfig.for_model(model_type, **config_arguments(family, sizes, tokenizer))
     config.save_pretrained(folder)
     if family.vision is not None:
         write_processors(family.vision, folder)

@@ -65,6 +65,8 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         arguments |= {"linear_num_key_heads": sizes.num_attention_heads, "full_attention_interval": 2}
         arguments |= {"linear_num_value_heads": 2 * sizes.num_attention_heads}
         arguments |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
+    if family.model_type == "gemma4_text":
+        arguments["global_head_dim"] = 2 * (sizes.head_dim or 0)
     if family.has_experts:
         arguments |= _experts(family.model_type, sizes)
     return arguments | dict(family.own)
@@ -91,7 +93,9 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
             "llama_4_scaling_beta": 0.1,
             **stretch,
         }
-    if family.model_type in ("gemma3_text", "gemma3", "olmo3"):
+    if family.model_type == "gemma4_text":
+        parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    if family.model_type in ("gemma3_text", "gemma3", "gemma4_text", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
     head_dim = sizes.head_dim or 0
@@ -112,6 +116,9 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
             own = {"num_experts": num_experts, "shared_expert_intermediate_size": 2 * ffn}
         case "qwen3_moe" | "qwen3_vl_moe":
             own = {"num_experts": num_experts, "norm_topk_prob": True}
+        case "gemma4_text":
+            moe = {"enable_moe_block": True, "num_experts": num_experts, "top_k_experts": topk}
+            return {**moe, "moe_intermediate_size": ffn}
         case "hy_v3":
             own = {"num_experts": num_experts}
         case "ernie4_5_moe":

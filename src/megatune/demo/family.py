@@ -241,6 +241,20 @@ _GEMMA3 = replace(
     tie_word_embeddings=True,
     own={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
 )
+_GEMMA4 = replace(
+    _GEMMA3,
+    model_type="gemma4_text",
+    chat_template="gemma4.jinja",
+    added_tokens=_special("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>"),
+    stop_tokens=("<eos>", "<turn|>"),
+    own={
+        "sliding_window": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+)
 
 FAMILIES: dict[str, DemoFamily] = {
     "llama": _LLAMA,
@@ -354,6 +368,8 @@ FAMILIES: dict[str, DemoFamily] = {
         has_experts=True,
     ),
     "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
+    "gemma4_text_moe": replace(_GEMMA4, has_experts=True),
     "gemma3": replace(
         _GEMMA3,
         model_type="gemma3",

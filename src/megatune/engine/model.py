@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatune.architecture import Architecture, LongRopeScaling, Vision
+from megatune.architecture import Architecture, Vision
 from megatune.config.settings import Settings
 from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
@@ -37,6 +37,7 @@ from megatune.engine.specs import block_spec
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
 from megatune.families.weights import Weight, padded_vocab_size
+from megatune.rope_scaling import LongRopeScaling
 
 # A pipeline chunk as the rest of the project sees it. A frozen one is wrapped like a trained one, without buffers.
 Chunk: TypeAlias = DistributedDataParallel
@@ -71,7 +72,7 @@ class DecoderModel(GPTModel):
             scatter_embedding_sequence_parallel=architecture.vision is None,
             vp_stage=vp_stage,
         )
-        self.inverse_frequencies = inverse_frequencies(architecture).to(torch.cuda.current_device())
+        self.inverse_frequencies = inverse_frequencies(architecture.of_heads(True)).to(torch.cuda.current_device())
         self.attention_factor = attention_factor(architecture)
         self.long_frequencies: Tensor | None = None
         if isinstance(architecture.rope_scaling, LongRopeScaling):
@@ -83,7 +84,7 @@ class DecoderModel(GPTModel):
             self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
         # In the dtype of the embeddings, as Transformers has it.
         self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
-        self.logits_scaling = architecture.logits_scaling
+        self.logits_scaling, self.logits_softcap = architecture.logits_scaling, architecture.logits_softcap
         mrope = architecture.mrope
         self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
         size = self.vocab_size // tp_size
@@ -98,6 +99,7 @@ class DecoderModel(GPTModel):
             # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
+            self.output_layer.softcap = self.logits_softcap
         self.picture_features: PictureFeatures | None = None
         if self.pre_process and architecture.vision is not None:
             self._add_vision(architecture, architecture.vision)
@@ -201,11 +203,11 @@ class DecoderModel(GPTModel):
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
         """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; of each row, with pictures or where
         long documents have other angles, [2, s / cp, b, 1, channels]. Where layers with a window have angles of their
-        own, those come behind: [4, ...]."""
+        own, their channels come behind."""
         arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
         if self.local_frequencies is not None:
             local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
-            return torch.cat((cos_sin(sequences.position_ids, *arguments), local))
+            return torch.cat((cos_sin(sequences.position_ids, *arguments), local), -1)
         if self.long_frequencies is not None:
             long = cos_sin(sequences.position_ids, self.long_frequencies, *arguments[1:])
             is_long = (sequences.lengths > self.original_length).T[:, :, None, None]

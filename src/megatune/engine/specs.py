@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -32,6 +33,7 @@ from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.self_attention import (
     AllKeysNorm,
     AllQueriesNorm,
+    GlobalAttention,
     GroupedQueryAttention,
     HeadNorm,
     MLASelfAttention,
@@ -49,10 +51,17 @@ class DecoderLayer(TransformerLayer):
 
     Args:
         post_norms: what attention and feed-forward put out is normalized before it is added.
+        has_scalar: what the layer puts out is multiplied by a number.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, post_norms: bool = False, **kwargs: Any) -> None:
+    layer_scalar: Tensor | None
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, post_norms: bool = False, has_scalar: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
+        one = torch.ones(1, dtype=config.params_dtype, device=torch.cuda.current_device()) if has_scalar else None
+        self.register_buffer("layer_scalar", one)
         if post_norms:
             sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             self.post_attention_layernorm = RMSNorm(config, **sizes)
@@ -70,6 +79,8 @@ class DecoderLayer(TransformerLayer):
         kwargs.pop("dynamic_inference_decode_only", None)
         hidden_states, _ = self._forward_attention(*args, **kwargs)
         hidden_states = self._forward_mlp(hidden_states, padding_mask=kwargs["packed_seq_params"])
+        if self.layer_scalar is not None:
+            hidden_states = hidden_states * self.layer_scalar
         if context is None:
             return hidden_states, None
         hidden_states = hidden_states + context[:, :, self.layer_number - 1]
@@ -82,23 +93,30 @@ def block_spec(
     """Return the layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    before = RMSNorm if architecture.pre_norms else IdentityOp
-    in_projections = config.uses_transformer_engine
+    before = RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
     add = _residual_add(architecture.residual_multiplier)
     layers = [
         TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if in_projections else before,
+            input_layernorm=before,
             self_attention=_mixer(architecture, config, first + index),
             self_attn_bda=add,
-            pre_mlp_layernorm=IdentityOp if in_projections and not architecture.is_moe_layer(first + index) else before,
+            pre_mlp_layernorm=_before_mlp(architecture, config, first + index),
             mlp=_mlp(architecture, config, first, index),
             mlp_bda=add,
         )
         for index in range(count)
     ]
-    params = {"post_norms": architecture.post_norms}
+    params = {"post_norms": architecture.post_norms, "has_scalar": architecture.layer_scalars}
     specs = [ModuleSpec(module=DecoderLayer, params=params, submodules=layer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _before_mlp(architecture: Architecture, config: TransformerConfig, layer: int) -> type:
+    """Return the norm before a layer's feed-forward; experts may have theirs inside, and so do projections of
+    Transformer Engine."""
+    if architecture.moe is not None and architecture.is_moe_layer(layer):
+        return RMSNorm if architecture.pre_norms and not architecture.moe.separate_norms else IdentityOp
+    return RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
 
 
 def _residual_add(scale: float) -> Callable[..., Callable[..., Tensor]]:
@@ -140,8 +158,12 @@ def _mlp(architecture: Architecture, config: TransformerConfig, first: int, inde
 
 def _mixer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
     """Return what mixes the tokens of a layer, counted from 0 in the whole model."""
-    if not architecture.is_delta_layer(layer):
-        return _self_attention(architecture, config)
+    kind = architecture.layer_kind(layer)
+    if not kind.delta:
+        attention = _self_attention(architecture, config)
+        if kind.has_global_heads:
+            attention.module, attention.params["heads"] = GlobalAttention, architecture.global_heads
+        return attention
     linear = (linear_layer(kind, config) for kind in (ColumnParallelLinear, RowParallelLinear))
     return ModuleSpec(
         module=GatedDeltaNet, params={"delta": architecture.delta}, submodules=DeltaNetSubmodules(*linear)

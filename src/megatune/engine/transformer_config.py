@@ -40,15 +40,18 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     )
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, for pictures whose tokens
-    # see each other, and for experts of layers that full recomputation in blocks keeps; its own field for fp8 asks for
-    # Transformer Engine.
+    # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, for heads of two sizes,
+    # for pictures whose tokens see each other, and for experts of layers that full recomputation in blocks keeps; its
+    # own field for fp8 asks for Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = is_used(settings, architecture)
     config.windows = architecture.windows or (None,) * architecture.num_layers
     config.pictures_whole = architecture.pictures_whole
     config.query_scaling = architecture.query_scaling
+    config.value_norms, config.keys_are_values = architecture.value_norms, False
+    has_two = architecture.local_rotary_base is not None
+    config.global_rotary_channels = architecture.of_heads(True).num_turned if has_two else None
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses
@@ -60,6 +63,8 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
         # Given to the constructor, an expert bias would ask for sigmoids.
         config.moe_router_score_function = architecture.moe.score_function
         config.moe_router_group_best = architecture.moe.group_best
+        config.moe_scaled_router = architecture.moe.scaled_router
+        config.moe_separate_norms = architecture.moe.separate_norms
     if architecture.vision is not None:
         config.finalize_model_grads_func = _finalize_with_dealt
     return config  # type: ignore[no-any-return]

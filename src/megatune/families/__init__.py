@@ -13,6 +13,8 @@ from megatune.families import (
     ernie4_5_moe,
     gemma3,
     gemma3_text,
+    gemma4,
+    gemma4_text,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
@@ -50,6 +52,7 @@ _MODULES = (
     llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
     qwen3_vl_moe, qwen3_5, qwen3_5_moe, mistral, seed_oss, granite, smollm3, phi3, deepseek_v2, glm4_moe, glm4_moe_lite,
     hy_v3, ernie4_5_moe, gemma3_text, olmo3, minimax_m2, gpt_oss, ministral3, mistral3, kimi_k2, gemma3, internvl,
+    gemma4_text, gemma4,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT, qwen3_5_moe.TEXT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from megatune.architecture import Architecture
@@ -57,10 +59,10 @@ def output_weight(architecture: Architecture) -> Weight:
     return EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
 
 
-def layer_norms(**hf: str) -> tuple[Weight, ...]:
+def layer_norms(layers: Layers = Layers.ALL, **hf: str) -> tuple[Weight, ...]:
     """Declare a layer's norms over hidden states, by their names in the engine and in files."""
     return tuple(
-        layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"))
+        layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"), layers=layers)
         for engine, name in hf.items()
     )
 
@@ -82,6 +84,8 @@ MLP = (
     ),
 )
 
+# What the engine calls the attention of layers whose heads are those without a window.
+GLOBAL_HEADS = "global_heads."
 # Grouped-query attention, of the layers that have attention.
 ATTENTION = (
     layer_weight(
@@ -140,6 +144,31 @@ WIDE_QK_NORMS = tuple(
     )
     for which, size in (("q", "query_size"), ("k", "key_value_size"))
 )
+
+
+def global_heads(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Declare attention of layers without a window, from that of all layers: its heads have sizes of their own.
+
+    Where keys are values, too, it has no projection to values.
+    """
+    sizes = {"kv_channels": "global_heads.kv_channels", "key_value_size": "global_key_value_size"}
+    sizes |= dict.fromkeys(("query_size", "gated_query_size"), "global_query_size")
+
+    def sized(tensor: HFTensor) -> HFTensor:
+        return replace(tensor, shape=tuple(sizes.get(str(size), size) for size in tensor.shape))
+
+    def declared(weight: Weight, keys_are_values: bool) -> Weight:
+        def exists(architecture: Architecture) -> bool:
+            heads = architecture.global_heads
+            return weight.exists(architecture) and heads is not None and heads.keys_are_values == keys_are_values
+
+        return replace(
+            weight, engine=weight.engine.replace(".self_attention.", f".self_attention.{GLOBAL_HEADS}"),
+            hf=tuple(sized(one) for one in weight.hf if not (keys_are_values and ".v_proj." in one.name)),
+            layers=Layers.GLOBAL, groups="global_heads.num_query_groups", exists=exists,
+        )  # fmt: skip
+
+    return tuple(declared(weight, keys_are_values) for weight in weights for keys_are_values in (False, True))
 
 
 def _has_query_latent(architecture: Architecture) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from megatune.families import FAMILIES
 from megatune.families.adapters import takes_adapter
 from megatune.families.family import Family
-from megatune.families.megatron_names import is_arranged
+from megatune.families.megatron_names import obstacle
 
 # The tests write it with the page of parity, from the same figures.
 MEASURED = Path(__file__).with_name("parity.json")
@@ -65,7 +65,7 @@ def _evidence(family: Family) -> Evidence:
         family.model_type,
         family.vision is not None,
         family.dequantized,
-        is_arranged(family),
+        not obstacle(family),
         tuple(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in names)),
         tuple(measured.get("layouts", ())),
         dict(measured.get("worst", {})),

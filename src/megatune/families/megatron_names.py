@@ -14,7 +14,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
 from megatune.families.family import Family
-from megatune.families.weights import Stack, TensorLayout, Weight, hf_shape
+from megatune.families.weights import Layers, Stack, TensorLayout, Weight, hf_shape
 
 # A vision-language model's decoder, and its encoder as Megatron-SWIFT names it.
 LANGUAGE_MODEL = "language_model."
@@ -34,6 +34,8 @@ _NAMES = {
     ),
     "mlp.experts.weight1": ("mlp.experts.experts.linear_fc1.weight",),
     "mlp.experts.weight2": ("mlp.experts.experts.linear_fc2.weight",),
+    "mlp.experts.linear_fc1.bias": ("mlp.experts.experts.linear_fc1.bias",),
+    "mlp.experts.linear_fc2.bias": ("mlp.experts.experts.linear_fc2.bias",),
 }  # fmt: skip
 _EXPERTS = ".experts.experts."
 
@@ -44,7 +46,9 @@ class Part(NamedTuple):
     Attributes:
         at: into the tensor's first dimensions: layer, expert.
         sizes: of these dimensions.
-        first, rows: which rows of the engine's whole tensor these are.
+        first, rows: the first row of the engine's whole tensor that is there, and how many are.
+        step: from one of these rows to the next.
+        row: where they begin in the tensor of Megatron's.
     """
 
     key: str
@@ -52,27 +56,33 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
     first: int
     rows: int
+    step: int = 1
+    row: int = 0
 
 
-def is_arranged(family: Family) -> bool:
-    """Return whether Megatron-Core arranges the tensors of a family as the engine does."""
-    is_fused = any(tensor.blocks for weight in family.weights for tensor in weight.hf)
-    alternates = any(
-        weight.per_expert and weight.layout is TensorLayout.ROWS and weight.linear for weight in family.weights
-    )
-    is_gated = family.constants.get("attention_output_gate", False)
-    return not (is_fused or alternates or is_gated or family.delta_nets is not None)
+def alternates(weight: Weight) -> bool:
+    """Return whether rows of gates and ups alternate in the engine's tensor; Megatron-Core has all gates first."""
+    is_gate_up = any(tensor.shape[:1] == ("moe.gate_up_size",) for tensor in weight.hf)
+    return weight.per_expert and is_gate_up
+
+
+def obstacle(family: Family) -> str:
+    """Return what keeps a family's tensors from being those of Megatron-Core's checkpoints; "" where nothing does."""
+    if any(weight.layers is Layers.GLOBAL for weight in family.weights):
+        return "Megatron-Core has no attention whose layers have heads of two sizes"
+    if family.delta_nets is not None:
+        return "Megatron-Core keeps the norm of gated delta nets less 1, which loses bits of 16-bit weights"
+    return ""
 
 
 def check_arranged(architecture: Architecture, where: str) -> None:
-    """Refuse a model whose tensors Megatron-Core arranges in another way than the engine.
+    """Refuse a model whose tensors Megatron-Core's checkpoints cannot hold, or not to the bit.
 
     Raises:
         MegatuneError: INPUT.
     """
-    if not is_arranged(FAMILIES[architecture.model_type]):
+    if why := obstacle(FAMILIES[architecture.model_type]):
         what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
-        why = "it has rows of attention or of the feed-forward in another order than Hugging Face checkpoints"
         raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)
 
 
@@ -86,6 +96,10 @@ def candidates(weight: Weight, architecture: Architecture, layer: int, expert: i
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
     rows = sum(shape[0] for shape in shapes)
     for key, index, sizes in _places(weight, architecture, layer, expert):
+        if alternates(weight):
+            half = rows // 2
+            yield [Part(key, index, sizes, 0, half, 2), Part(key, index, sizes, 1, half, 2, half)]
+            continue
         yield [Part(key, index, sizes, 0, rows)]
         if weight.layout is TensorLayout.GATE_UP:
             half = rows // 2
@@ -94,7 +108,8 @@ def candidates(weight: Weight, architecture: Architecture, layer: int, expert: i
 
 def written(weight: Weight, architecture: Architecture, layer: int, expert: int) -> list[Part]:
     """Return the tensors that readers of Megatron look for: of a norm one, or one for each kind of reader."""
-    found = [parts[0] for parts in candidates(weight, architecture, layer, expert) if len(parts) == 1]
+    rows = sum(hf_shape(tensor, architecture)[0] for tensor in weight.hf)
+    found = [Part(*place, 0, rows) for place in _places(weight, architecture, layer, expert)]
     stacked = is_stacked(architecture)
     if weight.per_layer and weight.stack is Stack.DECODER:
         # Layers, then experts, are dimensions, or layers have keys of their own.

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatune.architecture import QueryScaling
 from megatune.families import mistral
 from megatune.families.family import Config
 from megatune.families.rope import rope_parameters
+from megatune.rope_scaling import QueryScaling
 
 _BETA = "llama_4_scaling_beta"
 

@@ -14,9 +14,6 @@ from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Weight, layers_of
 
-_EXPERTS = "mlp.experts"
-_GATE_UP = r"(mlp\.experts\.gate_up_proj)"
-
 
 def stacked_matrices() -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return the matrices of an expert that are one parameter in Transformers, by its name: of each every name that
@@ -46,11 +43,13 @@ def adapter_config(
     modules, parameters = _targets(architecture, selection)
     alpha = alpha_of(selection)
     ranks, alphas = {}, {}
-    if any(weight.per_expert and len(weight.hf) == 2 for weight in _trained(architecture, selection)):
+    both = next((each for each in _trained(architecture, selection) if each.per_expert and len(each.hf) == 2), None)
+    if both is not None:
         # Gate and up together have twice the rank, and the factor that each of them has. peft adds a pattern of its own
         # with twice the alpha, which is wrong with use_rslora: the first one that holds counts, and it sorts them.
-        ranks[_GATE_UP] = 2 * selection.lora_rank
-        alphas[_GATE_UP] = alpha * (math.sqrt(2) if selection.use_rslora else 2)
+        pattern = f"({re.escape(_experts_module(both, architecture))}\\.gate_up_proj)"
+        ranks[pattern] = 2 * selection.lora_rank
+        alphas[pattern] = alpha * (math.sqrt(2) if selection.use_rslora else 2)
     saved = _saved(architecture, selection)
     return {
         "peft_type": "LORA",
@@ -128,10 +127,13 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     ends = _suffixes(as_parameters, everywhere)
     assert ends is not None, "families with experts name no other feed-forward alike"
     parameters = [f"{end}.weight" for end in ends]
-    trained = {expert_parameter(weight) for weight in _trained(architecture, selection) if weight.per_expert}
-    parameters += [f"{_EXPERTS}.{parameter}" for parameter in trained]
+    of_stacks = [weight for weight in _trained(architecture, selection) if weight.per_expert]
+    trained = {expert_parameter(weight) for weight in of_stacks}
+    parameters += {f"{_experts_module(each, architecture)}.{expert_parameter(each)}": None for each in of_stacks}
     linear = [path for path in linear if path not in as_parameters]
-    names: list[str] | str | None = _suffixes(linear, everywhere)
+    # Encoders that are not computed may have modules of the same names.
+    is_part = FAMILIES[architecture.model_type].is_part
+    names: list[str] | str | None = None if is_part else _suffixes(linear, everywhere)
     if names is None:
         names = "|".join(re.escape(path).replace(r"\{layer\}", r"\d+") for path in linear)
     elif len(trained) == 2 and not any(_leaf(path) in of_experts for path in everywhere):
@@ -174,6 +176,12 @@ def _saved(architecture: Architecture, selection: Selection) -> list[str]:
         if weight.role is Role.BASE
     }
     return [_leaf(path) if sum(other.endswith(_leaf(path)) for other in everywhere) == 1 else path for path in trained]
+
+
+def _experts_module(weight: Weight, architecture: Architecture) -> str:
+    """Return what Transformers calls the module in a layer that has a matrix of all experts."""
+    path = _in_modules(weight.hf[0].name.partition(".{expert}")[0], architecture)
+    return path.partition("{layer}.")[2]
 
 
 def _in_modules(path: str, architecture: Architecture) -> str:

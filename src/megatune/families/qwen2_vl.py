@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatune.architecture import MultimodalRope
 from megatune.families import qwen2
 from megatune.families.forms import AS_MAPPED
 from megatune.families.vision import (
@@ -17,6 +16,7 @@ from megatune.families.vision import (
     with_bias,
 )
 from megatune.families.weights import Stack
+from megatune.rope_scaling import MultimodalRope
 
 VISION = VisionDeclaration(
     encoder="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatune.architecture import MultimodalRope
 from megatune.families import qwen3_next, qwen3_vl
 from megatune.families.delta import DELTA_NETS, DIMENSIONS
 from megatune.families.dense import DECODER, QK_NORMS
@@ -10,6 +9,7 @@ from megatune.families.family import Family
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.vision import as_decoder
 from megatune.families.weights import Stack
+from megatune.rope_scaling import MultimodalRope
 
 # Transformers keeps these names where it saves the decoder of a vision-language model by itself.
 AS_PART = CheckpointForm(prefixes=(("model.", "model.language_model."),))

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatune.architecture import MultimodalRope
 from megatune.families import qwen3
 from megatune.families.vision import (
     ATTENTION,
@@ -15,6 +14,7 @@ from megatune.families.vision import (
     with_bias,
 )
 from megatune.families.weights import Stack, Weight
+from megatune.rope_scaling import MultimodalRope
 
 _DEEPSTACK = "deepstack_merger_list.{layer}"
 

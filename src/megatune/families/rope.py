@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatune.architecture import (
-    Architecture,
+from megatune.architecture import Architecture
+from megatune.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
@@ -18,7 +19,7 @@ from megatune.architecture import (
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _NUMBERS = {
     "default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
-    "linear": ("factor",), "dynamic": ("factor",), "longrope": (),
+    "linear": ("factor",), "dynamic": ("factor",), "longrope": (), "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
 _LISTS = {"longrope": ("short_factor", "long_factor")}
 # Of families that say nothing else. "dynamic" stretches texts beyond max_position_embeddings alone, which no run takes:
@@ -80,7 +81,7 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
         value = rope.get(key)
         if not isinstance(value, list) or not all(isinstance(each, int | float) and each > 0 for each in value):
             yield f"rotary scaling {rope_type!r} has no list {key!r} of numbers above 0", ""
-    part = rope["partial_rotary_factor"]
+    part, partial = rope["partial_rotary_factor"], partial or rope_type == "proportional"
     if part not in (None, 1) and not (partial and isinstance(part, int | float) and 0 < part < 1):
         why = "it is a share of the channels" if partial else "rotary embedding turns every channel here"
         yield f"partial_rotary_factor = {part!r} is not supported", why
@@ -99,6 +100,8 @@ def factor_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
 def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     """Return the scaling that `rope_parameters` ask for."""
     match rope["rope_type"]:
+        case "proportional":
+            return ProportionalRopeScaling(float(rope["partial_rotary_factor"]))
         case "linear":
             return LinearRopeScaling(float(rope["factor"]))
         case "llama3":

@@ -12,8 +12,8 @@ from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 def routed_experts(module: str, gate: str, up: str, down: str, router: str = "") -> tuple[Weight, ...]:
     """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'; the router
-    is its `gate` unless it has another name."""
-    expert, ffn = f"{module}.experts.{{expert}}", "moe.moe_ffn_hidden_size"
+    is its `gate` unless it has another name. Without a name of theirs experts are the layer's."""
+    expert, ffn = f"{module}.experts.{{expert}}".removeprefix("."), "moe.moe_ffn_hidden_size"
     return (
         sparse_weight(
             "router.weight",
@@ -32,8 +32,8 @@ def routed_experts(module: str, gate: str, up: str, down: str, router: str = "")
 
 
 def shared_experts(module: str) -> tuple[Weight, ...]:
-    """Declare the experts that every token goes to, as one feed-forward of this name."""
-    hf, size = f"mlp.{module}", "moe.shared_expert_intermediate_size"
+    """Declare the experts that every token goes to, as one feed-forward of this name; "" is the layer's own."""
+    hf, size = f"mlp.{module}".removesuffix("."), "moe.shared_expert_intermediate_size"
     return (
         sparse_weight(
             "shared_experts.linear_fc1.weight",

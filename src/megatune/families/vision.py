@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatune.architecture import MultimodalRope, Vision
+from megatune.architecture import Vision
 from megatune.families.forms import CheckpointForm
 from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
+from megatune.rope_scaling import MultimodalRope
 
 if TYPE_CHECKING:
     from megatune.families.family import Family

@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import product
 from operator import attrgetter
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, LayerKind
 
 # The engine's vocabulary is padded to a multiple of this, so that its shape does not depend on the usual tp sizes.
 VOCABULARY_MULTIPLE = 128
@@ -42,6 +42,8 @@ class Layers(Enum):
     ALL = "all"
     ATTENTION = "attention"
     DELTA = "delta"  # a gated delta net
+    LOCAL = "local"  # attention with a window, where layers without one have heads of their own
+    GLOBAL = "global"  # those layers
     DENSE = "dense"
     SPARSE = "sparse"
 
@@ -166,17 +168,18 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
     layers = range(attrgetter(weight.num_layers)(architecture))
     if weight.layers is Layers.ALL:
         return list(layers)
-    kinds = ((architecture.is_delta_layer(layer), architecture.is_moe_layer(layer)) for layer in layers)
-    return [layer for layer, kind in zip(layers, kinds, strict=True) if is_in_layer(weight, *kind)]
+    return [layer for layer in layers if is_in_layer(weight, architecture.layer_kind(layer))]
 
 
-def is_in_layer(weight: Weight, is_delta: bool, is_sparse: bool) -> bool:
-    """Return whether a weight is in layers with such a mixer of tokens and such a feed-forward."""
+def is_in_layer(weight: Weight, kind: LayerKind) -> bool:
+    """Return whether a weight is in layers of a kind."""
     match weight.layers:
         case Layers.ATTENTION | Layers.DELTA:
-            return is_delta == (weight.layers is Layers.DELTA)
+            return kind.delta == (weight.layers is Layers.DELTA)
+        case Layers.LOCAL | Layers.GLOBAL:
+            return kind.has_global_heads == (weight.layers is Layers.GLOBAL)
         case Layers.DENSE | Layers.SPARSE:
-            return is_sparse == (weight.layers is Layers.SPARSE)
+            return kind.sparse == (weight.layers is Layers.SPARSE)
     return True
 
 

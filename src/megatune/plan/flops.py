@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, LayerKind
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.families.dense import output_weight
@@ -35,8 +35,8 @@ def num_matmul_parameters(architecture: Architecture) -> int:
     """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
     looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
     layers = (
-        _layer_matmul_parameters(architecture, architecture.is_delta_layer(n), architecture.is_moe_layer(n))
-        for n in range(architecture.num_layers)
+        _layer_matmul_parameters(architecture, architecture.layer_kind(layer))
+        for layer in range(architecture.num_layers)
     )
     return _output_parameters(architecture) + sum(layers)
 
@@ -46,11 +46,11 @@ def _output_parameters(architecture: Architecture) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layer_matmul_parameters(architecture: Architecture, delta: bool, sparse: bool) -> int:
+def _layer_matmul_parameters(architecture: Architecture, kind: LayerKind) -> int:
     total = 0
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         is_ours = weight.per_layer and weight.stack is Stack.DECODER and not weight.is_buffer
-        if is_ours and is_in_layer(weight, delta, sparse):
+        if is_ours and is_in_layer(weight, kind):
             size = sum(prod(hf_shape(tensor, architecture)) for tensor in weight.hf if len(tensor.shape) == 2)
             total += size * (architecture.moe.router_topk if architecture.moe is not None and weight.per_expert else 1)
     return total
@@ -75,12 +75,17 @@ def train_flops(
     matmuls = 2 * num_matmul_parameters(architecture) * tokens
     # Scores take 2 · s² · the channels of all heads' queries, their product with the values 2 · s² · those of the
     # values; half of both is masked.
-    channels = architecture.query_size + architecture.attention_size
-    delta_layers = sum(architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))
-    attention = (architecture.num_layers - delta_layers) * channels * pairs
-    attention += delta_layers * _state_flops(architecture) * tokens
+    kinds = [architecture.layer_kind(layer) for layer in range(architecture.num_layers)]
+    attention = sum(_channels(architecture, kind) for kind in kinds) * pairs
+    attention += sum(kind.delta for kind in kinds) * _state_flops(architecture) * tokens
     by_token, by_pair = (0.0, 0.0) if trainable is None else _left_out(architecture, trainable)
     return float(_PASSES * (matmuls + attention)) - by_token * tokens - by_pair * pairs
+
+
+def _channels(architecture: Architecture, kind: LayerKind) -> int:
+    """Return channels of all heads' queries and values of a layer; 0 without attention."""
+    of_layer = architecture.of_heads(kind.has_global_heads)
+    return 0 if kind.delta else of_layer.query_size + of_layer.attention_size
 
 
 def _state_flops(architecture: Architecture) -> int:
@@ -118,12 +123,11 @@ def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tupl
     if not is_trained(output_weight(architecture), 0, architecture, trainable):
         by_token += 2.0 * _output_parameters(architecture)
     for layer in layer_contents(architecture, trainable):
-        products = 2.0 * _layer_matmul_parameters(architecture, layer.delta, layer.sparse)
+        products = 2.0 * _layer_matmul_parameters(architecture, layer.kind)
         by_token += products * max(least, ("weights", "through", "none").index(layer.gradient))
-        if layer.gradient == "none" and layer.delta:
-            by_token += 2.0 * _state_flops(architecture)
-        elif layer.gradient == "none":
-            by_pair += 2.0 * (architecture.query_size + architecture.attention_size)
+        if layer.gradient == "none":
+            by_token += 2.0 * _state_flops(architecture) * layer.kind.delta
+            by_pair += 2.0 * _channels(architecture, layer.kind)
     return by_token, by_pair
 
 

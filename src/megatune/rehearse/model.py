@@ -154,9 +154,8 @@ def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | Non
 def _pattern(architecture: Architecture) -> set[tuple[bool, ...]]:
     """Return the kinds of layers that there are: with a gated delta net or attention, sparse or not, without rotary
     embedding or with it, with a window or without."""
-    is_delta, is_moe, without = architecture.is_delta_layer, architecture.is_moe_layer, architecture.no_rope_layers
-    layers, windows = range(architecture.num_layers), architecture.windows
-    return {(is_delta(each), is_moe(each), each in without, bool(windows and windows[each])) for each in layers}
+    layers, windows, without = range(architecture.num_layers), architecture.windows, architecture.no_rope_layers
+    return {(*architecture.layer_kind(each), each in without, bool(windows and windows[each])) for each in layers}
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatune.bridge.torch_dist.files import TorchDistFiles
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.forms import CheckpointForm
-from megatune.families.megatron_names import LANGUAGE_MODEL, check_arranged, is_stacked, written
+from megatune.families.megatron_names import LANGUAGE_MODEL, alternates, check_arranged, is_stacked, written
 from megatune.families.weights import (
     WHOLE,
     Stack,
@@ -96,6 +96,8 @@ class MegatronModel:
                     shape = sum(each[0] for each in shapes), *shapes[0][1:]
                     whole = torch.empty(shape, dtype=self._dtype(weight, layer))
                     self._source.fill(whole.view(-1), segments(weight, architecture, part, layer))
+                    if alternates(weight):
+                        whole = torch.cat((whole[::2], whole[1::2]))
                     for place in written(weight, architecture, layer, expert):
                         corner = *place.at, *(0 for _ in shape)
                         chunk = whole.view(*(1 for _ in place.at), *shape)

@@ -37,10 +37,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Piece(NamedTuple):
-    """Rows of a Hugging Face tensor: `first` to `last` are those of a stored tensor from `row` on, at `at`."""
+    """Rows of a Hugging Face tensor: from `first` on, each `step`-th of `rows`, are those of a stored tensor from `row`
+    on, at `at`."""
 
     first: int
-    last: int
+    rows: int
+    step: int
     stored: StoredTensor
     at: tuple[int, ...]
     row: int
@@ -95,15 +97,20 @@ class TorchDistFolder(ModelFolder):
             first, last, columns = 0, rows, (segment.start, segment.stop)
         found = []
         for piece in self._pieces[name]:
-            start, stop = max(first, piece.first), min(last, piece.last)
+            start, stop = (min(max(-((piece.first - edge) // piece.step), 0), piece.rows) for edge in (first, last))
             if start < stop:
-                row = piece.row + start - piece.first
-                low, high = [*piece.at, row], [*(each + 1 for each in piece.at), row + stop - start]
+                low, high = [*piece.at, piece.row + start], [*(each + 1 for each in piece.at), piece.row + stop]
                 if rest:
                     low, high = [*low, columns[0], *(0 for _ in rest[1:])], [*high, columns[1], *rest[1:]]
                 box = self._reader.read(piece.stored, low, high)
-                found.append(box.view(box.shape[len(piece.at) :]))
-        return found[0] if len(found) == 1 else torch.cat(found)
+                place = piece.first + start * piece.step - first
+                found.append((place, piece.step, box.view(box.shape[len(piece.at) :])))
+        if len(found) == 1:
+            return found[0][2]
+        whole = found[0][2].new_empty(last - first, *found[0][2].shape[1:])
+        for place, step, box in found:
+            whole[place : place + len(box) * step : step] = box
+        return whole
 
     def _locate(self, table: dict[str, StoredTensor]) -> None:
         """Find every weight in the table, and a weight for every tensor in it."""
@@ -133,10 +140,11 @@ class TorchDistFolder(ModelFolder):
         """Yield what is wrong with the shapes or dtypes of a weight's tensors."""
         rest = hf_shape(weight.hf[0], self._architecture)[1:]
         for part in way:
-            stored, expected = table[part.key], (*part.sizes, part.rows, *rest)
+            rows = sum(one.rows for one in way if one.key == part.key)
+            stored, expected = table[part.key], (*part.sizes, rows, *rest)
             found, dim = list(stored.shape), len(part.sizes)
-            if weight.layout is TensorLayout.VOCABULARY and found[dim : dim + 1] > [part.rows]:
-                found[dim] = part.rows  # padding
+            if weight.layout is TensorLayout.VOCABULARY and found[dim : dim + 1] > [rows]:
+                found[dim] = rows  # padding
             if found != list(expected):
                 yield f"{stored.name} is {list(stored.shape)}, config.json says {list(expected)}"
             elif stored.dtype not in _DTYPES:
@@ -154,10 +162,12 @@ class TorchDistFolder(ModelFolder):
             self.shapes[segment.name] = shape
             pieces = self._pieces.setdefault(segment.name, [])
             for one in way:
-                start, stop = max(position, one.first), min(position + last - first, one.first + one.rows)
+                edges = position, position + last - first
+                start, stop = (min(max(-((one.first - edge) // one.step), 0), one.rows) for edge in edges)
                 if start < stop:
-                    offset = first + start - position
-                    pieces.append(_Piece(offset, offset + stop - start, table[one.key], one.at, start - one.first))
+                    offset = first + one.first + start * one.step - position
+                    piece = _Piece(offset, stop - start, one.step, table[one.key], one.at, one.row + start)
+                    pieces.append(piece)
             position += last - first
 
     def _refuse(self, missing: Sequence[str], unknown: Collection[str], wrong: Sequence[str]) -> None:

@@ -53,6 +53,9 @@ def routing(context: Context) -> Iterator[Problem]:
     if experts.moe_shared_expert_overlap and not moe.shared_expert_intermediate_size:
         what = f"`{_OVERLAP}: true` with a model without shared experts"
         yield Problem((_OVERLAP,), what, f"{kind} has none", f"remove `{_OVERLAP}`")
+    if experts.moe_shared_expert_overlap and moe.separate_norms:
+        why = "the feed-forward beside its experts has norms of its own, which the overlapped computation leaves out"
+        yield Problem((_OVERLAP,), f"`{_OVERLAP}: true` with {kind}", why, f"remove `{_OVERLAP}`")
 
 
 RULES = (needs_of("experts"), sharding, routing)

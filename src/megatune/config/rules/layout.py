@@ -23,6 +23,9 @@ def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
     shares = [(heads, "attention heads", heads % tp)]
     if architecture.mla is None:  # there every head has its own key and value
         shares.append((groups, "key/value heads", groups % tp and tp % groups))
+    if (others := architecture.global_heads) is not None:
+        groups = others.num_query_groups
+        shares.append((groups, "key/value heads of layers without a window", groups % tp and tp % groups))
     if architecture.delta is not None:
         key_heads = architecture.delta.num_key_heads
         shares.append((key_heads, "key heads of its gated delta nets", key_heads % tp))

@@ -11,19 +11,18 @@ from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem, either, multiples_around
 from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
-from megatune.families.megatron_names import is_arranged
+from megatune.families.megatron_names import obstacle
 
 _BEST = "load_best_model_at_end"
 
 
 def megatron_form(context: Context) -> Iterator[Problem]:
-    """Megatron-Core's format has rows of some models in an order of its own."""
+    """Megatron-Core's format has no place for some models."""
     architecture, checkpoint = context.architecture, context.settings.checkpoint
     if architecture is None or checkpoint.save_format != "torch_dist":
         return
-    if not is_arranged(FAMILIES[architecture.model_type]):
+    if why := obstacle(FAMILIES[architecture.model_type]):
         what = f"`save_format: torch_dist` with a {architecture.model_type}"
-        why = "Megatron-Core has rows of its layers in another order than Hugging Face checkpoints"
         yield Problem(("save_format",), what, why, "write `save_format: hf`")
 
 

@@ -73,6 +73,12 @@ class SwiftTemplate:
         thought_start: begins an answer that is to be generated, by a model that is to think.
         after_question_only: not behind results of tools.
         history_prefix: in the place of reasoning that is left out.
+        thought_tags: what reasoning begins and ends with.
+        thinking_system: begins the system message where `enable_thinking` asks for reasoning.
+        system_in_question: the system message begins the first question, and answers lose line breaks around them.
+        system_file: of the model's folder, the default system message, which names the day.
+        trims: texts lose the white space around them, and reasoning is written as the published chat template does.
+        answer_prefix: begins an answer that does not begin with `answer_start`.
         adds_bos: the tokens that the tokenizer puts before a text come first.
         marks: texts that the chat template of its models has; () where the chat template does not tell.
         models: a pattern of the names of its models, in small letters.
@@ -92,6 +98,13 @@ class SwiftTemplate:
     thought_start: str = ""
     after_question_only: bool = False
     history_prefix: str = ""
+    thought_tags: tuple[str, str] = ("<think>", "</think>")
+    thinking_system: str = ""
+    system_in_question: bool = False
+    system_file: str = ""
+    trims: bool = False
+    answer_start: str = ""
+    answer_prefix: str = ""
     adds_bos: bool = False
     marks: tuple[str, ...] = ()
     models: str = ""
@@ -111,8 +124,10 @@ class SwiftTemplate:
             given: dict[str, Any] = dict(conversation.switches)
             rules = replace(self.rules, **given)
             return replace(self, rules=rules).render(replace(conversation, switches=()), thinking)
-        merged = self._merged(conversation.messages)
+        merged = self._merged([self._prepared(message) for message in conversation.messages])
         system = self._system(conversation)
+        if self.system_in_question and system is not None:
+            merged[0].texts[0], system = f"{system}\n\n{merged[0].texts[0]}", None
         if self.rules.has_template:
             if self.empty_thought and self.rules.add_empty_thought:
                 self._add_empty_thoughts(merged)
@@ -127,6 +142,22 @@ class SwiftTemplate:
         if self.separator is None:
             merged = merged[-1 if len(merged) % 2 else -2 :]
         return list(self._turns(merged, system))
+
+    def _prepared(self, message: Message) -> Message:
+        """Return a message with its text as the template takes it."""
+        text, is_answer = message.content, message.role == "assistant"
+        if self.trims:
+            text = text.strip()
+            before, end, after = text.partition("</think>")
+            if is_answer and end and "<think>" in text:
+                thought = before.rstrip("\n").rpartition("<think>")[2].strip()
+                rest = after.lstrip("\n")
+                text = f"<think>\n{thought}\n</think>\n\n{rest}"
+        if self.system_in_question and is_answer:
+            text = text.strip("\n")
+        if self.answer_prefix and is_answer and self.rules.has_template and not text.startswith(self.answer_start):
+            text = self.answer_prefix + text
+        return message if text == message.content else replace(message, content=text)
 
     def _turns(self, merged: Sequence[_Merged], system: str | None) -> Iterator[Turn]:
         before = fill(self.system, content=system) if system and self.system is not None else self.prefix
@@ -228,10 +259,15 @@ class SwiftTemplate:
         if not self.rules.has_template:
             if (system is not None or conversation.tools) and self.rules.version < 4:
                 raise RowError("no-system-in-template", "the template has no place for a system message")
-            return None
-        if system is not None and self.system is None:
+            return system if self.system_in_question else None
+        if self.trims and system is not None:
+            system = system.strip()
+        if system is not None and self.system is None and not self.system_in_question:
             raise RowError("no-system-in-template", "the template has no place for a system message")
-        return self.default_system if system is None else system
+        system = self.default_system if system is None else system
+        if self.thinking_system and self.rules.enable_thinking:
+            return self.thinking_system + (system or "")
+        return system
 
     def _add_empty_thoughts(self, merged: Sequence[_Merged]) -> None:
         start = self._last_question(merged) if self.rules.last_round else -1
@@ -239,7 +275,7 @@ class SwiftTemplate:
             follows = merged[index - 1].role if index else None
             if index < start or each.role != "assistant" or (self.after_question_only and follows != "user"):
                 continue
-            if not each.texts[0].startswith(("<think>", self.empty_thought)):
+            if not each.texts[0].startswith((self.thought_tags[0], self.empty_thought)):
                 each.texts[0] = self.empty_thought + each.texts[0]
 
     @property
@@ -252,7 +288,7 @@ class SwiftTemplate:
         """Leave the reasoning of answers before the last question, or results of tools, out."""
         for each in merged[: max(self._last_question(merged), 0)]:
             if each.role == "assistant":
-                each.texts[0] = self.history_prefix + each.texts[0].rpartition("</think>")[2].strip()
+                each.texts[0] = self.history_prefix + each.texts[0].rpartition(self.thought_tags[1])[2].strip()
 
     def _last_question(self, merged: Sequence[_Merged]) -> int:
         """Return the index of the last question; in version 4 results of tools are one."""
@@ -266,8 +302,9 @@ class SwiftTemplate:
             is_hybrid = self.thinks and bool(self.empty_thought)
             masks = ("empty_thought",) if self.rules.version >= 4 and is_hybrid else ()
         masked = 0
+        own = {"empty_thought": (re.escape(self.empty_thought),)} if self.thought_tags[0] != "<think>" else {}
         for mask in masks or ():
-            found = re.compile("|".join(_MASKS[mask])).match(text, masked)
+            found = re.compile("|".join({**_MASKS, **own}[mask])).match(text, masked)
             masked = found.end() if found else masked
         return masked
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatune.data.templates.agents import agent_template
@@ -68,12 +70,15 @@ def swift_template(
         MegatuneError: the name, of template or agent, is not known (exit code 64), or no template is the model's (66).
     """
     template = _of_model(model, tokenizer) if name is None else named_swift_template(name)
+    if template.system_file and default_system is None:
+        template = replace(template, default_system=_system_of(model, template.system_file))
     eos = tokenizer.eos_token or ""
     stop_words = (*template.stop_words, eos)
     if not rules.has_template:
         bos, end = _around(tokenizer)
         plain = _bound(_PLAIN, bos, end or eos)
-        template = replace(plain, thinks=template.thinks, empty_thought=template.empty_thought)
+        kept = ("thinks", "empty_thought", "trims", "system_in_question")
+        template = replace(plain, **{name: getattr(template, name) for name in kept})
         stop_words = () if end else stop_words
     agent = agent or template.agent or ("react_en" if rules.version < 4 else None)
     written = replace(
@@ -88,7 +93,7 @@ def swift_template(
         written = replace(written, prefix=bos + written.prefix, system=system)
     if default_system is None:
         return written
-    if written.system is None:
+    if written.system is None and not written.system_in_question:
         what = f"default_system: ms-swift's template {written.name} has no place for a system message"
         raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
     return replace(written, default_system=default_system)
@@ -122,6 +127,19 @@ def _of_model(model: str, tokenizer: PreTrainedTokenizerBase) -> SwiftTemplate:
     raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
 
 
+def _system_of(model: str, name: str) -> str:
+    """Return the default system message that is in a file of the model's folder.
+
+    Raises:
+        MegatuneError: INPUT, where there is no such file.
+    """
+    try:
+        return Path(model, name).read_text(encoding="utf-8").replace("{name}", Path(model).name)
+    except OSError as error:
+        why, fix = "ms-swift takes the default system message from it", "give default_system"
+        raise MegatuneError(Finding(f"the model has no {name}: {error}", model, why, fix), ExitCode.INPUT) from None
+
+
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return what the tokenizer puts before a text, and after it."""
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
@@ -133,11 +151,17 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def _bound(template: SwiftTemplate, bos: str, eos: str) -> SwiftTemplate:
     """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
 
+    today = date.today()
+    days = {"{today}": today, "{yesterday}": today - timedelta(days=1)}
+
     def filled(text: str) -> str:
+        for place, day in days.items():
+            text = text.replace(place, day.isoformat())
         return text.replace("{bos}", bos).replace("{eos}", eos)
 
     return replace(
         template,
+        default_system=None if template.default_system is None else filled(template.default_system),
         prefix=filled(template.prefix),
         system=None if template.system is None else filled(template.system),
         separator=None if template.separator is None else filled(template.separator),

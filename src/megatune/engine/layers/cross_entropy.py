@@ -38,6 +38,7 @@ class OutputLayer(ColumnParallelLinear):
     """
 
     num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
+    softcap: float | None = None  # logits x are softcap · tanh(x / softcap)
 
     def forward(
         self,
@@ -50,10 +51,11 @@ class OutputLayer(ColumnParallelLinear):
         """Compute logits, or with `labels` and `trained` token losses or what the head asks for in their place; see
         `token_losses` and `likeliest_tokens`."""
         if labels is None or trained is None:
-            return super().forward(input_, weight)
+            logits, bias = super().forward(input_, weight)
+            return soft_capped(logits, self.softcap), bias
         weight = self.weight if weight is None else weight
         first = self.tp_group.rank() * weight.shape[0]
-        part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel)
+        part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
         if head is not None and head.greedy:
             return likeliest_tokens(input_, weight, labels, trained, part), None
         return token_losses(input_, weight, labels, trained, part, head or PLAIN), None
@@ -86,12 +88,14 @@ class VocabularyPart:
         num_rows: how many of its rows are real, v; may be 0.
         group: the ranks that hold the other parts; None if there are none.
         sequence_parallel: whether each rank holds 1 / tp of the tokens' hidden states.
+        softcap: logits x are softcap · tanh(x / softcap); None where they are x.
     """
 
     first: int
     num_rows: int
     group: ProcessGroup | None = None
     sequence_parallel: bool = False
+    softcap: float | None = None
 
     @property
     def size(self) -> int:
@@ -173,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
         target_logits, entropies = torch.zeros_like(log_sums), torch.zeros_like(log_sums)
         for chunk in part.chunks(len(rows)):
-            logits = inputs.index_select(0, rows[chunk]) @ real_weight.t()
+            logits = soft_capped(inputs.index_select(0, rows[chunk]) @ real_weight.t(), part.softcap)
             target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
             if head.entropy:
                 log_sums[chunk], entropies[chunk] = _log_sum_exp_and_entropy(logits, head.temperature)
@@ -209,7 +213,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = torch.zeros_like(weight, dtype=torch.float32)
         for chunk in part.chunks(len(rows)):
             some, here = inputs.index_select(0, rows[chunk]), columns[chunk, None]
-            logits, scale = some @ real_weight.t(), grad_losses[chunk]
+            logits, scale = soft_capped(some @ real_weight.t(), part.softcap), grad_losses[chunk]
+            slope = None if part.softcap is None else 1 - (logits / part.softcap).square_()
             if grad_entropies is None:
                 grad_logits = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature)
             else:
@@ -218,11 +223,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits
             there = grad_targets[chunk, None].to(grad_logits.dtype)
             grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
+            if slope is not None:
+                grad_logits.mul_(slope)
             if grad_inputs is not None:
                 grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
             if ctx.needs_input_grad[1]:
                 add_weight_gradient(total[: part.num_rows], grad_logits, some)
-            del grad_logits
+            del grad_logits, slope
         grad_hidden_states = None
         if grad_inputs is not None:
             grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
@@ -230,6 +237,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return grad_hidden_states, None, None, None, None, None
         grad_weight = total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
         return grad_hidden_states, grad_weight, None, None, None, None
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap · tanh(logits / softcap); the logits where there is no cap."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 @device.compiled

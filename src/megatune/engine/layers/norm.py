@@ -43,6 +43,23 @@ class RMSNorm(torch.nn.Module):
         return _Normalize.apply(hidden_states, weight, self.eps)
 
 
+class UnweightedNorm(torch.nn.Module):
+    """The same, without a weight."""
+
+    def __init__(self, config: Any, eps: float) -> None:
+        super().__init__()
+        self.eps, self.is_fused = eps, config.rms_norm_fusion
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last dimension; shape and dtype are kept."""
+        if not self.is_fused:
+            wide = wide_of(hidden_states)
+            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden_states.dtype)
+        if device.HAS_GPU:
+            return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], None, self.eps)
+        return _Normalize.apply(hidden_states, torch.ones((), device=hidden_states.device), self.eps)
+
+
 class _Normalize(torch.autograd.Function):
     """The norm as one node of the graph. torch composes it of many on a CPU, which keep their fp32 intermediates and
     add up the gradient of the input in another order when they are recomputed."""

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatune.architecture import (
-    Architecture,
+from megatune.architecture import Architecture
+from megatune.engine import device
+from megatune.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
     MultimodalRope,
+    ProportionalRopeScaling,
     YarnRopeScaling,
 )
-from megatune.engine import device
 
 
 def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Tensor:
@@ -40,6 +41,8 @@ def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Te
     match architecture.rope_scaling:
         case LinearRopeScaling(factor):
             return 1.0 / wavelengths / factor
+        case ProportionalRopeScaling(share):
+            return (1.0 / wavelengths).index_fill_(0, torch.arange(int(share * dim // 2), dim // 2), 0.0)
         case Llama3RopeScaling() as scaling:
             return _llama3(1.0 / wavelengths, scaling)
         case YarnRopeScaling() as scaling:

@@ -8,22 +8,25 @@ embedding and then d_rope with it, a value has d_v.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megatune.engine.layers.norm import RMSNorm, wide_of
+from megatune.architecture import GlobalHeads
+from megatune.engine.layers.norm import RMSNorm, UnweightedNorm, wide_of
 from megatune.engine.layers.rotary import fused_rotate, rotate, rotate_first
 from megatune.engine.sequences import Sequences
 
@@ -36,19 +39,24 @@ class GroupedQueryAttention(SelfAttention):
     gathered one: what is kept of them for the backward pass lies in memory of its own, so that the projection's is free
     before attention begins."""
 
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.value_layernorm = UnweightedNorm(config, config.layernorm_epsilon) if config.value_norms else None
+
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
         """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
         query, key, value, *gate = self._project(hidden_states)
-        if len(rotary_pos_emb) > 2:  # layers with a window turn by angles of their own
-            rotary_pos_emb = rotary_pos_emb[2:] if self.core_attention.window is not None else rotary_pos_emb[:2]
+        if (channels := self.config.global_rotary_channels) is not None:  # those with a window turn by others
+            has_window = self.core_attention.window is not None
+            rotary_pos_emb = rotary_pos_emb[..., channels:] if has_window else rotary_pos_emb[..., :channels]
         if not self._is_unturned():
             turn = fused_rotate if self.config.apply_rope_fusion else rotate
             turn = functools.partial(turn, interleaved=self.config.rotary_interleaved)
             query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
         query = self._scaled(query, packed_seq_params)
-        value = value.contiguous()
+        value = value.contiguous() if self.value_layernorm is None else self.value_layernorm(value.contiguous())
         recompute = self.checkpoint_core_attention and self.training
         context = attend(self.core_attention, (query, key, value), packed_seq_params, recompute=recompute)
         if gate:
@@ -75,20 +83,64 @@ class GroupedQueryAttention(SelfAttention):
 
         Checkpoints have a head's gate behind its query; Megatron-Core reads all gates of a group behind its queries.
         """
-        config, tp_size = self.config, self.world_size
+        config = self.config
+        if config.keys_are_values:
+            heads, sharing, turn = self._project_to_groups(hidden_states)
+            query, key = heads[..., :-1, :].flatten(2, 3).chunk(sharing, 2)[turn], heads[..., -1, :]
+            return self.q_layernorm(query), self.k_layernorm(key), key
         if not config.attention_output_gate:
             found: Sequence[Tensor] = self.get_query_key_value_tensors(hidden_states, None)
             return found
+        heads, sharing, turn = self._project_to_groups(hidden_states)
+        queries, key, value = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
+        query, gate = queries.flatten(2, 3).unflatten(2, (-1, 2)).chunk(sharing, 2)[turn].unbind(3)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate.sigmoid()
+
+    def _project_to_groups(self, hidden_states: Tensor) -> tuple[Tensor, int, int]:
+        """Project to the rows of each key/value head and its queries, [s, b, g, heads of a group, d].
+
+        Returns:
+            The rows, over how many ranks a group's queries are cut, and which of their parts this rank has.
+        """
+        config, tp_size = self.config, self.world_size
         rows, groups = self.linear_qkv(hidden_states)[0], config.num_query_groups
         sharing = max(tp_size // groups, 1)  # ranks that have a part of the same group's rows
         group, turn = divmod(self.pg_collection.tp.rank(), sharing)
         if sharing > 1:
             rows = tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(rows, group=self.pg_collection.tp)
             rows = rows.chunk(groups, -1)[group]
-        heads = rows.unflatten(-1, (max(groups // tp_size, 1), -1, self.hidden_size_per_attention_head))
-        queries, key, value = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
-        query, gate = queries.flatten(2, 3).unflatten(2, (-1, 2)).chunk(sharing, 2)[turn].unbind(3)
-        return self.q_layernorm(query), self.k_layernorm(key), value, gate.sigmoid()
+        size = self.hidden_size_per_attention_head
+        return rows.unflatten(-1, (max(groups // tp_size, 1), -1, size)), sharing, turn
+
+
+class GlobalAttention(torch.nn.Module):
+    """Attention of layers without a window, whose heads are others than those of layers with one.
+
+    Args:
+        heads: what they are.
+        submodules: of the attention; its projection to queries, keys and values has no values where keys are values.
+        options: of `GroupedQueryAttention`.
+    """
+
+    def __init__(self, config: Any, submodules: SelfAttentionSubmodules, heads: GlobalHeads, **options: Any) -> None:
+        super().__init__()
+        own = copy.copy(config)
+        own.kv_channels, own.num_query_groups = heads.kv_channels, heads.num_query_groups
+        own.keys_are_values = heads.keys_are_values
+        if heads.keys_are_values:
+            without = functools.partial(_narrower, submodules.linear_qkv, heads.kv_channels * heads.num_query_groups)
+            submodules = dataclasses.replace(submodules, linear_qkv=without)
+        self.global_heads = GroupedQueryAttention(own, submodules=submodules, **options)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        """See `GroupedQueryAttention`."""
+        found: tuple[Tensor, None] = self.global_heads(hidden_states, **kwargs)
+        return found
+
+
+def _narrower(build: Callable[..., torch.nn.Module], rows: int, inputs: int, outputs: int, **kwargs: Any) -> Any:
+    """Build a linear layer with so many rows less than asked for."""
+    return build(inputs, outputs - rows, **kwargs)
 
 
 class HeadNorm(RMSNorm):

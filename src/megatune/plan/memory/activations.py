@@ -146,7 +146,7 @@ def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]
 
 
 def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
-    memory = layer_memory(of_layer(shapes, layer.delta, layer.gradient == "weights"), layer.sparse, modules)
+    memory = layer_memory(of_layer(shapes, layer.kind, layer.gradient == "weights"), layer.kind.sparse, modules)
     # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
     return memory if layer.gradient != "none" else Memory(0, memory.kept + memory.forward)
 
@@ -221,7 +221,7 @@ def _normed(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...
 
 def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
     """Fold self-attention, with what is recomputed of it."""
-    if shapes.delta or ("core_attn" not in modules and "mla_up_proj" not in modules):
+    if shapes.kind.delta or ("core_attn" not in modules and "mla_up_proj" not in modules):
         return memory_of(operators)
     heads = heads_of(shapes)
     made = heads.query + heads.key + heads.value

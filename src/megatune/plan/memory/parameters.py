@@ -265,7 +265,7 @@ def _orthogonal_flops(rules: Rules, stage: int) -> int:
 def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     """Return bytes of a rank that holds these parts."""
     chunks, optimizer = rules.chunks(stage), rules.optimizer
-    sparse = sum(layer.sparse for chunk in chunks for layer in chunk.layers)
+    sparse = sum(layer.kind.sparse for chunk in chunks for layer in chunk.layers)
     saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
     weights = sparse * rules.held().sparse_buffer_bytes - saved
     gradients = master_weights = host = 0

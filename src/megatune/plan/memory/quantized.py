@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, LayerKind
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
@@ -28,9 +28,9 @@ def saved_bytes(
     """Return bytes that the chunks of a rank hold less than they would with every element in `itemsize` bytes."""
     if form_of(trainable) is None:
         return 0
-    kinds = Counter((layer.delta, layer.sparse) for chunk in chunks for layer in chunk.layers)
+    kinds = Counter(layer.kind for chunk in chunks for layer in chunk.layers)
     return sum(
-        count * _saved_in_layer(architecture, trainable, parallel, itemsize, *kind) for kind, count in kinds.items()
+        count * _saved_in_layer(architecture, trainable, parallel, itemsize, kind) for kind, count in kinds.items()
     )
 
 
@@ -40,11 +40,10 @@ def _saved_in_layer(
     trainable: FinetuningSettings,
     parallel: ParallelSettings,
     itemsize: int,
-    is_delta: bool,
-    is_sparse: bool,
+    kind: LayerKind,
 ) -> int:
     form, saved = form_of(trainable), 0
-    for weight, part in _quantized(architecture, trainable, parallel, is_delta, is_sparse):
+    for weight, part in _quantized(architecture, trainable, parallel, kind):
         assert form is not None
         buffers = quantized_buffers(weight, architecture, form, part).values()
         kept = sum(_BYTES[dtype] * prod(shape) for dtype, shape in buffers)
@@ -53,15 +52,11 @@ def _saved_in_layer(
 
 
 def _quantized(
-    architecture: Architecture,
-    trainable: FinetuningSettings,
-    parallel: ParallelSettings,
-    is_delta: bool,
-    is_sparse: bool,
+    architecture: Architecture, trainable: FinetuningSettings, parallel: ParallelSettings, kind: LayerKind
 ) -> Iterator[tuple[Weight, Slice]]:
     """Yield the quantized weights of a layer of the decoder, and what a rank has of them."""
     dense = Slice(tp_size=parallel.tensor_model_parallel_size)
     expert = Slice(tp_size=parallel.expert_tensor_size, ep_size=parallel.expert_model_parallel_size)
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if is_in_layer(weight, is_delta, is_sparse) and is_quantized(weight, trainable):
+        if is_in_layer(weight, kind) and is_quantized(weight, trainable):
             yield weight, expert if weight.per_expert else dense

@@ -9,13 +9,13 @@ from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, LayerKind
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
-from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, output_weight
+from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, GLOBAL_HEADS, output_weight
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
 from megatune.families.weights import Role, Slice, Stack, Weight, engine_shape, hf_shapes, is_in_layer, layers_of
 from megatune.plan.case import PlannedModel
@@ -45,6 +45,8 @@ _ORDER = (
     "pre_mlp_layernorm.weight",
     "mlp.router.weight",
     "mlp.router.bias",
+    "mlp.router.input_scale",
+    "mlp.router.expert_scale",
     "mlp.experts.weight1",
     "mlp.experts.weight2",
     "mlp.experts.linear_fc1.bias",
@@ -52,6 +54,10 @@ _ORDER = (
     "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_layernorm.weight",
+    "mlp.post_shared_layernorm.weight",
+    "mlp.routed_layernorm.weight",
+    "mlp.post_routed_layernorm.weight",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
     "post_attention_layernorm.weight",
@@ -92,15 +98,13 @@ class LayerContent(NamedTuple):
     """What a layer of the decoder is.
 
     Attributes:
-        sparse: it has experts.
+        kind: what it is made of.
         gradient: what its backward pass computes: gradients of weights of its own or of adapters beside them; of
             hidden states that go "through" a frozen layer, to what is trained before it; or nothing.
-        delta: it has a gated delta net in the place of attention.
     """
 
-    sparse: bool
+    kind: LayerKind
     gradient: Literal["weights", "through", "none"] = "weights"
-    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +126,13 @@ class HeldParameters:
 
     Attributes:
         first: what comes before the layers: the vision tower with its mergers, and the word embedding.
-        layers: of a layer by whether it has a gated delta net, whether it is sparse and whether it is trained.
+        layers: of a layer by its kind and whether it is trained.
         last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
         sparse_buffer_bytes: buffers of a sparse layer.
     """
 
     first: tuple[HeldParameter, ...]
-    layers: Mapping[tuple[bool, bool, bool], tuple[HeldParameter, ...]]
+    layers: Mapping[tuple[LayerKind, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
     sparse_buffer_bytes: int
 
@@ -142,7 +146,7 @@ class HeldParameters:
             yield from self.last
 
     def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
-        return self.layers[layer.delta, layer.sparse, layer.gradient == "weights"]
+        return self.layers[layer.kind, layer.gradient == "weights"]
 
 
 @lru_cache(maxsize=4096)
@@ -173,8 +177,7 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
         return "none" if layer < first and not trainable.freeze_language_model else "through"
 
     return tuple(
-        LayerContent(architecture.is_moe_layer(layer), gradient(layer), architecture.is_delta_layer(layer))
-        for layer in range(architecture.num_layers)
+        LayerContent(architecture.layer_kind(layer), gradient(layer)) for layer in range(architecture.num_layers)
     )
 
 
@@ -204,8 +207,8 @@ def held_parameters(
         kinds = weight.per_expert, is_vector, is_adapter, has_gradient
         return HeldParameter(prod(shape), *kinds, is_matrix=weight.is_matrix, orthogonal_flops=flops)
 
-    def layer(delta: bool, sparse: bool, index: int) -> Iterator[HeldParameter]:
-        ours = [weight for weight in weights if is_in_layer(weight, delta, sparse)]
+    def layer(kind: LayerKind, index: int) -> Iterator[HeldParameter]:
+        ours = [weight for weight in weights if is_in_layer(weight, kind)]
         return (held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
 
     weights = _of_layers(architecture)
@@ -217,8 +220,8 @@ def held_parameters(
         first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
         # Of kinds that the model has: another one may need numbers that it lacks, such as those of experts.
         layers={
-            (delta, sparse, trains): tuple(layer(delta, sparse, index))
-            for delta, sparse in {(content.delta, content.sparse) for content in contents}
+            (kind, trains): tuple(layer(kind, index))
+            for kind in {content.kind for content in contents}
             for trains, index in ((True, trained), (False, frozen))
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
@@ -272,10 +275,14 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
         order.remove(_OUTPUT_PROJECTION)
         order.insert(order.index(_AFTER_ATTENTION), _OUTPUT_PROJECTION)
     places = {f"{ENGINE_LAYER}.{name}": place for place, name in enumerate(order)}
+
+    def place(weight: Weight) -> int:
+        return places[weight.engine.replace(GLOBAL_HEADS, "")]
+
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     return sorted(
         (weight for weight in weights if weight.per_layer and _is_ours(weight) and not weight.is_buffer),
-        key=lambda weight: places[weight.engine],
+        key=place,
     )
 
 

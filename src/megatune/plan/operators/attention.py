@@ -91,7 +91,9 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     """Yield projection, norms of heads, rotary embedding, and the split into queries, keys and values."""
     architecture, tokens = shapes.architecture, shapes.tokens
     d, query, key = architecture.kv_channels, heads.query, heads.key
-    mixed = (architecture.gated_query_size + 2 * architecture.key_value_size) // shapes.tp
+    global_heads = architecture.global_heads if shapes.kind.has_global_heads else None
+    projections = 1 if global_heads is not None and global_heads.keys_are_values else 2
+    mixed = (architecture.gated_query_size + projections * architecture.key_value_size) // shapes.tp
     # With fewer key/value heads than ranks, each rank gathers all projections and takes its part of them.
     source = mixed * (shapes.tp if architecture.num_query_groups < shapes.tp else 1) * tokens * shapes.size
     yield linear(

@@ -31,7 +31,7 @@ def decoder_layer(shapes: Shapes, sparse: bool) -> tuple[Branch, Branch]:
     norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
     before, behind = ((norm,) * has for has in (shapes.architecture.pre_norms, shapes.architecture.post_norms))
     residual = Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
-    mixer = delta_net(shapes) if shapes.delta else self_attention(shapes)
+    mixer = delta_net(shapes) if shapes.kind.delta else self_attention(shapes)
     return (*before, *mixer, *behind, residual), (*before, *inner, *behind, residual)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.architecture import Architecture, LayerKind, MixtureOfExperts
 from megatune.config.attention_kernel import CPU, attends_in_runs, attention_kernels
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
-from megatune.families.dense import EMBEDDING, ENGINE_LAYER, OUTPUT_LAYER, output_weight
+from megatune.families.dense import EMBEDDING, ENGINE_LAYER, GLOBAL_HEADS, OUTPUT_LAYER, output_weight
 from megatune.families.quantized import form_of
 from megatune.families.trained import ALL_MODULES, is_trained, module_of
 from megatune.families.weights import Stack, Weight
@@ -37,6 +37,7 @@ OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 # the fullest rank.
 BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
+_OUTSIDE = LayerKind()  # of no layer
 Kernel = Literal["one", "padded", "runs", "plain", "math"]
 
 
@@ -80,7 +81,7 @@ class Shapes:
         quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
             the model's dtype.
         fp8: linear layers multiply in 8-bit floats.
-        delta: of a layer, it has a gated delta net in the place of attention.
+        kind: of a layer, what it is made of; `architecture` then has the heads of such a layer.
         imbalance: rows of the fullest rank's experts over an even share.
         engine: what computes them.
     """
@@ -115,13 +116,13 @@ class Shapes:
     router_size: int
     imbalance: float
     engine: Engine = OURS
-    delta: bool = False
+    kind: LayerKind = _OUTSIDE
 
     def __hash__(self) -> int:
         # Quick: every case needs it many times. What is left out differs between few cases.
         return hash((
             self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
-            self.imbalance, self.keeps, self.delta, self.architecture.num_layers, self.architecture.hidden_size,
+            self.imbalance, self.keeps, self.kind, self.architecture.num_layers, self.architecture.hidden_size,
         ))  # fmt: skip
 
     def adapted(self, name: str) -> Adapted | None:
@@ -239,14 +240,15 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 
 def _name(weight: Weight) -> str:
-    """Return the engine's name of a layer's weight, in the layer."""
-    return weight.engine.removeprefix(f"{ENGINE_LAYER}.").removesuffix(".weight")
+    """Return the engine's name of a layer's weight, in the layer; the same of heads of either size."""
+    return weight.engine.removeprefix(f"{ENGINE_LAYER}.").removesuffix(".weight").replace(GLOBAL_HEADS, "")
 
 
 @lru_cache(maxsize=4096)
-def of_layer(shapes: Shapes, delta: bool, trained: bool) -> Shapes:
-    """Return the shapes of a layer with such a mixer of tokens, of which weights are trained or nothing is."""
-    shapes = shapes if shapes.delta == delta else replace(shapes, delta=delta)
+def of_layer(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
+    """Return the shapes of a layer of a kind, of which weights are trained or nothing is."""
+    if shapes.kind != kind:
+        shapes = replace(shapes, kind=kind, architecture=shapes.architecture.of_heads(kind.has_global_heads))
     return shapes if trained else frozen(shapes)
 
 
@@ -259,7 +261,9 @@ def frozen(shapes: Shapes) -> Shapes:
 def _kernel(case: Case) -> Kernel:
     settings, architecture = case.settings, case.model.architecture
     mla = architecture.mla
-    queries = architecture.kv_channels if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    queries = max(architecture.kv_channels, architecture.of_heads(True).kv_channels)
+    if mla is not None:
+        queries = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     values = queries if mla is None else mla.v_head_dim
     best, *_ = attention_kernels(
         _CAPABILITIES.get(case.machine.device.generation, _AMPERE),

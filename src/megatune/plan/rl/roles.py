@@ -149,8 +149,8 @@ def forward_memory(case: Case) -> tuple[StageMemory, ...]:
 
 def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkContent, ...]) -> StageMemory:
     state, work = state_bytes(case, stage), workspace_bytes(case, stage)
-    kinds = {(layer.delta, layer.sparse) for chunk in chunks for layer in chunk.layers}
-    passes = [layer_memory(of_layer(shapes, delta, False), sparse, ()) for delta, sparse in kinds]
+    kinds = {layer.kind for chunk in chunks for layer in chunk.layers}
+    passes = [layer_memory(of_layer(shapes, kind, False), kind.sparse, ()) for kind in kinds]
     if any(chunk.embedding for chunk in chunks):
         passes.append(embedding(shapes).memory)
     # A layer counts with all that it saves for a backward pass, of which some is freed on the way.
@@ -226,8 +226,9 @@ def key_value_bytes(architecture: Architecture, itemsize: int) -> int:
     if architecture.mla is not None:
         return architecture.num_layers * architecture.latent_size * itemsize
     # The state of a gated delta net is as large whatever the number of tokens.
-    layers = sum(not architecture.is_delta_layer(layer) for layer in range(architecture.num_layers))
-    return layers * 2 * architecture.key_value_size * itemsize
+    kinds = (architecture.layer_kind(layer) for layer in range(architecture.num_layers))
+    sizes = (architecture.of_heads(kind.has_global_heads).key_value_size for kind in kinds if not kind.delta)
+    return 2 * sum(sizes) * itemsize
 
 
 def cache_shards(architecture: Architecture, devices: int) -> int:

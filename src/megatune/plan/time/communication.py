@@ -170,10 +170,10 @@ def _calls(shapes: Shapes, sparse: bool) -> tuple[int, int]:
         blocks = _tensor_blocks(shapes, sparse)
         forward, backward = (2 * blocks, 3 * blocks) if shapes.sequence_parallel else (blocks, blocks)
     if shapes.cp > 1:
-        turns = 2 if shapes.delta else {"p2p": 2 * (shapes.cp - 1), "all_gather": 2, "a2a": 4}[shapes.cp_comm_type]
+        turns = 2 if shapes.kind.delta else {"p2p": 2 * (shapes.cp - 1), "all_gather": 2, "a2a": 4}[shapes.cp_comm_type]
         forward, backward = (
             forward + turns,
-            backward + turns * (2 if shapes.cp_comm_type == "p2p" and not shapes.delta else 1),
+            backward + turns * (2 if shapes.cp_comm_type == "p2p" and not shapes.kind.delta else 1),
         )
     if sparse and shapes.ep * shapes.etp > 1:
         kinds = (shapes.ep > 1) + (shapes.etp > 1)
@@ -213,7 +213,7 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, flo
     n = group.size
     if n == 1:
         return 0.0, 0.0
-    if shapes.delta and (delta := shapes.architecture.delta) is not None:
+    if shapes.kind.delta and (delta := shapes.architecture.delta) is not None:
         # Tokens for heads, of all projections, and back, of the values.
         channels = (delta.qkvz_size + delta.ba_size + delta.value_size) / shapes.tp
         once = all_to_all(group, shapes.tokens * shapes.size * channels)

@@ -276,7 +276,7 @@ class _Rank(NamedTuple):
 
     def _layer(self, layer: LayerContent, again: float) -> _Parts:
         """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-        sparse, shapes = layer.sparse, of_layer(self.shapes, layer.delta, layer.gradient == "weights")
+        sparse, shapes = layer.kind.sparse, of_layer(self.shapes, layer.kind, layer.gradient == "weights")
         seconds = layer_seconds(shapes, self.rates, sparse)
         exchange = layer_exchange(shapes, self.groups, seconds, sparse)
         computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)

@@ -94,7 +94,8 @@ def _channels(architecture: Architecture) -> tuple[int, int]:
     """Return the channels of a head's query and key, and of its value."""
     mla = architecture.mla
     if mla is None:
-        return architecture.kv_channels, architecture.kv_channels
+        channels = max(architecture.kv_channels, architecture.of_heads(True).kv_channels)
+        return channels, channels
     return mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
 
 

@@ -26,6 +26,7 @@ from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatune.engine.layers.moe.router import Router, capacity_of
+from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.sequences import Sequences
 
@@ -119,10 +120,10 @@ class GroupedExperts(torch.nn.Module):
         if (limit := self.config.moe_swiglu_limit) is not None:
             weighted = _InputsKept.apply if self.config.bias_activation_fusion else _weighted_clamped_swiglu
             return weighted(gate_up, probs, limit)
-        if self.config.bias_activation_fusion:
+        if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
-        return (F.silu(gate) * up * probs[:, None]).to(gate_up.dtype)
+        return (self.config.activation_func(gate) * up * probs[:, None]).to(gate_up.dtype)
 
 
 def _weighted_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
@@ -235,7 +236,10 @@ class _Accumulating(torch.autograd.Function):
 
 
 class MoELayer(moe_layer.MoELayer):
-    """Megatron-Core's layer of experts, whose router knows the micro-batch's sequences, and with our dispatchers."""
+    """Megatron-Core's layer of experts, whose router knows the micro-batch's sequences, and with our dispatchers.
+
+    With `moe_separate_norms` it takes the residual stream as it is: shared and routed experts have norms of their own.
+    """
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         groups = get_default_pg_collection()
@@ -248,6 +252,11 @@ class MoELayer(moe_layer.MoELayer):
         super().__init__(config, submodules, pg_collection=groups)
         # Megatron-Core makes the router's weight and the gate of shared experts on the CPU.
         self.to(torch.cuda.current_device())
+        norm: Callable[[], torch.nn.Module] = torch.nn.Identity
+        if config.moe_separate_norms:
+            norm = partial(RMSNorm, config, config.hidden_size, config.layernorm_epsilon)
+        self.shared_layernorm, self.post_shared_layernorm = norm(), norm()
+        self.routed_layernorm, self.post_routed_layernorm = norm(), norm()
         self.token_dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
             config.num_moe_experts, capacity_of(config), config.moe_pad_expert_input_to_capacity, groups
         )
@@ -265,11 +274,12 @@ class MoELayer(moe_layer.MoELayer):
 
     def _compute(self, sequences: Sequences, hidden_states: Tensor) -> Tensor:
         shared = self.shared_experts if self.shared_expert_overlap else None
-        shared_output = self.shared_experts_compute(hidden_states)
+        shared_output = self.shared_experts_compute(self.shared_layernorm(hidden_states))
         probs, experts = self.router(hidden_states, sequences)
         if shared is not None:
             shared.pre_forward_comm(hidden_states)
-        dispatched = self.token_dispatcher(hidden_states.reshape(-1, hidden_states.shape[-1]), probs, experts)
+        rows = self.routed_layernorm(hidden_states).reshape(-1, hidden_states.shape[-1])
+        dispatched = self.token_dispatcher(rows, probs, experts)
         if shared is not None:
             shared.linear_fc1_forward_and_act(dispatched.tokens)
         output, _ = self.experts(dispatched.tokens, dispatched.tokens_per_expert, dispatched.probs)
@@ -278,8 +288,8 @@ class MoELayer(moe_layer.MoELayer):
             shared.linear_fc2_forward(output)
             shared.post_forward_comm()
             shared_output = shared.get_output()
-        output = output.view_as(hidden_states)
-        return output if shared_output is None else output + shared_output
+        output = self.post_routed_layernorm(output.view_as(hidden_states))
+        return output if shared_output is None else output + self.post_shared_layernorm(shared_output)
 
 
 class RecomputedMoELayer(MoELayer):

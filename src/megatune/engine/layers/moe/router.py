@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.engine.device import send
 from megatune.engine.layers.moe import routing
+from megatune.engine.layers.norm import UnweightedNorm
 from megatune.engine.patches import define_missing_names
 from megatune.engine.sequences import Sequences
 
@@ -50,6 +51,16 @@ class Router(TopKRouter):
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
         self.register_buffer("choices", counts, persistent=False)
 
+        if config.moe_scaled_router:
+            self.norm = UnweightedNorm(config, config.layernorm_epsilon)
+            self.input_scale = self._vector(config.hidden_size)
+            self.expert_scale = self._vector(self.num_experts)
+
+    def _vector(self, size: int) -> torch.nn.Parameter:
+        vector = torch.nn.Parameter(torch.empty(size, dtype=self.config.params_dtype))
+        vector.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return vector
+
     def forward(self, input: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Route tokens.
 
@@ -60,6 +71,8 @@ class Router(TopKRouter):
             The share of each choice in its token's output, fp32 [n, k], and the chosen experts, int64 [n, k]: E for a
             choice that is dropped.
         """
+        if self.config.moe_scaled_router:
+            input = self.norm(input) * self.input_scale * self.config.hidden_size**-0.5
         logits = self.gating(input).view(-1, self.num_experts)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         is_real = real_tokens(sequences, self.config.sequence_parallel)
@@ -69,6 +82,8 @@ class Router(TopKRouter):
             experts = self._replay(sequences.routing, experts)
         factor = self.config.moe_router_topk_scaling_factor
         probs = routing.weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
+        if self.config.moe_scaled_router:
+            probs = probs * self.expert_scale[experts]
         # Neither evaluation nor the first pass of a layer that is recomputed counts.
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(probs, logits, scores, is_real, sequences)
