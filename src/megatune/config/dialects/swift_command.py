@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects.table import Row, table
-from megatune.config.entry import SettingEntry, flags_with_words, read_file
+from megatune.config.entry import SettingEntry, read_file
+from megatune.config.flags import flags_with_words, meant_by, value_of_words
 from megatune.config.settings import setting_paths
-from megatune.config.values import TRUTH, Value, as_read, is_variable, parse, shown
+from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
 _FILES = (".yaml", ".yml", ".json")
@@ -71,20 +72,18 @@ class Command:
         rest, rows = list(words), table("swift")
         if rest and rest[0].endswith(_FILES):
             self._read_file(rest.pop(0))
-        for flag, values in flags_with_words(rest):
-            name, equals, text = flag.removeprefix("--").partition("=")
-            values = [text, *values] if equals else values
-            key = _known(name.replace("-", "_"))
-            if not flag.startswith("--"):
+        for flag in flags_with_words(rest):
+            key, values = _known(flag.key), flag.values
+            if not flag.typed:
                 fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
-                self.findings += [Finding(f"{word!r} is not a flag", fix=fix) for word in (flag, *values)]
+                self.findings += [Finding(f"{word!r} is not a flag", fix=fix) for word in values]
             elif isinstance(key, Finding):
                 self.findings.append(key)
             elif key not in kinds():  # --no_X
                 self._type(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{key}", "flag"))
                 if values:
                     self.findings.append(Finding(f"{key} takes no value", f"--{key}", fix=f"write --{key[3:]} VALUE"))
-            elif (value := _value(values, kinds()[key])) is None:
+            elif (value := value_of_words(values, kinds()[key])) is None:
                 self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
             else:
                 self._type(SettingEntry(key, value, f"--{key}", "flag"))
@@ -188,37 +187,15 @@ def _known(name: str, *, negates: bool = True) -> str | Finding:
     """Return the flag that a name means, or what is wrong with it."""
     known = kinds()
     negated = [f"no_{each}" for each, row in table("swift").items() if row.negatable] if negates else []
-    if name in known or name in negated:
-        return name
-    meant = sorted({each for each in (*known, *negated) if name and each.startswith(name)})
+    meant = meant_by(name, (*known, *negated))
     if len(meant) == 1:
         return meant[0]
     if meant:
-        few = ", ".join(f"--{each}" for each in meant[:4])
+        few = ", ".join(f"--{each}" for each in sorted(meant)[:4])
         return Finding(f"--{name} could be {few}" + (" or others" if len(meant) > 4 else ""), fix="write it out")
     otherwise = "remove it; docs/migrate-from-megatron-swift.md says what is read"
     fix = did_you_mean(f"--{name.lower()}", (f"--{kind}" for kind in known), otherwise)
     return Finding(f"unknown flag --{name}", fix=fix)
-
-
-def _value(words: Sequence[str], kind: type) -> Value | None:
-    """Make the value of a flag from its words; None where there should be one."""
-    if kind is list:
-        items = tuple(Value(word, word) for word in words)
-        return Value([item.data for item in items], items=items) if items else None
-    if not words:
-        return Value(True, "true") if kind is bool else None
-    if len(words) > 1:  # one too many: what the setting expects is said where it is read
-        return Value(list(words), items=tuple(map(parse, words)))
-    return _typed(words[0], kind)
-
-
-def _typed(text: str, kind: type) -> Value:
-    """Read a word as its flag's type, as far as it is one."""
-    if kind is bool and text.lower() in TRUTH:
-        truth = TRUTH[text.lower()]
-        return Value(truth, shown(truth))
-    return Value(text, text) if kind is str else parse(text)
 
 
 def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, str]:
@@ -237,5 +214,5 @@ def _of_file(value: Value, kind: type) -> Value:
     """Make of a file's value what the same words on a command line are."""
     texts = [shown(item.data) if item.text is None else item.text for item in value.items]
     if kind is list:
-        return _value(texts or [value.text or shown(value.data)], list) or value
-    return value if value.text is None else _typed(value.text, kind)
+        return value_of_words(texts or [value.text or shown(value.data)], list) or value
+    return value if value.text is None else value_of_words([value.text], kind) or value
