@@ -101,6 +101,11 @@ _PIPELINES = {
         "its managers of environments are not supported",
         "write the task as problems, and the environment as one of their reward (docs/rl-rewards.md, Several turns)",
     ),
+    ("distill_loss_weight", "student_pretrain"): (
+        "distillation on recorded answers",
+        "the distributions of a teacher are not kept",
+        "write student_train and student_infer, which distil on the student's own answers: docs/rl-algorithms.md",
+    ),
     ("sft_train",): ("supervised fine-tuning", "it is another verb", "megatune sft, or megatune train FILE.yaml"),
     ("chosen_key", "rejected_key"): ("DPO", "it is another verb", "megatune dpo, or megatune train FILE.yaml"),
 }

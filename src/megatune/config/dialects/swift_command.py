@@ -40,7 +40,7 @@ class Command:
         env: environment variables.
         on_cpu: whether this machine has no GPU.
         typed: the last of each flag, by its name as it was typed, in the order of writing.
-        generation: whose names and defaults: 3 or 4.
+        version: whose defaults: 3 (those of 3.4), 3.12 or 4.
         flags: what was typed, by version 4's name of it, and what follows from it, by our name.
         defaults: what is said by nobody.
         whys: by the place of a flag: why it became what it became.
@@ -54,7 +54,7 @@ class Command:
     env: Mapping[str, str]
     on_cpu: bool
     typed: dict[str, SettingEntry] = field(default_factory=dict)
-    generation: int = 4
+    version: float = 4
     flags: dict[str, SettingEntry] = field(default_factory=dict)
     defaults: dict[str, SettingEntry] = field(default_factory=dict)
     whys: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,9 @@ class Command:
                 self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
             else:
                 self._type(SettingEntry(key, value, f"--{key}", "flag"))
-        self.generation = 3 if any(key in rows and rows[key].version == 3 for key in self.typed) else 4
+        typed = [rows[key] for key in self.typed if key in rows]
+        if any(row.version == 3 for row in typed):
+            self.version = max(row.since or 3 for row in typed)
         self.flags = {rows[key].now or key if key in rows else key: entry for key, entry in self.typed.items()}
         self.env = {**self.variables, **self.env}
 
@@ -107,6 +109,11 @@ class Command:
                 self.findings.append(Finding(key.what, entry.where, key.why, key.fix))
             elif entry.value.data is not None:
                 self._type(SettingEntry(key, _of_file(entry.value, kinds()[key]), entry.where, entry.where))
+
+    @property
+    def generation(self) -> int:
+        """Whose names of flags: 3 or 4."""
+        return int(self.version)
 
     @property
     def default_origin(self) -> str:

@@ -15,19 +15,20 @@ from megatune.errors import Finding
 
 # What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
 _OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
+_ROOM_OF_VIDEOS = 1.05  # qwen_vl_utils: the largest frame is at least so many times the smallest one
 _MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
 
 
 def steps(command: Command) -> None:
-    """How long it trains: version 4 lets epochs win over steps, version 3 ends at whichever comes first."""
+    """How long it trains: since version 3.12 epochs win over steps; 3.4 ends at whichever comes first."""
     epochs = "max_epochs" if command.generation == 3 else "num_train_epochs"
     if not command.given("train_iters") and not command.given("num_train_epochs"):
         if not command.given("max_steps"):
             fix = f"write --train_iters 1000, or --{epochs} 1"
             command.findings.append(Finding("train_iters is missing", why="nothing says when training ends", fix=fix))
     elif command.given("train_iters") and command.given("num_train_epochs"):
-        if command.generation == 4 and not command.value("streaming"):
-            command.ignore("train_iters", "num_train_epochs decides, in version 4")
+        if command.version > 3 and not command.value("streaming"):
+            command.ignore("train_iters", f"{epochs} decides, since version 3.12")
         else:
             why = f"with both, training ends at whichever comes first: a run here has {epochs} or train_iters"
             command.refuse("num_train_epochs", why, f"keep --train_iters, or --{epochs}")
@@ -98,8 +99,8 @@ def tuner(command: Command) -> None:
     for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
         if not command.given("adapters") and not command.given(name):
             command.default(name, *value)
-    if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
-        command.default("merge_lora", True, "version 4 writes the merged model, too")
+    if command.version > 3 and not command.given("merge_lora") and command.value("save_safetensors", True):
+        command.default("merge_lora", True, "since version 3.12 the merged model is written, too")
     if isinstance(modules, list) and "all-embedding" in modules:
         why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
         command.refuse("target_modules", why, fix)
@@ -132,6 +133,9 @@ def pictures(command: Command) -> None:
             command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
         else:
             command.default(key, otherwise)
+    least = command.number("video_min_pixels") * _ROOM_OF_VIDEOS
+    if command.number("video_max_pixels") < least:
+        command.becomes("video_max_pixels", int(least), f"at least {_ROOM_OF_VIDEOS} times VIDEO_MIN_PIXELS")
 
 
 def _tokens(command: Command, variable: str, side: int) -> str:

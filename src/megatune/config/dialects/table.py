@@ -13,8 +13,8 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     ignored        why the key changes nothing; `passes` has the values that need no line
     unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
                    nothing, the first of them is named as the fix where `fix` is not given
-    default        what the system takes where nothing is written; `defaults` has it by version. It is applied, unless
-                   `kept` says why ours stays
+    default        what the system takes where nothing is written; `defaults` has it by the version since which it does.
+                   It is applied, unless `kept` says why ours stays
     kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
     negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
     of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
@@ -22,6 +22,7 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     engine         what vLLM calls the key
     idle           why the key changes nothing of reinforcement learning
     version        the only version that has the key
+    since          the version whose defaults the key tells, as earlier ones do not have it
     now            the name that the key has in later versions
 """
 
@@ -105,7 +106,7 @@ class Row:
     passes: list[Any] = field(default_factory=list)
     fix: str = ""
     default: Any = ...  # ... where the file has none: null is a default
-    defaults: Mapping[int, Any] = field(default_factory=dict)
+    defaults: Mapping[float, Any] = field(default_factory=dict)
     kept: str = ""
     kind: str = ""
     negatable: bool = False
@@ -114,6 +115,7 @@ class Row:
     engine: str = ""
     idle: str = ""
     version: int | None = None
+    since: float | None = None
     now: str = ""
 
     @cached_property
@@ -135,9 +137,10 @@ class Row:
             return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
         return type(self.passes[0]) if self.passes else str
 
-    def default_in(self, version: int) -> Any:
+    def default_in(self, version: float) -> Any:
         """Return the system's default in a version; ... where the table has none."""
-        return self.defaults.get(version, ...) if self.defaults else self.default
+        since = [first for first in self.defaults if first <= version]
+        return self.defaults[max(since)] if since else self.default
 
     def read(self, value: Value) -> dict[str, Any]:
         """Translate `value` to what it sets, by "group.name".
@@ -217,7 +220,7 @@ class Row:
 
 def same(value: Any, other: Any) -> bool:
     """Compare, keeping 1 and true apart."""
-    return type(value) is type(other) and value == other
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
 @cache
