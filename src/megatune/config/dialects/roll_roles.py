@@ -12,6 +12,7 @@ from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_run import environment
 from megatune.config.dialects.roll_schema import SAMPLER
 from megatune.config.dialects.roll_tree import Tree, data_of
+from megatune.config.dialects.table import read_part
 from megatune.config.rl.role import RoleSettings, SamplerSettings
 from megatune.config.rl.rollout import Generating, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
@@ -23,17 +24,6 @@ ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
 _CONFIG = "strategy_args.strategy_config"
-# Of strategy_config of engines that the built-in one has no use for, so that a file can be tried without them.
-_ENGINE_KEYS = frozenset(
-    (
-        *("gpu_memory_utilization", "block_size", "max_model_len", "load_format", "sleep_level", "VLLM_USE_V1"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enforce_eager"),
-        *("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "disable_custom_all_reduce"),
-        *("distributed_executor_backend", "cudagraph_capture_sizes", "cuda_graph_sizes", "optimization_level"),
-        *("disable_log_stats", "disable_mm_preprocessor_cache", "mem_fraction_static", "enable_memory_saver"),
-        *("log_level", "log_level_http", "grpc_mode", "py_executable", "dtype", "context_length"),
-    )
-)
 
 
 @dataclass(slots=True)
@@ -179,12 +169,13 @@ def _per_engine(roles: Roles, engine: str, config: dict[str, Any], part: Part, t
 
 
 def _unused(roles: Roles, tree: Tree, part: Part, strategy: str) -> None:
+    known = read_part("roll", "engines")
     for key, node in tree.items():
         dotted = part.key(f"{_CONFIG}.{key}")
-        if key in SAMPLER.names or key in _ENGINE_KEYS:
+        if key in SAMPLER.names or key in known:
             roles.reader.ignore(dotted, f"strategy_name is {strategy}")
         else:
-            roles.reader.unknown(key, sorted(_ENGINE_KEYS), dotted, place_of(node))
+            roles.reader.unknown(key, sorted(known), dotted, place_of(node))
 
 
 def _lengths(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:

@@ -43,50 +43,6 @@ from megatune.config.values import Value, coerce, shown
 ACCUMULATION = "batch.gradient_accumulation_steps"
 AUX_LOSS = "experts.moe_aux_loss_coeff"
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
-# What people say in short, which no system takes.
-SHORT_NAMES = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "dp": "num_processes",
-    "lr": "learning_rate",
-}
-# What keys of Axolotl and Unsloth are called here, where the nearest name would be another setting.
-OTHER_NAMES = {
-    "base_model": "model_name_or_path",
-    "datasets": "dataset",
-    "chat_template": "template",
-    "dataset_prepared_path": "tokenized_path",
-    "sequence_len": "cutoff_len",
-    "max_seq_length": "cutoff_len",
-    "sample_packing": "packing",
-    "val_set_size": "val_size",
-    "test_datasets": "eval_dataset",
-    "train_on_inputs": "train_on_prompt",
-    "num_epochs": "num_train_epochs",
-    "adapter": "finetuning_type",
-    "lora_r": "lora_rank",
-    "r": "lora_rank",
-    "lora_target_modules": "lora_target",
-    "lora_target_linear": "lora_target",
-    "lora_model_dir": "adapter_name_or_path",
-    "load_in_4bit": "quantization_bit",
-    "load_in_8bit": "quantization_bit",
-    "peft_use_rslora": "use_rslora",
-    "peft_use_dora": "use_dora",
-    "lr_scheduler": "lr_scheduler_type",
-    "use_gradient_checkpointing": "recompute_granularity",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "rl": "stage",
-    "wandb_name": "run_name",
-    "auto_resume_from_checkpoints": "resume_from_checkpoint",
-    "evals_per_epoch": "eval_strategy",
-    "saves_per_epoch": "save_strategy",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,10 +180,16 @@ def same(value: Any, other: Any) -> bool:
 
 
 @cache
-def table(system: str, part: str = "keys") -> Mapping[str, Row]:
-    """Read the table of a system, a part of `SYSTEM.yaml` beside this file."""
+def read_part(system: str, part: str) -> Any:
+    """Read a part of `SYSTEM.yaml` beside this file."""
     text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
-    found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
+
+
+@cache
+def table(system: str, part: str = "keys") -> Mapping[str, Row]:
+    """Read the table of a system."""
+    found = read_part(system, part)
     return {key: Row(target=row) if isinstance(row, str) else Row(**row) for key, row in found.items()}
 
 
@@ -255,8 +217,8 @@ def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
 
     of_roll = "a key of ROLL, whose files `megatune rl` runs"
     found: dict[str, tuple[str, tuple[str, ...]]] = {key.rpartition(".")[2]: (of_roll, ()) for key in rl_keys()}
-    found |= {short: ("a short name", (setting_paths()[name],)) for short, name in SHORT_NAMES.items()}
-    found |= {key: ("a key of Axolotl or Unsloth", (setting_paths()[name],)) for key, name in OTHER_NAMES.items()}
+    for what, names in read_part("others", "names").items():
+        found |= {key: (what, (setting_paths()[name],)) for key, name in names.items()}
     for system, what in (("swift", "a flag of Megatron-SWIFT"), ("llamafactory", "a key of LLaMA-Factory")):
         found |= {key: (what, row.paths) for key, row in table(system).items()}
     return found | {name: ("a key of LLaMA-Factory", (path,)) for name, path in setting_paths().items()}
