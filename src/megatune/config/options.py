@@ -182,14 +182,10 @@ class Options(Generic[G]):
 
 def _wrong(entry: SettingEntry, option: Option) -> Finding:
     """Say what is wrong with a value, and which one would do."""
-    key, data = entry.key, entry.value.data
-    lead = {"flag": f"--{key} ", "override": f"{key}="}.get(entry.origin, f"{key}: ")
+    written = {"flag": ("--", " "), "override": ("", "=")}.get(entry.origin, ("", ": "))
     info = replace(option.info, optional=False)  # null is no value of an option
-
-    def write(value: Any) -> str:
-        return lead.rstrip(":= ") if value is None else lead + shown(value)
-
-    finding = wrong_value(key, coerce(entry.value, info), info, entry.where, write, said=data)
+    value = coerce(entry.value, info)
+    finding = wrong_value(entry.key, value, info, entry.where, *written, said=entry.value.data)
     if not option.flag.expected:
         return finding
     return Finding(finding.what, finding.where, f"expected {option.flag.expected}", finding.fix)

@@ -216,7 +216,7 @@ def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_ada
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.parts["critic"]
-    if estimator == "gae" and not part.at and not roles.reader.has_refused("adv_estimator"):
+    if estimator == "gae" and not part.at and "adv_estimator" not in roles.reader.refused:
         why = "it subtracts the values of a critic"
         fix = "add the role critic, or write adv_estimator: grpo"
         roles.reader.find("adv_estimator gae without the role critic", top.where("adv_estimator"), why, fix)

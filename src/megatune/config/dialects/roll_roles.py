@@ -51,7 +51,7 @@ class Roles:
             why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
             where = part.where("strategy_args.strategy_name")
             self.reader.find(f"{key} is {name}", where, why, f"write strategy_name: {valid[0]}")
-        elif not self.reader.has_refused(key):
+        elif key not in self.reader.refused:
             what, fix = f"{part.name} has no strategy_args.strategy_name", f"{{strategy_name: {valid[0]}}}"
             self.reader.find(what, part.at, f"it says what computes {part.name}", f"write strategy_args: {fix}")
         return None
@@ -59,7 +59,7 @@ class Roles:
     def devices(self, part: Part, name: str) -> tuple[int, ...]:
         devices = part.of(RoleSettings).devices
         self.places[name] = part.where("device_mapping")
-        if not devices and not self.reader.has_refused(part.key("device_mapping")):
+        if not devices and part.key("device_mapping") not in self.reader.refused:
             fix = "write device_mapping: list(range(0,8))"
             self.reader.find(f"{part.name} has no device_mapping", part.at, "a model needs devices", fix)
         return devices
