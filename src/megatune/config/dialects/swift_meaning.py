@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from megatune.config.dialects.swift_command import Command
-from megatune.config.dialects.table import table
+from megatune.config.dialects.table import read_part, table
 from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
@@ -117,32 +117,20 @@ def pictures(command: Command) -> None:
         return
     if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
         command.default("freeze_deepstack_mergers", True, "they are of freeze_aligner")
-    side = 32 if str(command.config.get("model_type", "")).startswith("qwen3") else 28
-    for variable, key, otherwise in (
-        ("MAX_PIXELS", "image_max_pixels", 16384 * side**2),
-        ("MIN_PIXELS", "image_min_pixels", 4 * side**2),
-        ("VIDEO_MAX_PIXELS", "video_max_pixels", 768 * side**2),
-        ("VIDEO_MIN_PIXELS", "video_min_pixels", 128 * side**2),
-        ("FPS", "video_fps", 2.0),
-        ("FPS_MAX_FRAMES", "video_maxlen", 768),
-    ):
-        text = _tokens(command, variable, side) or command.env.get(variable, "")
-        if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", text):
-            text = str(int(text) // side**2 * side**2)  # whole tokens
+    area = 32**2 if str(command.config.get("model_type", "")).startswith("qwen3") else 28**2  # of a token
+    for variable, row in read_part("swift", "environment").items():
+        key, text, tokens = row["key"], command.env.get(variable, ""), command.env.get(row.get("in_tokens", ""), "")
+        if re.fullmatch("[0-9]{1,9}", tokens):
+            text = str(int(tokens) * area)
+        elif "tokens" in row and re.fullmatch("[0-9]{1,9}", text):
+            text = str(int(text) // area * area)  # whole tokens
         if text:
             command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
         else:
-            command.default(key, otherwise)
+            command.default(key, row["tokens"] * area if "tokens" in row else row["value"])
     least = command.number("video_min_pixels") * _ROOM_OF_VIDEOS
     if command.number("video_max_pixels") < least:
         command.becomes("video_max_pixels", int(least), f"at least {_ROOM_OF_VIDEOS} times VIDEO_MIN_PIXELS")
-
-
-def _tokens(command: Command, variable: str, side: int) -> str:
-    """Return pixels that are said as tokens of a picture, as Qwen3-VL's are."""
-    named = variable if variable.startswith("VIDEO") else f"IMAGE_{variable}"
-    tokens = command.env.get(named.replace("PIXELS", "TOKEN_NUM"), "")
-    return str(int(tokens) * side**2) if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", tokens) else ""
 
 
 def losses(command: Command) -> None:
