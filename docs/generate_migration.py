@@ -50,7 +50,9 @@ def _swift_defaults() -> Iterator[str]:
     """List each flag whose default differs, with what is done about it."""
     yield "| flag | Megatron-SWIFT | the setting here | |\n|---|---|---|---|\n"
     for key, row in table("swift").items():
-        theirs = sorted({shown(row.default_in(version)) for version in (3, 4) if row.default_in(version) is not ...})
+        theirs = sorted(
+            {shown(row.default_in(version)) for version in (3, 3.12, 4) if row.default_in(version) is not ...}
+        )
         if not row.paths or row.now or not theirs:
             continue
         here = ", ".join(f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.paths)

@@ -185,6 +185,8 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         ((f"{STRATEGY}.tensor_model_parallel_size=3",), "2 devices, not a multiple of the 3"),
         (("actor_infer.strategy_args.strategy_name=megatron_infer",), "expected vllm or sglang or hf_infer or builtin"),
         (("actor_train.strategy_args.strategy_name=fsdp2_train",), "write strategy_name: megatron_train"),
+        (("actor_train.strategy_args.strategy_name=deepspeed_train",), "write strategy_name: megatron_train"),
+        (("train_infer_ratio_mask=true",), "since ROLL 0.2 train_infer_correction says it"),
         (("async_generation_ratio=1",), "actor_infer shares devices with actor_train"),
         (("async_generation_ratio=0.5",), "between 0 and 1"),
         (
@@ -338,7 +340,12 @@ def test_references_are_those_of_omegaconf(read):
 
 @pytest.mark.parametrize(
     ("key", "says"),
-    [("custom_envs", "agentic reinforcement learning"), ("sft_train", "supervised"), ("chosen_key", "ROLL's DPO")],
+    [
+        ("custom_envs", "agentic reinforcement learning"),
+        ("sft_train", "supervised"),
+        ("chosen_key", "ROLL's DPO"),
+        ("student_pretrain", "distillation on recorded answers"),
+    ],
 )
 def test_a_file_of_another_pipeline_is_one_finding(tmp_path: Path, key: str, says: str) -> None:
     file = tmp_path / "other.yaml"

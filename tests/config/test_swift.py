@@ -187,6 +187,48 @@ def test_experts_have_defaults_of_their_own():
     assert value(old, "experts.moe_aux_loss_coeff") is None  # config.json's
 
 
+def test_late_flags_of_version_3_tell_its_late_defaults():
+    """--load_safetensors came with 3.10: the defaults are those of 3.12."""
+    config = CONFIG | {"num_experts": 8, "router_aux_loss_coef": 0.01}
+    early, late = (read(f"--save o {flags}", config=config) for flags in ("", "--load_safetensors true"))
+    for path, before, after in (
+        ("data.val_size", 0.01, 0.0),
+        ("experts.moe_router_dtype", None, "fp32"),
+        ("experts.moe_aux_loss_coeff", None, 0.0),
+        ("parallel.expert_tensor_parallel_size", None, 1),
+        ("data.conversation_rules", "ms_swift_3", "ms_swift_3"),
+    ):
+        assert (value(early, path), value(late, path)) == (before, after), path
+    assert "its defaults, those of 3.12: --save, --load_safetensors are" in swift_lines(late, late.loaded)[0]
+    both = "--max_epochs 2 --tuner_type lora"
+    early, late = (read(f"--save o {both} {flags}") for flags in ("", "--save_safetensors true"))
+    assert findings(early)
+    assert "max_epochs" in findings(early)[0]
+    assert findings(late) == []
+    assert (value(late, "optimizer.num_train_epochs"), value(late, "optimizer.max_steps")) == (2.0, -1)
+    assert (value(early, "checkpoint.merge_lora"), value(late, "checkpoint.merge_lora")) == (False, True)
+
+
+def test_experts_that_tensor_parallelism_cannot_cut_are_whole_in_version_3():
+    """Files of 3.9 and later mean expert_tensor_parallel_size 1, which is the only one that divides their processes."""
+    flags = "--save o --tensor_model_parallel_size 2 --expert_model_parallel_size 8 --sequence_parallel true"
+    few, many = (read(flags, config=CONFIG | {"num_experts": 8}, NPROC_PER_NODE=f"{count}") for count in (8, 16))
+    assert value(few, "parallel.expert_tensor_parallel_size") == 1
+    assert value(many, "parallel.expert_tensor_parallel_size") is None
+    assert findings(few) == findings(many) == []
+
+
+def test_a_number_is_the_same_as_a_float_of_it():
+    assert read("--tau_pos 1").loaded.findings == []
+    assert read("--tau_pos 2").loaded.findings != []
+
+
+def test_what_has_no_effect_is_not_said():
+    adam, muon = read(), read("--optimizer muon")
+    assert not any("muon_momentum" in line for line in swift_lines(adam, adam.loaded))
+    assert any("muon_momentum" in line for line in swift_lines(muon, muon.loaded))
+
+
 def test_the_version_is_said_with_its_reason():
     assert "version 4" in swift_lines(read(), read().loaded)[0]
     run = read("--save_interval 5 --max_epochs 1 --no_masked_softmax_fusion")
@@ -324,6 +366,17 @@ def test_pictures_are_bounded_by_environment_variables():
     assert (value(run, "data.video_fps"), value(run, "data.image_max_pixels")) == (1.0, 5000 // 28**2 * 28**2)
     run = read(config={**config, "model_type": "qwen3_vl"}, IMAGE_MAX_TOKEN_NUM="100")
     assert value(run, "data.image_max_pixels") == 100 * 32**2
+
+
+def test_frames_of_videos_have_room_above_the_smallest():
+    """As in qwen_vl_utils, where the largest frame has at least 1.05 times the area of the smallest."""
+    config = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": CONFIG}
+    run = read(config=config, VIDEO_MAX_PIXELS="50176")
+    assert findings(run) == []
+    assert value(run, "data.video_min_pixels") == 128 * 32**2
+    assert value(run, "data.video_max_pixels") == int(128 * 32**2 * 1.05)
+    run = read(config=config, VIDEO_MAX_PIXELS="50176", VIDEO_MIN_PIXELS="16384")
+    assert value(run, "data.video_max_pixels") == 50176
 
 
 def test_add_version_names_a_new_folder(tmp_path):

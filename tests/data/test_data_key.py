@@ -19,7 +19,7 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.data.cache import key as key_of
-from megatune.data.cache.key import prepared_key
+from megatune.data.cache.key import local_parts, prepared_key
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub import digests
@@ -64,6 +64,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def key(folder: Path, *, tokenizer: Any = TOKENIZER, run: dict[str, Any] | None = None, **data: Any) -> str:
     chosen = DataSettings(**{"dataset": ["good"], "dataset_dir": str(folder), **data})
     return prepared_key(Settings(run=RunSettings(**run or {}), data=chosen), tokenizer).name
+
+
+def test_what_needs_no_tokenizer_is_known_before_a_run(folder: Path) -> None:
+    settings = Settings(data=DataSettings(dataset=["good"], dataset_dir=str(folder)))
+    parts, early = prepared_key(settings, TOKENIZER).parts, local_parts(settings)
+    assert early == {part: parts[part] for part in parts if part not in ("the tokenizer", "the template")}
+    on_hub = Settings(data=DataSettings(dataset=["good", "owner/name"], dataset_dir=str(folder)))
+    assert local_parts(on_hub) == {part: early[part] for part in early if part.startswith("the file ")}
 
 
 def test_every_data_setting_is_in_the_key_or_known_not_to_matter() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import settings_of
+from runs import DEMO, settings_of
 
 from megatune.config.load import dump
-from megatune.training.rerun import rerun_lines
+from megatune.data.cache.key import local_parts
+from megatune.errors import MegatuneError
+from megatune.training.rerun import check_rerun, rerun_lines
 
 
 @pytest.fixture
@@ -47,3 +51,22 @@ def test_the_run_of_the_checkpoint_that_is_named_is_the_one_before(output_dir: P
     assert any("seed: 42 in the run before, 7 now" in line for line in rerun_lines(settings, text))
     (output_dir / "run.yaml").write_text("a: [b")  # somebody else's
     assert rerun_lines(settings, text) == []
+
+
+def test_data_that_changed_is_found_before_processes_start(output_dir: Path, tmp_path: Path) -> None:
+    """From the digests of a checkpoint's state; what only ranks know, such as the tokenizer's, is left to them."""
+    rows = tmp_path / "rows.jsonl"
+    shutil.copy(Path(DEMO) / "identity.json", tmp_path / "rows.json")
+    rows.write_text("\n".join(json.dumps(row) for row in json.loads((tmp_path / "rows.json").read_text())))
+    settings = settings_of(tmp_path, output_dir, dataset=str(rows))
+    (output_dir / "checkpoint-6/training").mkdir()
+    state = {"step": 6, "seed": 42, "rows_parts": {**local_parts(settings), "the tokenizer": "0"}}
+    (output_dir / "checkpoint-6/training/state.json").write_text(json.dumps(state))
+    check_rerun(settings, None)
+    rows.write_text(rows.read_text() + "\n" + rows.read_text().splitlines()[0])
+    with pytest.raises(MegatuneError, match=r"changed: the file rows\.jsonl of dataset") as raised:
+        check_rerun(settings, None)
+    assert str(raised.value).startswith(f"{output_dir}/checkpoint-6: the training rows differ from those")
+    with pytest.raises(MegatuneError, match="the settings of the data"):
+        check_rerun(settings_of(tmp_path, output_dir, dataset=str(rows), cutoff_len=64), None)
+    check_rerun(settings, None, ["data.cutoff_len"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Generic
 
 from megatune.cli.pages import Help, write_page
 from megatune.config.entry import Arguments, SettingEntry, is_key, read_file, read_overrides, split_arguments
+from megatune.config.flags import flags_with_words, meant_by
 from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
@@ -123,22 +123,24 @@ class Command(Generic[G]):
         """Return the flags that are options, and all other words."""
         found: list[SettingEntry] = []
         rest: list[str] = []
-        left, names = deque(words), self.table.names
-        while left:
-            word = left.popleft()
-            name, equals, text = word.removeprefix("--").partition("=")
-            key = name.replace("-", "_")
-            meant = [each for each in names if each.startswith(key)] if self.abbreviates and key not in names else []
-            key = meant[0] if len(meant) == 1 else key
-            negated = self.table.find(key.removeprefix("no_"))
-            if word.startswith("--") and key not in names and negated is not None and negated.info.kinds == {bool}:
-                found.append(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{name}", "flag"))
-            elif not word.startswith("--") or key not in names:
-                rest.append(word)
-            elif (value := self.table.take(key, text if equals else None, left)) is None:
-                findings.append(Finding("a value is missing", f"--{name}", fix=f"--{name} VALUE"))
+        names = self.table.names
+        for flag in flags_with_words(words, self.table.is_flag):
+            meant = meant_by(flag.key, names) if self.abbreviates else []
+            key = meant[0] if len(meant) == 1 else flag.key
+            positive = key.removeprefix("no_")
+            negated = self.table.find(positive)
+            if key in names:
+                value, left = self.table.take(key, flag)
+                rest += left
+                if value is None:
+                    findings.append(Finding("a value is missing", flag.word, fix=f"{flag.word} VALUE"))
+                else:
+                    found.append(SettingEntry(key, value, flag.word, "flag"))
+            elif key != positive and negated is not None and negated.info.kinds == {bool}:
+                found.append(SettingEntry(positive, Value(False, "false"), flag.word, "flag"))
+                rest += flag.behind
             else:
-                found.append(SettingEntry(key, value, f"--{name}", "flag"))
+                rest += [*filter(None, [flag.typed]), *flag.behind]
         return found, rest
 
     def _without_misspelt(self, flags: list[str], findings: list[Finding]) -> list[str]:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 
 from megatune.cli.command import Command
 from megatune.cli.pages import Help
@@ -92,59 +93,6 @@ def _settings() -> Iterator[tuple[str, list[str]]]:
         yield info.name, ["true", "false"] if info.kinds == {bool} else [str(each) for each in info.choices or ()]
 
 
-_BASH = """\
-# Completions of megatune for bash, by `megatune completion bash`.
-_megatune() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} verb=${{COMP_WORDS[1]}}
-    local key= before= words= flags= settings= below=
-    COMPREPLY=()
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{verbs} --help --version" -- "$cur"))
-        return
-    fi
-    # bash makes three words of key=value, zsh one.
-    if [[ $cur == "=" ]]; then
-        key=$prev cur=
-    elif [[ $prev == "=" ]]; then
-        key=${{COMP_WORDS[COMP_CWORD-2]}}
-    elif [[ $cur == *=* ]]; then
-        key=${{cur%%=*}} before=${{cur%%=*}}= cur=${{cur#*=}}
-    elif [[ $prev == --* ]]; then
-        key=$prev
-    fi
-    key=${{key#--}}
-    case $verb in
-{cases}
-    esac
-    if [[ $COMP_CWORD -eq 2 && -n $below && $cur != -* ]]; then
-        COMPREPLY=($(compgen -W "$below" -- "$cur"))
-        return
-    fi
-    case $verb:${{key//-/_}} in
-{choices}
-    esac
-    if [[ -z $words && -n $settings ]]; then
-        case ${{key//-/_}} in
-{values}
-        esac
-    fi
-    if [[ -n $words ]]; then
-        COMPREPLY=($(compgen -P "$before" -W "$words" -- "$cur"))
-    elif [[ $cur == -* ]]; then
-        COMPREPLY=($(compgen -W "$flags" -- "$cur"))
-        [[ -n $settings ]] && COMPREPLY+=($(compgen -P -- -W "$settings" -- "${{cur#--}}"))
-    elif [[ -z $key && -n $cur && -n $settings ]] && COMPREPLY=($(compgen -S = -W "$settings" -- "$cur")) &&
-        [ "${{#COMPREPLY[@]}}" -gt 0 ]; then
-        type compopt &>/dev/null && compopt -o nospace
-    else
-        COMPREPLY=($(compgen -P "$before" -f -- "$cur"))
-        type compopt &>/dev/null && compopt -o filenames
-    fi
-}}
-complete -F _megatune megatune
-"""
-
-
 def _bash(verbs: Sequence[_Verb]) -> str:
     keys = " ".join(name for name, _ in _settings())
     own = [f"        {verb.name}) flags={shlex.quote(' '.join(verb.flags))} below={shlex.quote(' '.join(verb.below))}"
@@ -152,11 +100,17 @@ def _bash(verbs: Sequence[_Verb]) -> str:
     choices = [f"        {verb.name}:{flag[2:].replace('-', '_')}) words={shlex.quote(' '.join(values))} ;;"
                for verb in verbs for flag, values in verb.flags.items() if values]  # fmt: skip
     values = [f"            {key}) words={shlex.quote(' '.join(each))} ;;" for key, each in _settings() if each]
-    body = _BASH.format(
-        verbs=" ".join(verb.name for verb in verbs), cases="\n".join(own), choices="\n".join(choices),
-        values="\n".join(values),
-    )  # fmt: skip
-    return body + f"_megatune_settings={shlex.quote(keys)}\n"
+    script = Path(__file__).with_suffix(".bash").read_text(encoding="utf-8")
+    parts = {
+        "@VERBS@": " ".join(verb.name for verb in verbs),
+        "@FLAGS@": "\n".join(own),
+        "@CHOICES@": "\n".join(choices),
+        "@VALUES@": "\n".join(values),
+        "@SETTINGS@": shlex.quote(keys),
+    }
+    for place, part in parts.items():
+        script = script.replace(place, part)
+    return script
 
 
 def _zsh(verbs: Sequence[_Verb]) -> str:

@@ -22,17 +22,6 @@ _NOT_BUILT = {
     "ppo": "PPO is not supported; `megatune dpo` trains on pairs of answers, and `megatune rl` trains on rewards",
 }
 
-# What LLaMA-Factory's verbs are here.
-_LLAMAFACTORY = {
-    "chat": "`megatune infer MODEL` chats with a model",
-    "api": "`megatune serve MODEL` answers the OpenAI API",
-    "eval": "`megatune evaluate MODEL --tasks TASK` runs benchmarks of lm_eval, `--dataset NAME` scores answers",
-    "webchat": "`megatune infer MODEL` chats on the terminal, and `megatune serve MODEL` answers clients over HTTP",
-    "webui": "`megatune ui` shows, starts and stops runs on a web page; `megatune explain --all` lists settings",
-    "env": "`megatune doctor` shows versions and checks the machine",
-    "version": "`megatune --version`",
-}
-
 _ABOUT = (
     "Fine-tune large language models with Megatron-Core, from a Hugging Face checkpoint to a Hugging Face checkpoint."
 )
@@ -116,12 +105,14 @@ def _refuse(word: str) -> NoReturn:
     elif word in _NOT_BUILT:
         fix = "`megatune --help` lists what is supported"
         finding = Finding("not supported", f"megatune {word}", _NOT_BUILT[word], fix)
-    elif word in _LLAMAFACTORY:
-        finding = Finding(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=_LLAMAFACTORY[word])
     else:
         from megatune.cli.command import unknown_verb
+        from megatune.config.dialects.table import read_part
 
-        raise unknown_verb(word, [*VERBS, *_NOT_BUILT], "megatune")
+        foreign = read_part("llamafactory", "verbs")
+        if word not in foreign:
+            raise unknown_verb(word, [*VERBS, *_NOT_BUILT], "megatune")
+        finding = Finding(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=foreign[word])
     raise MegatuneError(finding, ExitCode.SETTINGS)
 
 

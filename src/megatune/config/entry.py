@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from megatune.config.flags import flags_with_words, value_of_words
 from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -201,30 +202,11 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
-    for flag, words in flags_with_words(flags):
-        name, equals, text = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or not name:
-            findings.append(Finding(f"{flag!r} is not a flag", fix="write --key value, or --key=value"))
-            continue
-        if equals:
-            words = [text, *words]
-        if not words:
-            value = Value(True)
-        elif len(words) == 1:
-            value = parse(words[0])
-        else:
-            items = tuple(parse(word) for word in words)
-            value = Value([item.data for item in items], items=items)
-        entries.append(SettingEntry(name.replace("-", "_"), value, f"--{name}", "flag"))
+    for flag in flags_with_words(flags):
+        value = value_of_words(flag.values)
+        if not flag.key:
+            what = f"{flag.typed or flag.behind[0]!r} is not a flag"
+            findings.append(Finding(what, fix="write --key value, or --key=value"))
+        elif value is not None:
+            entries.append(SettingEntry(flag.key, value, flag.word, "flag"))
     return entries, findings
-
-
-def flags_with_words(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Group each flag with the words that follow it; words before the first flag are a group of their own."""
-    grouped: list[tuple[str, list[str]]] = []
-    for word in flags:
-        if word.startswith("--") or not grouped:
-            grouped.append((word, []))
-        else:
-            grouped[-1][1].append(word)
-    return grouped

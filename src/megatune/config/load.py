@@ -309,12 +309,9 @@ class _Reading:
         row, key = self.dialect.row_of(entry.key), entry.key
         assert row is not None
         info = row.described(path)
-
-        def write(value: Any) -> str:
-            return self.dialect.prefix + key if value is None else self.dialect.written(key, value)
-
-        value = coerce(entry.value, info)
-        return wrong_value(key, value, info, entry.where, write, said=entry.value.data, items=items)
+        value, dialect = coerce(entry.value, info), self.dialect
+        written = (dialect.prefix, dialect.separator)
+        return wrong_value(key, value, info, entry.where, *written, said=entry.value.data, items=items)
 
 
 def _described(settings: Settings) -> Settings:

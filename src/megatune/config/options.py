@@ -3,13 +3,13 @@ of what other systems call them."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from megatune.config.entry import Arguments, SettingEntry
+from megatune.config.flags import FlagWords, value_of_words
 from megatune.config.setting import G, Group, SettingInfo, describe, fitted
 from megatune.config.values import TRUTH, Value, coerce, parse, shown, wrong_value
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
@@ -112,28 +112,24 @@ class Options(Generic[G]):
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         return word.startswith("--") and (" " not in word or name in self.names)
 
-    def take(self, key: str, text: str | None, left: deque[str]) -> Value | None:
-        """Take the value of a flag off the words that follow it; return None where there should be one.
-
-        Args:
-            text: the value in the word of the flag itself; None where it has none.
-        """
+    def take(self, key: str, flag: FlagWords) -> tuple[Value | None, list[str]]:
+        """Take the value of a flag; None where there should be one. Return the words behind it that are not its own."""
         option = self.find(key)
-        kinds, flag = (option.info.kinds, option.flag) if option is not None else (frozenset(), Flag())
-        words = [] if text is None else [text]
-        takes_all = option is None or (list in kinds and not flag.repeats and key in self.own)
-        while text is None and left and not self.is_flag(left[0]) and (takes_all or not words):
-            if (kinds == {bool} and left[0].lower() not in TRUTH) or (flag.bare is not None and "=" in left[0]):
-                break
-            words.append(left.popleft())
         if option is None:  # ignored, or refused
-            return parse(" ".join(words) or "true")
-        if not words:
-            bare = "true" if kinds == {bool} else flag.bare
-            return None if bare is None else parse(bare)
-        if list in kinds:
-            return Value(words, items=tuple(Value(word, word) for word in words))
-        return Value(words[0], words[0]) if kinds == {str} else parse(words[0])
+            return parse(" ".join(flag.values) or "true"), []
+        (info, typed), behind = option, flag.behind
+        if flag.text is not None or not behind:
+            count = 0
+        elif list in info.kinds and not typed.repeats and key in self.own:
+            count = len(behind)
+        else:  # what cannot be its value is a model or a file
+            is_other = info.kinds == {bool} and behind[0].lower() not in TRUTH
+            count = 0 if is_other or (typed.bare is not None and "=" in behind[0]) else 1
+        words = [*([] if flag.text is None else [flag.text]), *behind[:count]]
+        if not words and typed.bare is not None:
+            words = [typed.bare]
+        kind = list if list in info.kinds else next(iter(info.kinds)) if len(info.kinds) == 1 else object
+        return value_of_words(words, kind), behind[count:]
 
     def build(self, written: Iterable[SettingEntry], entries: list[SettingEntry], findings: list[Finding]) -> G:
         """Make the group of what was written, and note the entries, and everything that is wrong with them."""
@@ -186,14 +182,10 @@ class Options(Generic[G]):
 
 def _wrong(entry: SettingEntry, option: Option) -> Finding:
     """Say what is wrong with a value, and which one would do."""
-    key, data = entry.key, entry.value.data
-    lead = {"flag": f"--{key} ", "override": f"{key}="}.get(entry.origin, f"{key}: ")
+    written = {"flag": ("--", " "), "override": ("", "=")}.get(entry.origin, ("", ": "))
     info = replace(option.info, optional=False)  # null is no value of an option
-
-    def write(value: Any) -> str:
-        return lead.rstrip(":= ") if value is None else lead + shown(value)
-
-    finding = wrong_value(key, coerce(entry.value, info), info, entry.where, write, said=data)
+    value = coerce(entry.value, info)
+    finding = wrong_value(entry.key, value, info, entry.where, *written, said=entry.value.data)
     if not option.flag.expected:
         return finding
     return Finding(finding.what, finding.where, f"expected {option.flag.expected}", finding.fix)

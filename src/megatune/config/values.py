@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -279,8 +279,10 @@ def wrong_value(
     value: Any,
     info: SettingInfo,
     where: str,
-    write: Callable[[Any], str],
+    prefix: str = "",
+    separator: str = ": ",
     *,
+    name: str = "",
     said: Any = None,
     items: Sequence[Any] = (),
 ) -> Finding:
@@ -290,20 +292,22 @@ def wrong_value(
         key: as a message names it.
         value: converted as far as there is one right way.
         info: what is expected.
-        write: writes the key with a value, or None, for the key alone, as the user is to write them.
+        prefix, separator: what users write before the key, and between it and a value.
+        name: the key as it is to be written; by default what is behind the last dot.
         said: the value as it was written.
         items: of a list, those that are wrong; (), where all of it is.
     """
     nearest, expected = nearest_valid(value, info), info.expected
+    name = prefix + (name or key.rpartition(".")[2])
     if items and info.choices:
         near = [nearest_valid(item, info) if item in items else item for item in value]
         nearest = None if None in near else near
     if nearest is not None:
-        fix = f"write {write(nearest)}" + (", or null" if info.optional else "")
+        fix = f"write {name}{separator}{shown(nearest)}" + (", or null" if info.optional else "")
     elif info.default in (None, [], {}):
-        fix = f"remove {write(None)}, or give it {expected.removesuffix(', or null')}"
+        fix = f"remove {name}, or give it {expected.removesuffix(', or null')}"
     else:
-        fix = f"write {write(info.default)}, the default"
+        fix = f"write {name}{separator}{shown(info.default)}, the default"
     why = f"expected {expected}"
     if items and len(value) > 1:
         why += f"; {', '.join(map(quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"

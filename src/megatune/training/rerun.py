@@ -13,9 +13,10 @@ import yaml
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.config.values import shown
+from megatune.data.cache.key import local_parts
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
-from megatune.training.train_state import TrainState, changed_batch, read_state
+from megatune.training.train_state import TrainState, changed_batch, changed_data, read_state
 
 _OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
 
@@ -38,7 +39,8 @@ def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[
         invalid: "group.name" of settings that were refused.
 
     Raises:
-        MegatuneError: SETTINGS, where rows would come in another order; CANNOT_WRITE, see `later_checkpoints`.
+        MegatuneError: SETTINGS, where rows would be others or come in another order; CANNOT_WRITE, see
+            `later_checkpoints`.
     """
     if settings.run.output_dir is None:  # refused elsewhere
         return
@@ -47,12 +49,18 @@ def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[
     if resumed is not None and state is None:
         return  # ranks verify it, and name what is damaged or take an older one
     later_checkpoints(settings, resumed, state.step if state is not None else 0)
-    parallel, batch = settings.parallel, settings.batch
-    if state is None or resumed is None or world_size is None or {*_OF_THE_BATCH} & {*invalid}:
+    if state is None or resumed is None:
         return
-    replicas = world_size // parallel.model_parallel_size
-    rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
-    if findings := [*changed_batch(resumed, state, rows, settings.run.seed)]:
+    findings: list[Finding] = []
+    parallel, batch = settings.parallel, settings.batch
+    if world_size is not None and not {*_OF_THE_BATCH} & {*invalid}:
+        replicas = world_size // parallel.model_parallel_size
+        rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+        findings += changed_batch(resumed, state, rows, settings.run.seed)
+    if not any(path.startswith("data.") for path in invalid):
+        with contextlib.suppress(MegatuneError):  # what is wrong with the data itself is found elsewhere
+            findings += changed_data(resumed, state, local_parts(settings))
+    if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 
 

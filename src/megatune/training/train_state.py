@@ -76,6 +76,24 @@ def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, s
             yield Finding(changed, str(checkpoint), why, fix)
 
 
+def changed_data(checkpoint: Path, state: TrainState, parts: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what would make other rows and is known before they are made.
+
+    Args:
+        parts: some of those that this run's rows are made of (`data.cache.key.local_parts`).
+    """
+    before = {part: digest for part, digest in state.rows_parts.items() if part in parts}
+    after = {part: parts[part] for part in before}
+    if before != after:
+        yield _other_rows(checkpoint, _changed_parts(before, after))
+
+
+def _other_rows(checkpoint: Path, why: str) -> Finding:
+    what = "the training rows differ from those that the run began with"
+    fix = "put it back, or start again from the model with overwrite_output_dir: true"
+    return Finding(what, str(checkpoint), why, fix)
+
+
 def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> Iterator[Finding]:
     """Yield why a run may not continue from the state of a checkpoint: rows, batch, base or reference were changed.
 
@@ -85,10 +103,7 @@ def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> 
     yield from changed_batch(checkpoint, state, expected.global_batch_size, expected.seed)
     found = {parts[ROWS] for parts in (state.rows_parts, expected.rows_parts) if ROWS in parts}
     if state.rows_digest != expected.rows_digest or len(found) > 1:
-        what = "the training rows differ from those that the run began with"
-        why = _changed_parts(state.rows_parts, expected.rows_parts)
-        fix = "put it back, or start again from the model with overwrite_output_dir: true"
-        yield Finding(what, str(checkpoint), why, fix)
+        yield _other_rows(checkpoint, _changed_parts(state.rows_parts, expected.rows_parts))
     if state.base != expected.base:
         what = "the adapters were trained with another base"
         why = "the model's weights, or those of an adapter merged into them, have changed, or are quantized differently"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.config.dialects.roll_checks import check_roles
-from megatune.config.dialects.roll_presets import with_preset
 from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
 from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, sampling_of
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
 from megatune.config.dialects.roll_schema import ROLE, TOP
 from megatune.config.dialects.roll_trainers import model_role
-from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree
+from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree, tree_of
+from megatune.config.dialects.table import read_part
 from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
@@ -83,7 +83,7 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
         what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
         reader.findings[:] = [Finding(what, fix=fix)]
         return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
-    tree = with_preset(_understood(reading.tree, reader), reader)
+    tree = _with_preset(_understood(reading.tree, reader), reader)
     top = reader.read(tree, TOP)
     settings = _settings(top, reader, model_of) if top.places or not reader.findings else None
     variables = tracker_variables(top, reader)
@@ -94,23 +94,11 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
 
 
-# Keys that only a file of another pipeline of ROLL's has: what it is, and what runs such a thing here.
-_PIPELINES = {
-    ("custom_envs", "train_env_manager"): (
-        "agentic reinforcement learning",
-        "its managers of environments are not supported",
-        "write the task as problems, and the environment as one of their reward (docs/rl-rewards.md, Several turns)",
-    ),
-    ("sft_train",): ("supervised fine-tuning", "it is another verb", "megatune sft, or megatune train FILE.yaml"),
-    ("chosen_key", "rejected_key"): ("DPO", "it is another verb", "megatune dpo, or megatune train FILE.yaml"),
-}
-
-
 def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:
     """Say what a file of another pipeline is: its keys one by one would tell nobody."""
-    for keys, (what, why, fix) in _PIPELINES.items():
-        if any(key in tree for key in keys):
-            return Finding(f"this is a file of ROLL's {what}", str(source), why, fix)
+    for other in read_part("roll", "pipelines"):
+        if any(key in tree for key in other["keys"]):
+            return Finding(f"this is a file of ROLL's {other['what']}", str(source), other["why"], other["fix"])
     return None
 
 
@@ -127,6 +115,29 @@ def _understood(tree: Tree, reader: Reader) -> Tree:
         switch = SettingEntry("is_pure_opd", Value(True, "true"), place_of(student), "student_train")
         tree = {**tree, "is_pure_opd": switch}
     return tree
+
+
+def _with_preset(tree: Tree, reader: Reader) -> Tree:
+    """Return the tree with what algorithm_preset sets, and say what that is. A key that was written with another value
+    is a finding; a filter of a reward that was written stays."""
+    asked, presets = tree.get("algorithm_preset"), read_part("roll", "presets")
+    if not isinstance(asked, SettingEntry) or asked.value.data not in presets:
+        return tree
+    name, preset = f"algorithm_preset {asked.value.data}", presets[asked.value.data]
+    for key, value in preset["keys"].items():
+        own = tree.get(key)
+        if isinstance(own, SettingEntry) and own.value.data != value:
+            what = f"{key} is {shown(own.value.data)}, and {name} sets {shown(value)}"
+            reader.find(what, own.where, "the preset would not be what was published", f"remove {key}, or the preset")
+    said = ", ".join(f"{key} {shown(value)}" for key, value in preset["keys"].items())
+    reader.lines.append(f"{name} sets {said}, and query_filter_config std_filter above 0 for rewards without one")
+    rewards = tree.get("rewards")
+    if isinstance(rewards, dict):
+        added = tree_of({"query_filter_config": preset["filter"]}, asked.where, name)
+        rewards = {key: {**added, **own} if isinstance(own, dict) else own for key, own in rewards.items()}
+        tree = {**tree, "rewards": rewards}
+    missing = {key: value for key, value in preset["keys"].items() if key not in tree}
+    return {**tree, **tree_of(missing, asked.where, name)}
 
 
 def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings | None:
@@ -205,7 +216,7 @@ def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_ada
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.parts["critic"]
-    if estimator == "gae" and not part.at and not roles.reader.has_refused("adv_estimator"):
+    if estimator == "gae" and not part.at and "adv_estimator" not in roles.reader.refused:
         why = "it subtracts the values of a critic"
         fix = "add the role critic, or write adv_estimator: grpo"
         roles.reader.find("adv_estimator gae without the role critic", top.where("adv_estimator"), why, fix)

@@ -28,7 +28,7 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
 
 def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
     """Updates are of whole mini-batches, and every replica has as many samples."""
-    if any(map(roles.reader.has_refused, _BATCH)):
+    if not roles.reader.refused.isdisjoint(_BATCH):
         return
     samples = settings.samples_per_step
     where = top.where("rollout_batch_size", "num_return_sequences_in_group")
@@ -39,7 +39,7 @@ def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
     for role in (settings.actor_train, settings.critic, settings.reference, *settings.teachers.values()):
         if role is None or not role.devices:
             continue
-        if role.training and any(roles.reader.has_refused(f"{role.name}.training_args.{key}") for key in _UPDATE):
+        if role.training and not roles.reader.refused.isdisjoint(f"{role.name}.training_args.{key}" for key in _UPDATE):
             continue
         size, parts = _whole(role)
         group = settings.rollout.num_return_sequences_in_group

@@ -13,7 +13,7 @@ from megatune.config.dialects.table import Row, rows_below
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.pages import keys_of, lists_of, mappings_of
 from megatune.config.setting import G, Group, SettingInfo, fitted
-from megatune.config.values import as_read, coerce, quoted, shown, wrong_value
+from megatune.config.values import as_read, coerce, quoted, wrong_value
 from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
@@ -126,19 +126,20 @@ class Reader:
     findings: list[Finding] = field(default_factory=list)
     ignored: dict[str, list[str]] = field(default_factory=dict)  # reason -> dotted keys
     lines: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)  # dotted keys whose value is not valid, or that are misspelt
 
     def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
-        finding = Finding(what, where, why, fix)
+        self.add(Finding(what, where, why, fix))
+
+    def add(self, finding: Finding, refused: str = "") -> None:
+        """Note a finding.
+
+        Args:
+            refused: the dotted key that has no valid value, so that nothing should follow from its default.
+        """
+        self.refused.add(refused)
         if finding not in self.findings:
             self.findings.append(finding)
-
-    def has_refused(self, key: str) -> bool:
-        """Tell whether the value of a dotted key was refused, or the key misspelt, so that nothing should follow from
-        its default."""
-        return any(
-            finding.what.startswith((f"{key} is ", f"{key}: ")) or finding.fix == _meant(key)
-            for finding in self.findings
-        )
 
     def ignore(self, key: str, why: str) -> None:
         self.ignored.setdefault(why, []).append(key)
@@ -156,10 +157,10 @@ class Reader:
 
     def unknown(self, key: str, names: list[str], dotted: str, where: str) -> None:
         near = closest(key, names)
-        otherwise = "remove it; docs/rl-settings.md lists every key"
-        fix = _meant(f"{dotted.removesuffix(key)}{near}") if near else otherwise
+        meant = f"{dotted.removesuffix(key)}{near}" if near else ""
+        fix = f"did you mean {meant}?" if near else "remove it; docs/rl-settings.md lists every key"
         why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
-        self.find(f"unknown key {dotted!r}", where, why, fix)
+        self.add(Finding(f"unknown key {dotted!r}", where, why, fix), meant)
 
     def refuses(self, refused: Row, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
         """Report a value that is not supported; tell whether it is one."""
@@ -167,7 +168,7 @@ class Reader:
         if not refused.is_refused(data):
             return False
         what, why, fix = refused.refusal(key, data)
-        self.find(what.replace(key, dotted, 1), place_of(node), why, fix)
+        self.add(Finding(what.replace(key, dotted, 1), place_of(node), why, fix), dotted)
         return True
 
     def _values(self, part: Part, tree: Tree, section: Section, above: str) -> dict[str, Any]:
@@ -222,21 +223,18 @@ class Reader:
                     values[key] = [*read_devices(data_of(node))]
                 except ValueError as error:
                     fix = "write device_mapping: list(range(0,8))"
-                    self.find(f"{part.key(above + key)} is {_said(node)}", place_of(node), f"expected {error}", fix)
+                    dotted = part.key(above + key)
+                    self.add(Finding(f"{dotted} is {_said(node)}", place_of(node), f"expected {error}", fix), dotted)
             else:
                 values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, section.infos[key])
         for group in section.groups:
             own = {key: value for key, value in values.items() if key in group.model_fields}
             for key in fitted(group, own)[1]:
-                self._wrong_value(part.key(above + key), section.infos[key], nodes[key], values.pop(key))
+                node, dotted = nodes[key], part.key(above + key)
+                self.add(
+                    wrong_value(dotted, values.pop(key), section.infos[key], place_of(node), said=data_of(node)), dotted
+                )
         return values
-
-    def _wrong_value(self, dotted: str, info: SettingInfo, node: Tree | SettingEntry, value: Any) -> None:
-        def write(value: Any) -> str:
-            return info.name if value is None else f"{info.name}: {shown(value)}"
-
-        finding = wrong_value(dotted, value, info, place_of(node), write, said=data_of(node))
-        self.find(finding.what, finding.where, finding.why, finding.fix)
 
     def _rows(self, group: type[Group], node: Tree | SettingEntry, dotted: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""
@@ -308,10 +306,6 @@ def _number(node: ast.expr) -> int:
                 return a // b
             return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
     raise ValueError(_WHOLE)
-
-
-def _meant(key: str) -> str:
-    return f"did you mean {key}?"
 
 
 def _said(node: Tree | SettingEntry) -> str:

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatune.config.dialects.roll_reader import Part, place_of
 from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
 from megatune.config.dialects.roll_schema import REWARD
 from megatune.config.dialects.roll_tree import Tree
+from megatune.config.dialects.table import read_part
 from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, RewardRole
 
-# ROLL's classes, and what they are here; `format` and `length` are this program's own.
-KINDS = {
-    "MathRuleRewardWorker": "math_rule",
-    "CodeSandboxRewardWorker": "code_sandbox",
-    "GeneralRuleRewardWorker": "general_rule",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "LLMJudgeRewardWorker": "llm_judge",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-    "GeneralValRuleRewardWorker": "general_val",
-}
-_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "math_rule": ("format_pattern",),
-    "code_sandbox": ("use_local", "code_url"),
-    "general_rule": (),
-    "crossthinkqa": ("reward_type", "response_length_penalty_coef"),
-    "llm_judge": ("judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key"),
-    "multiple_choice": (),
-    "general_val": (),
-    "format": ("format_pattern",),
-    "length": ("arguments",),
-    "swift": ("arguments",),
-    "python": ("arguments",),
-    "environment": (),
-}
-_ALL_ARGUMENTS = tuple(dict.fromkeys(name for names in _ARGUMENTS.values() for name in names))
 _OF_MODELS = (
     *("model_args", "data_args", "strategy_args", "generating_args", "training_args", "device_mapping"),
     *("infer_batch_size", "num_gpus_per_worker"),
 )
-_BOUNDS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",), "no_filter": ()}
 
 
 def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
@@ -102,20 +78,20 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
 
 def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
     """Return which reward a class is, or the user's function."""
-    path = part.of(RoleSettings).worker_cls
+    path, kinds = part.of(RoleSettings).worker_cls, read_part("roll", "classes")
     if path is None and part.of(RewardSettings).environment:
         return "environment", None
     if path is None:
-        fix = f"write worker_cls: one of {', '.join(KINDS)}, or package.module.function of your own"
+        fix = f"write worker_cls: one of {', '.join(kinds)}, or package.module.function of your own"
         roles.reader.find(f"{part.name} has no worker_cls", part.at, "it says what scores", fix)
         return "math_rule", None
     name = path.rpartition(".")[2]
-    if path in _ARGUMENTS:
+    if path in read_part("roll", "rewards"):
         return path, None
-    if name in KINDS and (path == name or path.startswith("roll.")):
-        return KINDS[name], None
+    if name in kinds and (path == name or path.startswith("roll.")):
+        return kinds[name], None
     if path.startswith("roll."):
-        fix = f"one of {', '.join(KINDS)}, or a function of your own"
+        fix = f"one of {', '.join(kinds)}, or a function of your own"
         roles.reader.find(f"{part.name}.worker_cls {name} is not supported", part.where("worker_cls"), fix=fix)
         return "math_rule", None
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
@@ -129,8 +105,9 @@ def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
 def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
     """Return what a reward is made with; what other kinds take does nothing to it."""
     found: dict[str, Any] = {}
-    for name in _ALL_ARGUMENTS:
-        if name in _ARGUMENTS[kind]:
+    takes: Mapping[str, list[str]] = read_part("roll", "rewards")
+    for name in dict.fromkeys(name for names in takes.values() for name in names):
+        if name in takes[kind]:
             value = getattr(part.of(RewardSettings), name)
             found |= value if name == "arguments" else {name: value} if name in part.places else {}
         elif name in part.places:
@@ -177,7 +154,7 @@ def _judge(part: Part, roles: Roles) -> InferRole | None:
 
 def _group_filter(part: Part, roles: Roles) -> GroupFilter:
     asked, key = part.of(RewardSettings).query_filter_config, "query_filter_config.filter_args"
-    valid, given = _BOUNDS[asked.type], {}
+    valid, given = read_part("roll", "filters")[asked.type], {}
     for name, value in asked.filter_args.items():
         what, where = part.key(key), part.where(key)
         if name not in valid:

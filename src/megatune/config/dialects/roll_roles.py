@@ -12,6 +12,7 @@ from megatune.config.dialects.roll_reader import Part, Reader, place_of
 from megatune.config.dialects.roll_run import environment
 from megatune.config.dialects.roll_schema import SAMPLER
 from megatune.config.dialects.roll_tree import Tree, data_of
+from megatune.config.dialects.table import read_part
 from megatune.config.rl.role import RoleSettings, SamplerSettings
 from megatune.config.rl.rollout import Generating, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
@@ -23,17 +24,6 @@ ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
 _CONFIG = "strategy_args.strategy_config"
-# Of strategy_config of engines that the built-in one has no use for, so that a file can be tried without them.
-_ENGINE_KEYS = frozenset(
-    (
-        *("gpu_memory_utilization", "block_size", "max_model_len", "load_format", "sleep_level", "VLLM_USE_V1"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enforce_eager"),
-        *("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "disable_custom_all_reduce"),
-        *("distributed_executor_backend", "cudagraph_capture_sizes", "cuda_graph_sizes", "optimization_level"),
-        *("disable_log_stats", "disable_mm_preprocessor_cache", "mem_fraction_static", "enable_memory_saver"),
-        *("log_level", "log_level_http", "grpc_mode", "py_executable", "dtype", "context_length"),
-    )
-)
 
 
 @dataclass(slots=True)
@@ -61,7 +51,7 @@ class Roles:
             why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
             where = part.where("strategy_args.strategy_name")
             self.reader.find(f"{key} is {name}", where, why, f"write strategy_name: {valid[0]}")
-        elif not self.reader.has_refused(key):
+        elif key not in self.reader.refused:
             what, fix = f"{part.name} has no strategy_args.strategy_name", f"{{strategy_name: {valid[0]}}}"
             self.reader.find(what, part.at, f"it says what computes {part.name}", f"write strategy_args: {fix}")
         return None
@@ -69,7 +59,7 @@ class Roles:
     def devices(self, part: Part, name: str) -> tuple[int, ...]:
         devices = part.of(RoleSettings).devices
         self.places[name] = part.where("device_mapping")
-        if not devices and not self.reader.has_refused(part.key("device_mapping")):
+        if not devices and part.key("device_mapping") not in self.reader.refused:
             fix = "write device_mapping: list(range(0,8))"
             self.reader.find(f"{part.name} has no device_mapping", part.at, "a model needs devices", fix)
         return devices
@@ -179,12 +169,13 @@ def _per_engine(roles: Roles, engine: str, config: dict[str, Any], part: Part, t
 
 
 def _unused(roles: Roles, tree: Tree, part: Part, strategy: str) -> None:
+    known = read_part("roll", "engines")
     for key, node in tree.items():
         dotted = part.key(f"{_CONFIG}.{key}")
-        if key in SAMPLER.names or key in _ENGINE_KEYS:
+        if key in SAMPLER.names or key in known:
             roles.reader.ignore(dotted, f"strategy_name is {strategy}")
         else:
-            roles.reader.unknown(key, sorted(_ENGINE_KEYS), dotted, place_of(node))
+            roles.reader.unknown(key, sorted(known), dotted, place_of(node))
 
 
 def _lengths(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:

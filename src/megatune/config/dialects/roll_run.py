@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatune.config.dialects.roll_reader import Part, Reader
+from megatune.config.dialects.table import read_part
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.values import is_variable
-
-_MODES = {"wandb": ("online", "offline", "disabled"), "swanlab": ("cloud", "local", "offline")}
 
 
 def run_settings(top: Part, reader: Reader) -> RLRunSettings:
@@ -144,7 +143,7 @@ def reported(run: RLRunSettings) -> dict[str, Any]:
         "logging.wandb_save_dir": keys.log_dir if "wandb" in names else None,
         "logging.swanlab_project": keys.project,
         "logging.swanlab_workspace": keys.workspace,
-        "logging.swanlab_mode": keys.mode if keys.mode in _MODES["swanlab"] else None,
+        "logging.swanlab_mode": keys.mode if keys.mode in read_part("roll", "modes")["swanlab"] else None,
     }
 
 
@@ -165,7 +164,7 @@ def tracker_variables(top: Part, reader: Reader) -> dict[str, str]:
     run = top.of(RLRunSettings)
     keys, names = run.tracker_kwargs, run.track_with
     found = {}
-    for tracker, modes in _MODES.items():
+    for tracker, modes in read_part("roll", "modes").items():
         if tracker in names and keys.mode and keys.mode not in modes:
             fix = f"write mode: {' or '.join(modes)}"
             reader.find(f"tracker_kwargs.mode {keys.mode} with {tracker}", top.where("tracker_kwargs.mode"), "", fix)

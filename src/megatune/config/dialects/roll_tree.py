@@ -77,6 +77,15 @@ def entries_of(tree: Mapping[str, Tree | SettingEntry]) -> Iterator[SettingEntry
             yield node
 
 
+def tree_of(data: Mapping[str, Any], where: str, origin: str) -> Tree:
+    """Return keys and values as if they had been written at a place."""
+    found: Tree = {}
+    for key, value in data.items():
+        is_mapping = isinstance(value, dict)
+        found[key] = tree_of(value, where, origin) if is_mapping else SettingEntry(key, as_read(value), where, origin)
+    return found
+
+
 def data_of(node: Tree | SettingEntry) -> Any:
     """Return what YAML makes of a node."""
     if isinstance(node, dict):

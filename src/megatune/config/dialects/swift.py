@@ -14,7 +14,8 @@ from megatune.config.dialects.dialect import Dialect
 from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.table import table
 from megatune.config.load import Loaded, load_entries
-from megatune.config.settings import all_settings, setting_paths, setting_value
+from megatune.config.rules.declared import is_met
+from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import Finding
 
@@ -63,7 +64,7 @@ def read_swift(
     rows, command = table("swift"), Command(verb, config or {}, env, on_cpu)
     command.read(words)
     for key, row in rows.items():
-        if (value := row.default_in(command.generation)) is not ... and not row.kept:
+        if (value := row.default_in(command.version)) is not ... and not row.kept:
             command.default(key, value)
     _set_processes(command)
     _check_kinds(command)
@@ -141,7 +142,8 @@ def _version(run: SwiftRun) -> tuple[str, str]:
     if not old:
         return "version 4", "its defaults: no flag is of version 3 alone"
     few = ", ".join(old[:3]) + (", ..." if len(old) > 3 else "")
-    return "version 3", f"its defaults, those of 3.4: {few} {'are' if len(old) > 1 else 'is'} not of version 4"
+    said = f"its defaults, those of {'3.4' if run.command.version == 3 else run.command.version}"
+    return "version 3", f"{said}: {few} {'are' if len(old) > 1 else 'is'} not of version 4"
 
 
 def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
@@ -165,12 +167,19 @@ def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
 def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
     for key, entry in run.command.defaults.items():
         paths = [path for path, each in loaded.entries.items() if each is entry]
-        others = [path for path in paths if setting_value(loaded.settings, path) != all_settings()[path].default]
+        others = [path for path in paths if _is_other(path, loaded.settings)]
         said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
         if said and key != "stage":
             is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
             left = entry.origin if is_variable else f"({key} {_words(entry.value.data)})"
             yield left, ", ".join(said) + (f" ({why})" if why else "")
+
+
+def _is_other(path: str, settings: Settings) -> bool:
+    """Tell whether a setting has another value than by itself, and takes effect."""
+    info = all_settings()[path]
+    has_effect = all(is_met(need, settings, None) for need in info.needs)
+    return has_effect and bool(setting_value(settings, path) != info.default)
 
 
 def _said(loaded: Loaded, paths: list[str]) -> list[str]:

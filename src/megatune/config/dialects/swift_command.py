@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects.table import Row, table
-from megatune.config.entry import SettingEntry, flags_with_words, read_file
+from megatune.config.entry import SettingEntry, read_file
+from megatune.config.flags import flags_with_words, meant_by, value_of_words
 from megatune.config.settings import setting_paths
-from megatune.config.values import TRUTH, Value, as_read, is_variable, parse, shown
+from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
 _FILES = (".yaml", ".yml", ".json")
@@ -39,7 +40,7 @@ class Command:
         env: environment variables.
         on_cpu: whether this machine has no GPU.
         typed: the last of each flag, by its name as it was typed, in the order of writing.
-        generation: whose names and defaults: 3 or 4.
+        version: whose defaults: 3 (those of 3.4), 3.12 or 4.
         flags: what was typed, by version 4's name of it, and what follows from it, by our name.
         defaults: what is said by nobody.
         whys: by the place of a flag: why it became what it became.
@@ -53,7 +54,7 @@ class Command:
     env: Mapping[str, str]
     on_cpu: bool
     typed: dict[str, SettingEntry] = field(default_factory=dict)
-    generation: int = 4
+    version: float = 4
     flags: dict[str, SettingEntry] = field(default_factory=dict)
     defaults: dict[str, SettingEntry] = field(default_factory=dict)
     whys: dict[str, str] = field(default_factory=dict)
@@ -71,24 +72,24 @@ class Command:
         rest, rows = list(words), table("swift")
         if rest and rest[0].endswith(_FILES):
             self._read_file(rest.pop(0))
-        for flag, values in flags_with_words(rest):
-            name, equals, text = flag.removeprefix("--").partition("=")
-            values = [text, *values] if equals else values
-            key = _known(name.replace("-", "_"))
-            if not flag.startswith("--"):
+        for flag in flags_with_words(rest):
+            key, values = _known(flag.key), flag.values
+            if not flag.typed:
                 fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
-                self.findings += [Finding(f"{word!r} is not a flag", fix=fix) for word in (flag, *values)]
+                self.findings += [Finding(f"{word!r} is not a flag", fix=fix) for word in values]
             elif isinstance(key, Finding):
                 self.findings.append(key)
             elif key not in kinds():  # --no_X
                 self._type(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{key}", "flag"))
                 if values:
                     self.findings.append(Finding(f"{key} takes no value", f"--{key}", fix=f"write --{key[3:]} VALUE"))
-            elif (value := _value(values, kinds()[key])) is None:
+            elif (value := value_of_words(values, kinds()[key])) is None:
                 self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
             else:
                 self._type(SettingEntry(key, value, f"--{key}", "flag"))
-        self.generation = 3 if any(key in rows and rows[key].version == 3 for key in self.typed) else 4
+        typed = [rows[key] for key in self.typed if key in rows]
+        if any(row.version == 3 for row in typed):
+            self.version = max(row.since or 3 for row in typed)
         self.flags = {rows[key].now or key if key in rows else key: entry for key, entry in self.typed.items()}
         self.env = {**self.variables, **self.env}
 
@@ -108,6 +109,11 @@ class Command:
                 self.findings.append(Finding(key.what, entry.where, key.why, key.fix))
             elif entry.value.data is not None:
                 self._type(SettingEntry(key, _of_file(entry.value, kinds()[key]), entry.where, entry.where))
+
+    @property
+    def generation(self) -> int:
+        """Whose names of flags: 3 or 4."""
+        return int(self.version)
 
     @property
     def default_origin(self) -> str:
@@ -188,37 +194,15 @@ def _known(name: str, *, negates: bool = True) -> str | Finding:
     """Return the flag that a name means, or what is wrong with it."""
     known = kinds()
     negated = [f"no_{each}" for each, row in table("swift").items() if row.negatable] if negates else []
-    if name in known or name in negated:
-        return name
-    meant = sorted({each for each in (*known, *negated) if name and each.startswith(name)})
+    meant = meant_by(name, (*known, *negated))
     if len(meant) == 1:
         return meant[0]
     if meant:
-        few = ", ".join(f"--{each}" for each in meant[:4])
+        few = ", ".join(f"--{each}" for each in sorted(meant)[:4])
         return Finding(f"--{name} could be {few}" + (" or others" if len(meant) > 4 else ""), fix="write it out")
     otherwise = "remove it; docs/migrate-from-megatron-swift.md says what is read"
     fix = did_you_mean(f"--{name.lower()}", (f"--{kind}" for kind in known), otherwise)
     return Finding(f"unknown flag --{name}", fix=fix)
-
-
-def _value(words: Sequence[str], kind: type) -> Value | None:
-    """Make the value of a flag from its words; None where there should be one."""
-    if kind is list:
-        items = tuple(Value(word, word) for word in words)
-        return Value([item.data for item in items], items=items) if items else None
-    if not words:
-        return Value(True, "true") if kind is bool else None
-    if len(words) > 1:  # one too many: what the setting expects is said where it is read
-        return Value(list(words), items=tuple(map(parse, words)))
-    return _typed(words[0], kind)
-
-
-def _typed(text: str, kind: type) -> Value:
-    """Read a word as its flag's type, as far as it is one."""
-    if kind is bool and text.lower() in TRUTH:
-        truth = TRUTH[text.lower()]
-        return Value(truth, shown(truth))
-    return Value(text, text) if kind is str else parse(text)
 
 
 def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, str]:
@@ -237,5 +221,5 @@ def _of_file(value: Value, kind: type) -> Value:
     """Make of a file's value what the same words on a command line are."""
     texts = [shown(item.data) if item.text is None else item.text for item in value.items]
     if kind is list:
-        return _value(texts or [value.text or shown(value.data)], list) or value
-    return value if value.text is None else _typed(value.text, kind)
+        return value_of_words(texts or [value.text or shown(value.data)], list) or value
+    return value if value.text is None else value_of_words([value.text], kind) or value

@@ -8,26 +8,27 @@ from __future__ import annotations
 import re
 
 from megatune.config.dialects.swift_command import Command
-from megatune.config.dialects.table import table
+from megatune.config.dialects.table import read_part, table
 from megatune.config.entry import SettingEntry
 from megatune.config.values import parse
 from megatune.errors import Finding
 
 # What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
 _OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
+_ROOM_OF_VIDEOS = 1.05  # qwen_vl_utils: the largest frame is at least so many times the smallest one
 _MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
 
 
 def steps(command: Command) -> None:
-    """How long it trains: version 4 lets epochs win over steps, version 3 ends at whichever comes first."""
+    """How long it trains: since version 3.12 epochs win over steps; 3.4 ends at whichever comes first."""
     epochs = "max_epochs" if command.generation == 3 else "num_train_epochs"
     if not command.given("train_iters") and not command.given("num_train_epochs"):
         if not command.given("max_steps"):
             fix = f"write --train_iters 1000, or --{epochs} 1"
             command.findings.append(Finding("train_iters is missing", why="nothing says when training ends", fix=fix))
     elif command.given("train_iters") and command.given("num_train_epochs"):
-        if command.generation == 4 and not command.value("streaming"):
-            command.ignore("train_iters", "num_train_epochs decides, in version 4")
+        if command.version > 3 and not command.value("streaming"):
+            command.ignore("train_iters", f"{epochs} decides, since version 3.12")
         else:
             why = f"with both, training ends at whichever comes first: a run here has {epochs} or train_iters"
             command.refuse("num_train_epochs", why, f"keep --train_iters, or --{epochs}")
@@ -98,8 +99,8 @@ def tuner(command: Command) -> None:
     for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
         if not command.given("adapters") and not command.given(name):
             command.default(name, *value)
-    if command.generation == 4 and not command.given("merge_lora") and command.value("save_safetensors", True):
-        command.default("merge_lora", True, "version 4 writes the merged model, too")
+    if command.version > 3 and not command.given("merge_lora") and command.value("save_safetensors", True):
+        command.default("merge_lora", True, "since version 3.12 the merged model is written, too")
     if isinstance(modules, list) and "all-embedding" in modules:
         why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
         command.refuse("target_modules", why, fix)
@@ -116,29 +117,20 @@ def pictures(command: Command) -> None:
         return
     if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
         command.default("freeze_deepstack_mergers", True, "they are of freeze_aligner")
-    side = 32 if str(command.config.get("model_type", "")).startswith("qwen3") else 28
-    for variable, key, otherwise in (
-        ("MAX_PIXELS", "image_max_pixels", 16384 * side**2),
-        ("MIN_PIXELS", "image_min_pixels", 4 * side**2),
-        ("VIDEO_MAX_PIXELS", "video_max_pixels", 768 * side**2),
-        ("VIDEO_MIN_PIXELS", "video_min_pixels", 128 * side**2),
-        ("FPS", "video_fps", 2.0),
-        ("FPS_MAX_FRAMES", "video_maxlen", 768),
-    ):
-        text = _tokens(command, variable, side) or command.env.get(variable, "")
-        if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", text):
-            text = str(int(text) // side**2 * side**2)  # whole tokens
+    area = 32**2 if str(command.config.get("model_type", "")).startswith("qwen3") else 28**2  # of a token
+    for variable, row in read_part("swift", "environment").items():
+        key, text, tokens = row["key"], command.env.get(variable, ""), command.env.get(row.get("in_tokens", ""), "")
+        if re.fullmatch("[0-9]{1,9}", tokens):
+            text = str(int(tokens) * area)
+        elif "tokens" in row and re.fullmatch("[0-9]{1,9}", text):
+            text = str(int(text) // area * area)  # whole tokens
         if text:
             command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
         else:
-            command.default(key, otherwise)
-
-
-def _tokens(command: Command, variable: str, side: int) -> str:
-    """Return pixels that are said as tokens of a picture, as Qwen3-VL's are."""
-    named = variable if variable.startswith("VIDEO") else f"IMAGE_{variable}"
-    tokens = command.env.get(named.replace("PIXELS", "TOKEN_NUM"), "")
-    return str(int(tokens) * side**2) if "PIXELS" in variable and re.fullmatch("[0-9]{1,9}", tokens) else ""
+            command.default(key, row["tokens"] * area if "tokens" in row else row["value"])
+    least = command.number("video_min_pixels") * _ROOM_OF_VIDEOS
+    if command.number("video_max_pixels") < least:
+        command.becomes("video_max_pixels", int(least), f"at least {_ROOM_OF_VIDEOS} times VIDEO_MIN_PIXELS")
 
 
 def losses(command: Command) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
+from megatune.config.dialects.table import read_part
 from megatune.config.entry import SettingEntry
 from megatune.config.settings import Settings
 from megatune.errors import Finding
@@ -29,16 +30,6 @@ class PromptSet(NamedTuple):
 
 FindPrompts = Callable[[Settings, bool], Sequence[PromptSet]]  # of settings; True: of those to evaluate on
 CountRows = Callable[[Sequence[str]], int]
-
-# loss_type, and how its losses of tokens become one number.
-_LOSSES = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dapo": "token-mean",
-    "cispo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-}
-_WEIGHTS = {"token_truncate": "token", "sequence_truncate": "geometric"}  # rollout_importance_sampling_mode
 
 
 def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Reading:
@@ -60,8 +51,9 @@ def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Readin
     write_roles(keys)
     write_rewards(keys)
     _trackers(keys)
-    keys.note_others()
+    keys.refuse_others()
     _lengths_of_run(keys, count_rows, _files(keys, find))
+    keys.note_others()
     # The top level comes first, then roles, as people write such a file.
     tree = keys.reading.tree
     plain = {key: node for key, node in tree.items() if not isinstance(node, dict)}
@@ -74,9 +66,10 @@ def _data(keys: Keys) -> None:
     for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
         keys.put(f"{role}.data_args.file_name", keys.setting(path) or ["missing"], path)
         keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
-        pictures = ("image_max_pixels", "image_min_pixels", "media_dir") if keys.sees else ()
+        pictures = ("image_max_pixels", "image_min_pixels", "media_dir")
         for name in ("template", "default_system", "enable_thinking", *pictures):
-            if (value := keys.setting(f"data.{name}")) is not None:
+            value = keys.setting(f"data.{name}")
+            if value is not None and (keys.sees or name not in pictures):
                 keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
     if not keys.setting("data.dataset"):
         fix = "write --dataset FILE.jsonl, with messages and what rewards compare with, such as solution"
@@ -149,9 +142,9 @@ def _rollouts(keys: Keys) -> None:
 
 def batch_of(keys: Keys) -> int:
     """Return the responses of one update."""
-    parallel, batch = keys.loaded.settings.parallel, keys.loaded.settings.batch
-    replicas = max(1, keys.devices // parallel.model_parallel_size)
-    return batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
+    replicas = max(1, keys.devices // keys.loaded.settings.parallel.model_parallel_size)
+    rows = int(keys.setting("batch.per_device_train_batch_size"))
+    return rows * int(keys.setting("batch.gradient_accumulation_steps")) * replicas
 
 
 def _updates(keys: Keys) -> int:
@@ -247,21 +240,22 @@ def _clipping(keys: Keys) -> None:
     keys.put("importance_sampling", level or "token", "importance_sampling_level")
     if (mode := keys.value("rollout_importance_sampling_mode")) is None:
         return
-    if mode not in _WEIGHTS:
-        why, fix = "tokens are weighed, not left out", f"write one of: {', '.join(_WEIGHTS)}"
+    weights = read_part("swift", "grpo")["weights"]
+    if mode not in weights:
+        why, fix = "tokens are weighed, not left out", f"write one of: {', '.join(weights)}"
         keys.refuse("rollout_importance_sampling_mode", why, fix)
     above = "train_infer_correction.is_weight"
     keys.put(f"{above}.enabled", True, "rollout_importance_sampling_mode")
-    keys.put(f"{above}.weight_type", _WEIGHTS.get(mode, "token"), "rollout_importance_sampling_mode")
+    keys.put(f"{above}.weight_type", weights.get(mode, "token"), "rollout_importance_sampling_mode")
     bound = keys.number("rollout_importance_sampling_threshold")
     keys.put(f"{above}.upper_bound", float(bound), "rollout_importance_sampling_threshold")
 
 
 def _loss(keys: Keys) -> None:
-    kind = keys.value("loss_type") or "grpo"
-    if kind not in _LOSSES:
-        keys.refuse("loss_type", "", f"write one of: {', '.join(_LOSSES)}")
-    keys.put("loss_agg_mode", _LOSSES.get(kind, "token-mean"), "loss_type")
+    kind, losses = keys.value("loss_type") or "grpo", read_part("swift", "grpo")["losses"]
+    if kind not in losses:
+        keys.refuse("loss_type", "", f"write one of: {', '.join(losses)}")
+    keys.put("loss_agg_mode", losses.get(kind, "token-mean"), "loss_type")
     if kind == "cispo":
         high = keys.value("epsilon_high")
         keys.put("actor_train.worker_cls", "ActorPGWorker", "loss_type")

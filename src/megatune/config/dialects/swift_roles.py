@@ -4,12 +4,13 @@ devices, engines and the reward."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatune.config.dialects.roll_tree import Reading, Tree
 from megatune.config.dialects.swift import SwiftRun
-from megatune.config.dialects.table import table
+from megatune.config.dialects.table import read_part, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.settings import all_settings, setting_value
@@ -18,26 +19,9 @@ from megatune.errors import Finding
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
 _LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
-_OF_RUN = (
-    *("batch.per_device_train_batch_size", "batch.per_device_eval_batch_size", "batch.gradient_accumulation_steps"),
-    *("run.stage", "run.output_dir", "run.seed", "run.run_name", "run.num_processes", "run.ddp_timeout"),
-    *("run.memory_check", "model.model_name_or_path", "data.dataset", "data.eval_dataset", "data.template"),
-    *("data.default_system", "data.enable_thinking", "data.conversation_rules", "data.cutoff_len"),
-    *("data.image_max_pixels", "data.image_min_pixels", "data.media_dir", "finetuning.freeze_vision_tower"),
-    *("finetuning.freeze_multi_modal_projector", "finetuning.freeze_deepstack_mergers"),
-    *("finetuning.finetuning_type", *(f"finetuning.{name}" for name in _LORA), "logging.logging_steps"),
-    *("logging.report_to", "logging.wandb_project", "logging.swanlab_project", "checkpoint.save_steps"),
-    *("checkpoint.save_strategy", "checkpoint.save_total_limit", "run.resume_from_checkpoint"),
-    *("evaluation.eval_strategy", "evaluation.eval_steps"),
-)
-# Settings that change nothing of a run whose rows are prompts.
-_HARMLESS = (
-    *("data.preprocessing_num_workers", "data.dataloader_num_workers", "data.val_size", "data.packing"),
-    *("data.truncation_strategy", "data.mask_history", "data.train_on_prompt", "data.answer_masks"),
-)
-_MISSED = ("checkpoint.save_format", "checkpoint.merge_lora", "checkpoint.push_to_hub")
 # What is written otherwise, or for a whole run.
 _NOT_OF_ROLES = ("precision.bf16", "precision.fp16", "optimizer.max_steps", "optimizer.num_train_epochs")
+_PARTS = ("vision_tower", "multi_modal_projector", "deepstack_mergers")  # of the encoder of pictures
 _OF_REWARDS = ("cosine", "repetition_n", "repetition_max", "soft")
 
 
@@ -53,6 +37,7 @@ class Keys:
     loaded: Loaded
     devices: int
     reading: Reading = field(default_factory=Reading)
+    used: set[str] = field(default_factory=set)  # "group.name" of settings that were looked at: they say something
 
     @property
     def sees(self) -> bool:
@@ -76,6 +61,7 @@ class Keys:
         return 1
 
     def setting(self, path: str) -> Any:
+        self.used.add(path)
         return setting_value(self.loaded.settings, path)
 
     def put(self, dotted: str, value: Any, *flags: str) -> None:
@@ -85,6 +71,7 @@ class Keys:
             flags: that say it: of grpo, or "group.name" of settings. The first that was typed is its place.
         """
         command = self.run.command
+        self.used.update(flags)
         typed = (command.rollouts.get(flag) or self.loaded.entries.get(flag) for flag in flags)
         entry = next(filter(None, typed), None)
         where = entry.where if entry is not None else command.default_origin
@@ -107,26 +94,36 @@ class Keys:
         if finding not in self.reading.findings:
             self.reading.findings.append(finding)
 
-    def note_others(self) -> None:
-        """Say which flags change nothing, and refuse those whose effect would be missed."""
-        command, of_roles = self.run.command, (*_OF_ROLES, "optimizer", "recompute")
-        for flag, entry in command.rollouts.items():
-            command.whys.setdefault(
-                entry.where, f"ignored: {table('swift')[flag].idle or 'it says nothing to this run'}"
-            )
-        for path, entry in self.loaded.entries.items():
-            group = path.partition(".")[0]
-            is_default = entry.where.startswith(command.default_origin) or self.is_default(path)
-            if is_default or group in of_roles or path in _OF_RUN:
-                continue
-            if (group in ("finetuning", "model", "data") and path not in _HARMLESS) or path in _MISSED:
+    def refuse_others(self) -> None:
+        """Refuse settings whose effect would be missed."""
+        for entry, is_missed in self._others():
+            if is_missed:
                 what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove --{entry.key}"
                 self.reading.findings.append(Finding(what, entry.where, "grpo trains without it here", fix))
-            else:
-                command.whys[entry.where] = "it says nothing to grpo"
+
+    def note_others(self) -> None:
+        """Say which flags change nothing."""
+        whys = self.run.command.whys
+        for flag, entry in self.run.command.rollouts.items():
+            whys.setdefault(entry.where, f"ignored: {table('swift')[flag].idle or 'it says nothing to this run'}")
+        for entry, is_missed in self._others():
+            if not is_missed:
+                whys[entry.where] = "it says nothing to grpo"
+
+    def _others(self) -> Iterator[tuple[SettingEntry, bool]]:
+        """Yield what was written of settings that nothing looked at, and whether a run would miss it."""
+        entries, of_roles = self.loaded.entries, (*_OF_ROLES, "optimizer", "recompute")
+        harmless, missed = (read_part("swift", "grpo")[part] for part in ("harmless", "missed"))
+        places = {entries[path].where for path in self.used if path in entries}
+        for path, entry in entries.items():
+            group = path.partition(".")[0]
+            is_default = entry.where.startswith(self.run.command.default_origin) or self.is_default(path)
+            if not is_default and group not in of_roles and entry.where not in places:
+                is_of_model = group in ("finetuning", "model", "data") and path not in harmless
+                yield entry, is_of_model or path in missed
 
     def is_default(self, path: str) -> bool:
-        return bool(self.setting(path) == all_settings()[path].default)
+        return bool(setting_value(self.loaded.settings, path) == all_settings()[path].default)
 
 
 def write_roles(keys: Keys) -> None:
@@ -143,8 +140,7 @@ def write_roles(keys: Keys) -> None:
     if command.variables.get("USE_MODELSCOPE_HUB") == "1":
         keys.put("model_download_type", "MODELSCOPE")
     reference = ["reference"] if keys.reading.tree.get("use_kl_loss") and _is_on(keys, "use_kl_loss") else []
-    finetuning, precision = loaded.settings.finetuning, loaded.settings.precision
-    is_lora = finetuning.finetuning_type == "lora"
+    precision, is_lora = loaded.settings.precision, keys.setting("finetuning.finetuning_type") == "lora"
     if is_lora:
         reference = []  # the model without its adapters is one
     dtype = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
@@ -155,7 +151,7 @@ def write_roles(keys: Keys) -> None:
         _engine(keys, role)
     if is_lora:
         for name in _LORA:
-            if value := getattr(finetuning, name):
+            if value := keys.setting(f"finetuning.{name}"):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
     _encoder(keys, is_lora=is_lora)
     if (model := keys.value("ref_model")) is not None:
@@ -168,8 +164,7 @@ def write_roles(keys: Keys) -> None:
 
 def _encoder(keys: Keys, *, is_lora: bool) -> None:
     """Say whether the encoder of pictures is trained, its projector with it; adapters are on the language model."""
-    finetuning = keys.loaded.settings.finetuning
-    tower, projector = finetuning.freeze_vision_tower, finetuning.freeze_multi_modal_projector
+    tower, projector, _ = (keys.setting(f"finetuning.freeze_{part}") for part in _PARTS)
     if not keys.sees:
         return
     if tower != projector or (is_lora and not tower):

@@ -230,11 +230,15 @@ def experts(command: Command) -> None:
         return
     if not any(command.model_config.get(name) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
         command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
-    if command.generation == 4:
-        of_version_4 = {"moe_router_dtype": "fp32", "expert_tensor_parallel_size": 1, "moe_aux_loss_coeff": 0.0}
-        for name, value in of_version_4.items():
+    tp, pp, ep = (int(command.number(f"{kind}_model_parallel_size")) or 1 for kind in ("tensor", "pipeline", "expert"))
+    if command.version > 3:
+        later = {"moe_router_dtype": "fp32", "expert_tensor_parallel_size": 1, "moe_aux_loss_coeff": 0.0}
+        for name, value in later.items():
             if not command.given(name):
                 command.default(name, value)
+    elif not command.given("expert_tensor_parallel_size") and int(command.number("num_processes")) % (tp * pp * ep):
+        why = "as since version 3.9: experts cut by tensor_model_parallel_size would not divide the processes"
+        command.default("expert_tensor_parallel_size", 1, why)
 
 
 MEANINGS = (model, hub, output, precision, length, evaluation, rows, parallel, shape, experts)

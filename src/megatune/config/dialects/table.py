@@ -13,8 +13,8 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     ignored        why the key changes nothing; `passes` has the values that need no line
     unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
                    nothing, the first of them is named as the fix where `fix` is not given
-    default        what the system takes where nothing is written; `defaults` has it by version. It is applied, unless
-                   `kept` says why ours stays
+    default        what the system takes where nothing is written; `defaults` has it by the version since which it does.
+                   It is applied, unless `kept` says why ours stays
     kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
     negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
     of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
@@ -22,6 +22,7 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     engine         what vLLM calls the key
     idle           why the key changes nothing of reinforcement learning
     version        the only version that has the key
+    since          the version whose defaults the key tells, as earlier ones do not have it
     now            the name that the key has in later versions
 """
 
@@ -42,50 +43,6 @@ from megatune.config.values import Value, coerce, shown
 ACCUMULATION = "batch.gradient_accumulation_steps"
 AUX_LOSS = "experts.moe_aux_loss_coeff"
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
-# What people say in short, which no system takes.
-SHORT_NAMES = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "dp": "num_processes",
-    "lr": "learning_rate",
-}
-# What keys of Axolotl and Unsloth are called here, where the nearest name would be another setting.
-OTHER_NAMES = {
-    "base_model": "model_name_or_path",
-    "datasets": "dataset",
-    "chat_template": "template",
-    "dataset_prepared_path": "tokenized_path",
-    "sequence_len": "cutoff_len",
-    "max_seq_length": "cutoff_len",
-    "sample_packing": "packing",
-    "val_set_size": "val_size",
-    "test_datasets": "eval_dataset",
-    "train_on_inputs": "train_on_prompt",
-    "num_epochs": "num_train_epochs",
-    "adapter": "finetuning_type",
-    "lora_r": "lora_rank",
-    "r": "lora_rank",
-    "lora_target_modules": "lora_target",
-    "lora_target_linear": "lora_target",
-    "lora_model_dir": "adapter_name_or_path",
-    "load_in_4bit": "quantization_bit",
-    "load_in_8bit": "quantization_bit",
-    "peft_use_rslora": "use_rslora",
-    "peft_use_dora": "use_dora",
-    "lr_scheduler": "lr_scheduler_type",
-    "use_gradient_checkpointing": "recompute_granularity",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "rl": "stage",
-    "wandb_name": "run_name",
-    "auto_resume_from_checkpoints": "resume_from_checkpoint",
-    "evals_per_epoch": "eval_strategy",
-    "saves_per_epoch": "save_strategy",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +62,7 @@ class Row:
     passes: list[Any] = field(default_factory=list)
     fix: str = ""
     default: Any = ...  # ... where the file has none: null is a default
-    defaults: Mapping[int, Any] = field(default_factory=dict)
+    defaults: Mapping[float, Any] = field(default_factory=dict)
     kept: str = ""
     kind: str = ""
     negatable: bool = False
@@ -114,6 +71,7 @@ class Row:
     engine: str = ""
     idle: str = ""
     version: int | None = None
+    since: float | None = None
     now: str = ""
 
     @cached_property
@@ -135,9 +93,10 @@ class Row:
             return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
         return type(self.passes[0]) if self.passes else str
 
-    def default_in(self, version: int) -> Any:
+    def default_in(self, version: float) -> Any:
         """Return the system's default in a version; ... where the table has none."""
-        return self.defaults.get(version, ...) if self.defaults else self.default
+        since = [first for first in self.defaults if first <= version]
+        return self.defaults[max(since)] if since else self.default
 
     def read(self, value: Value) -> dict[str, Any]:
         """Translate `value` to what it sets, by "group.name".
@@ -217,14 +176,20 @@ class Row:
 
 def same(value: Any, other: Any) -> bool:
     """Compare, keeping 1 and true apart."""
-    return type(value) is type(other) and value == other
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
+
+
+@cache
+def read_part(system: str, part: str) -> Any:
+    """Read a part of `SYSTEM.yaml` beside this file."""
+    text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
 
 
 @cache
 def table(system: str, part: str = "keys") -> Mapping[str, Row]:
-    """Read the table of a system, a part of `SYSTEM.yaml` beside this file."""
-    text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
-    found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
+    """Read the table of a system."""
+    found = read_part(system, part)
     return {key: Row(target=row) if isinstance(row, str) else Row(**row) for key, row in found.items()}
 
 
@@ -252,8 +217,8 @@ def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
 
     of_roll = "a key of ROLL, whose files `megatune rl` runs"
     found: dict[str, tuple[str, tuple[str, ...]]] = {key.rpartition(".")[2]: (of_roll, ()) for key in rl_keys()}
-    found |= {short: ("a short name", (setting_paths()[name],)) for short, name in SHORT_NAMES.items()}
-    found |= {key: ("a key of Axolotl or Unsloth", (setting_paths()[name],)) for key, name in OTHER_NAMES.items()}
+    for what, names in read_part("others", "names").items():
+        found |= {key: (what, (setting_paths()[name],)) for key, name in names.items()}
     for system, what in (("swift", "a flag of Megatron-SWIFT"), ("llamafactory", "a key of LLaMA-Factory")):
         found |= {key: (what, row.paths) for key, row in table(system).items()}
     return found | {name: ("a key of LLaMA-Factory", (path,)) for name, path in setting_paths().items()}

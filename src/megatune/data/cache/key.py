@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ import xxhash
 
 from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
-from megatune.data.sources import datasets_of
+from megatune.data.sources import DatasetSource, datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import remembered_digest
 
@@ -38,6 +38,7 @@ _MAKES_NO_ROWS = frozenset((
 _UNKEYED = ("eos", "is_apart", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
+_SETTINGS = "the settings of the data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +87,8 @@ def prepared_key(
     data = settings.data
     train = datasets_of(settings)
     evaluation = datasets_of(settings, evaluation=True)
-    sources = (*train, *evaluation)
-    files: dict[Path, str] = {}
-    for file in (file for source in sources for file in source.files):
-        try:
-            files[file] = file_digest(file)
-        except OSError as error:
-            raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
-    chosen = {
-        "format": FORMAT_VERSION,
-        "packing": settings.packing,
-        # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
-        "refuses_bad_rows": data.on_bad_row == "error",
-        **{path.partition(".")[2]: setting_value(settings, path) for path in sorted(marked(Mark.ROWS))},
-        **({"tool_format": data.tool_format} if data.tool_format else {}),
-    }
+    files = _digests((*train, *evaluation), file_digest)
+    chosen = _chosen(settings)
     content = {
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
@@ -112,13 +100,58 @@ def prepared_key(
         **pictures,
     }
     parts = {
-        **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
+        **_data_parts((*train, *evaluation), files, chosen),
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
-        "the settings of the data": _name([chosen, [source.name for source in sources]]),
         **({"the processor of images and videos": _name(pictures)} if pictures else {}),
     }
     return RowsKey(_name({**chosen, **content, **made_by}), parts)
+
+
+def local_parts(settings: Settings) -> dict[str, str]:
+    """Return the parts of a run's key that need neither a tokenizer nor a hub: files, and the settings of the data.
+
+    Raises:
+        MegatuneError: as `prepared_key`, except for hubs.
+    """
+    sources = [one for part in (False, True) for one in datasets_of(settings, evaluation=part, hubs=False)]
+    digest = _ends_digest if settings.data.streaming else remembered_digest
+    parts = _data_parts(sources, _digests(sources, digest), _chosen(settings))
+    if len(sources) < len(settings.data.dataset) + len(settings.data.eval_dataset):
+        del parts[_SETTINGS]  # it names those of hubs, too
+    return parts
+
+
+def _digests(sources: Sequence[DatasetSource], file_digest: Callable[[Path], str]) -> dict[Path, str]:
+    files: dict[Path, str] = {}
+    for file in (file for source in sources for file in source.files):
+        try:
+            files[file] = file_digest(file)
+        except OSError as error:
+            raise MegatuneError(Finding(f"cannot be read: {error.strerror}", str(file)), ExitCode.INPUT) from error
+    return files
+
+
+def _chosen(settings: Settings) -> dict[str, Any]:
+    """Return the settings that determine rows."""
+    data = settings.data
+    return {
+        "format": FORMAT_VERSION,
+        "packing": settings.packing,
+        # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
+        "refuses_bad_rows": data.on_bad_row == "error",
+        **{path.partition(".")[2]: setting_value(settings, path) for path in sorted(marked(Mark.ROWS))},
+        **({"tool_format": data.tool_format} if data.tool_format else {}),
+    }
+
+
+def _data_parts(
+    sources: Sequence[DatasetSource], files: Mapping[Path, str], chosen: Mapping[str, Any]
+) -> dict[str, str]:
+    return {
+        **{f"the file {file.name} of dataset {one.name}": files[file] for one in sources for file in one.files},
+        _SETTINGS: _name([chosen, [source.name for source in sources]]),
+    }
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> RowsKey:

@@ -12,7 +12,7 @@ import yaml
 
 from megatune.config.entry import yaml_finding
 from megatune.config.setting import Group, describe, fitted
-from megatune.config.values import coerce, compose, shown, value_of, wrong_value
+from megatune.config.values import coerce, compose, value_of, wrong_value
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names
 from megatune.plan.catalogue.devices import (
     DEVICE_NEEDS,
@@ -128,12 +128,8 @@ class _Reader:
                 self.findings.append(yaml_finding(error, self.file))
         found, wrong = fitted(group, values)
         for key in wrong:
-            name = f"{what.partition(': ')[2]}: {key}"
-
-            def write(value: Any, key: str = key) -> str:
-                return key if value is None else f"{key}: {shown(value)}"
-
-            self.findings.append(wrong_value(name, values[key], infos[key], self._where(nodes[key]), write))
+            said, where = f"{what.partition(': ')[2]}: {key}", self._where(nodes[key])
+            self.findings.append(wrong_value(said, values[key], infos[key], where, name=key))
         return found, nodes
 
     def _pairs(self, node: yaml.Node | None, what: str, known: Collection[str] | None = None) -> dict[str, yaml.Node]:

@@ -10,7 +10,7 @@ from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import ReadRL
 from megatune.config.dialects.roll_engine import sections
 from megatune.config.dialects.roll_tree import data_of, entries_of
-from megatune.config.dialects.table import OTHER_NAMES, SHORT_NAMES, Row, table
+from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
 from megatune.config.rl.pages import find_key, rl_pages
@@ -86,7 +86,7 @@ def _name(key: str) -> str:
 
 def _unknown(key: str) -> MegatuneError:
     names, name = LLAMAFACTORY.names, _name(key.lower()).rpartition(".")[2]
-    known = SHORT_NAMES | OTHER_NAMES
+    known = {key: meant for others in read_part("others", "names").values() for key, meant in others.items()}
     near = [known[name]] if name in known else nearest_names(name, names, cutoff=0.7)
     if name not in known:
         near += [each for each in names if name in each and each not in near][: 3 - len(near)]

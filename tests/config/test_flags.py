@@ -1,0 +1,58 @@
+"""Flags are read in one way, whatever names and types a verb knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatune.config.flags import FlagWords, flags_with_words, meant_by, value_of_words
+
+
+def test_words_belong_to_the_flag_before_them() -> None:
+    before, long, text, last = flags_with_words(["model", "--max-length", "8", "9", "--system=a=b", "c", "--"])
+    assert (before.key, before.values) == ("", ["model"])
+    assert (long.word, long.key, long.text, long.values) == ("--max-length", "max_length", None, ["8", "9"])
+    assert (text.word, text.key, text.text, text.behind, text.values) == (
+        "--system",
+        "system",
+        "a=b",
+        ["c"],
+        ["a=b", "c"],
+    )
+    assert last == FlagWords("--", [])
+    assert last.key == ""
+    assert not flags_with_words([])
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "data"),
+    [
+        ([], None, True),
+        ([], bool, True),
+        ([], list, None),
+        ([], str, None),
+        (["1e-5"], None, 1e-5),
+        (["1", "x"], None, [1, "x"]),
+        (["Yes"], bool, True),
+        (["t"], bool, True),  # which YAML reads as a text
+        (["t"], None, "t"),
+        (["maybe"], bool, "maybe"),
+        (["1"], str, "1"),
+        (["1", "2"], list, ["1", "2"]),
+        (["1"], list, ["1"]),
+        (["{a: 1}"], dict, {"a": 1}),
+        (["1", "2"], int, [1, 2]),  # one too many, which the setting refuses
+    ],
+)
+def test_words_are_read_as_the_type_of_their_flag(words: list[str], kind: type | None, data: Any) -> None:
+    value = value_of_words(words, kind)
+    assert (None if value is None else value.data) == data
+
+
+def test_the_beginning_of_a_name_means_all_that_begin_so() -> None:
+    names = ("max_length", "max_steps", "max", "seed")
+    assert meant_by("max", names) == ["max"]
+    assert meant_by("max_", names) == ["max_length", "max_steps"]
+    assert meant_by("s", names) == ["seed"]
+    assert meant_by("", names) == meant_by("x", names) == []
