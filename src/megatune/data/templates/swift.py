@@ -302,9 +302,11 @@ class SwiftTemplate:
             is_hybrid = self.thinks and bool(self.empty_thought)
             masks = ("empty_thought",) if self.rules.version >= 4 and is_hybrid else ()
         masked = 0
-        own = {"empty_thought": (re.escape(self.empty_thought),)} if self.thought_tags[0] != "<think>" else {}
+        patterns = dict(_MASKS)
+        if self.thought_tags[0] != "<think>":
+            patterns["empty_thought"] = (re.escape(self.empty_thought),)
         for mask in masks or ():
-            found = re.compile("|".join({**_MASKS, **own}[mask])).match(text, masked)
+            found = re.compile("|".join(patterns[mask])).match(text, masked)
             masked = found.end() if found else masked
         return masked
 
