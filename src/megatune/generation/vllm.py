@@ -75,14 +75,23 @@ class Vllm:
         """End answers."""
         self.engine.abort_request(list(ids))
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method in each of its workers."""
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method, or a function of the worker, in each of its workers."""
         found: list[Any] = self.engine.collective_rpc(method, args=args)
         return found
 
     def close(self) -> None:
-        """End the workers, which remove their shared memory, and what they have left in this process."""
+        """End the workers, and remove shared memory that those of a CPU leave behind."""
+        names = {name for name in self.call(_name_of_shared_memory) if name}
         self.engine.engine_core.shutdown()
+        for name in names:
+            for path in Path("/dev/shm").glob(f"{name}-*-cpushm*"):
+                path.unlink(missing_ok=True)
+
+
+def _name_of_shared_memory(worker: Any) -> str:
+    """Return how the names of a worker's files in /dev/shm begin; empty where vLLM has none there."""
+    return os.environ.get("VLLM_DIST_IDENT", "")
 
 
 def check_vllm(options: GenerationOptions, adapters: Sequence[Path]) -> None:
