@@ -41,7 +41,7 @@ def test_json_has_what_declarations_say(capsys):
     assert all(found[name]["media"] == (family.vision is not None) for name, family in FAMILIES.items())
     assert found["gpt_oss"]["quantized"] == ["mxfp4"]
     assert found["kimi_k2"]["quantized"] == ["fp8"]
-    assert {name for name in found if not found[name]["torch_dist"]} >= {"gpt_oss", "phi3", "qwen3_next", "qwen3_5"}
+    assert {name for name in found if not found[name]["torch_dist"]} >= {"gemma4", "qwen3_next", "qwen3_5"}
     assert found["qwen3"]["torch_dist"]
     assert {"in_proj_qkvz", "in_proj_ba", "out_proj"} <= {*found["qwen3_next"]["adapted"]}
 
@@ -54,7 +54,7 @@ def test_families_are_listed_and_one_is_detailed(capsys):
     assert "ep2 etp2 tp2 sp" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("word", "said"), [("gptoss", "did you mean gpt_oss?"), ("gemma4", "is not supported")])
+@pytest.mark.parametrize(("word", "said"), [("gptoss", "did you mean gpt_oss?"), ("gemma3n", "is not supported")])
 def test_an_unknown_type_is_refused(capsys, word, said):
     assert main(["families", word]) == 66
     assert said in capsys.readouterr().err

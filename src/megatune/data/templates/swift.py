@@ -302,11 +302,10 @@ class SwiftTemplate:
             is_hybrid = self.thinks and bool(self.empty_thought)
             masks = ("empty_thought",) if self.rules.version >= 4 and is_hybrid else ()
         masked = 0
-        patterns = dict(_MASKS)
-        if self.thought_tags[0] != "<think>":
-            patterns["empty_thought"] = (re.escape(self.empty_thought),)
         for mask in masks or ():
-            found = re.compile("|".join(patterns[mask])).match(text, masked)
+            has_own = mask == "empty_thought" and self.thought_tags[0] != "<think>"
+            patterns = (re.escape(self.empty_thought),) if has_own else _MASKS[mask]
+            found = re.compile("|".join(patterns)).match(text, masked)
             masked = found.end() if found else masked
         return masked
 
