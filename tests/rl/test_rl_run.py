@@ -7,6 +7,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from digits import RESPONSE, make_model, settings
@@ -19,6 +20,7 @@ from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.worker.policy import PolicyWorker
 
 LIMIT = 120.0
 _GAE = {"adv_estimator": "gae", "norm_mean_type": None, "norm_std_type": None}
@@ -178,11 +180,18 @@ def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
 
 
 def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:
-    """Have no room for a file as large as the model."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    """Have no room for a file as large as the model where it is saved; memory that weights travel through is none."""
+    save, (soft, hard) = PolicyWorker.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*arguments: Any, **named: Any) -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        return save(*arguments, **named)
+
     try:
-        with pytest.raises(MegatuneError, match=r"checkpoint-2(.|\n)*File too large") as caught:
+        with (
+            mock.patch.object(PolicyWorker, "save", full),
+            pytest.raises(MegatuneError, match=r"checkpoint-2(.|\n)*File too large") as caught,
+        ):
             run(settings, model)
         return int(caught.value.exit_code)
     finally:
@@ -200,19 +209,13 @@ def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
 
 def _run_behind(settings: RLSettings, model: Path) -> int:
     """Lose every update but the first."""
-    copy_first, whole = BuiltinEngine.update, BuiltinEngine.update
+    finish = BuiltinEngine._finish
 
-    def update(self: BuiltinEngine, bucket: Any) -> None:
-        assert self._update is not None
-        if self._update.version > 1:
-            bucket = {name: self._places[name].clone() for name in bucket}
-        copy_first(self, bucket)
+    def lose(self: BuiltinEngine, version: int, *, whole: bool) -> None:
+        finish(self, version, whole=whole and version == 1)
 
-    BuiltinEngine.update = update  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(BuiltinEngine, "_finish", lose):
         return run(settings, model)
-    finally:
-        BuiltinEngine.update = whole  # type: ignore[method-assign]
 
 
 def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):
