@@ -175,7 +175,8 @@ def test_gpu_kernel_is_called_as_torch_declares_it(spans):
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors[:3]]
 
 
-ARCHITECTURE = SimpleNamespace(kv_channels=64, mla=None, merges_attention=False)
+HEADS = SimpleNamespace(kv_channels=64)
+ARCHITECTURE = SimpleNamespace(kv_channels=64, of_heads=lambda _: HEADS, mla=None, merges_attention=False)
 
 
 def choice(backend: str, cp: str | None = None, packing: bool = False, bf16: bool = device.HAS_GPU) -> Settings:
@@ -203,7 +204,9 @@ def test_cudnn_is_refused_without_a_gpu():
 
 def test_cudnn_is_refused_with_sinks():
     with pytest.raises(MegatuneError, match="attention sinks need a kernel's log-sum-exp"):
-        require(choice("fused"), SimpleNamespace(kv_channels=64, mla=None, merges_attention=True, attention_sinks=True))
+        require(
+            choice("fused"), SimpleNamespace(**vars(ARCHITECTURE) | {"merges_attention": True, "attention_sinks": True})
+        )
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="what a GPU refuses")

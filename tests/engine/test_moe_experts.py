@@ -25,6 +25,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
         moe_ffn_hidden_size=ffn, hidden_size=HIDDEN, expert_tensor_parallel_size=1, params_dtype=dtype,
         moe_grouped_gemm=grouped, bias_activation_fusion=False, recompute_granularity=None, recompute_modules=[],
         quantized_form=None, add_bias_linear=False, moe_swiglu_limit=None, gradient_accumulation_fusion=False,
+        activation_func=torch.nn.functional.silu,
     )  # fmt: skip
     vars(config).update(more)
     module = GroupedExperts(NUM_EXPERTS, config)

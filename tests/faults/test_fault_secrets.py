@@ -132,7 +132,7 @@ def test_temporary_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = os.umask(0)
     try:
         stream = StreamFolder.make(tmp_path / "file" / "cache", "stream")
-        rows = built(Settings(), "k", lambda folder: None)
+        rows = built(Settings(), "k", lambda folder: None, lambda folder: folder)
     finally:
         os.umask(before)
     assert stream.path.stat().st_mode & 0o777 == 0o700

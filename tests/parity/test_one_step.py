@@ -194,9 +194,10 @@ def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Pa
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
-    """The trained tensors of a checkpoint: all but the bias by which experts are chosen."""
+    """The trained tensors of a checkpoint: all but the bias by which experts are chosen, and scalars of layers."""
+    buffers = ("e_score_correction_bias", "layer_scalar")
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
 
 
 def update_errors(before: dict[str, Tensor], expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:

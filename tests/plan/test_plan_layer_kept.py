@@ -81,7 +81,7 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> in
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
-    shapes, moe = of_layer(shapes_of(one.case), architecture.is_delta_layer(0), True), architecture.moe is not None
+    shapes, moe = of_layer(shapes_of(one.case), architecture.layer_kind(0), True), architecture.moe is not None
     (_, *attends, _), (_, *rest, _) = decoder_layer(shapes, moe)
     predicted = attention_memory(shapes, attends, one.settings.recompute.selective_modules).kept
     # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.

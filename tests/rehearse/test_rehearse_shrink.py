@@ -62,6 +62,10 @@ def default_config(family: str) -> dict[str, Any]:
     if family == "phi3":  # a factor for each of 36 pairs of channels, as Phi-4-mini has
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
         config["rope_parameters"] = rope | {"short_factor": [1.0] * 36, "long_factor": [2.0] * 36}
+    if family.startswith("gemma4"):  # as 31B, which shares no keys and has no embeddings of each layer
+        (config if family == "gemma4_text" else config["text_config"]).update(
+            hidden_size_per_layer_input=0, num_kv_shared_layers=0
+        )
     if "vision_config" in config:  # nor encoders and decoders that fit
         config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
     return json.loads(json.dumps(config))

@@ -293,7 +293,12 @@ def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
         values[name] = log_probs.detach() + scale * torch.randn(shape)
     nothing = torch.zeros(0, dtype=torch.int64)
     sequences = Sequences(
-        boundaries=(0, 12), position_ids=torch.arange(12), is_padding=mask == 0, normalizer=nothing, trained=nothing
+        boundaries=(0, 12),
+        position_ids=torch.arange(12),
+        lengths=lengths[:, None],
+        is_padding=mask == 0,
+        normalizer=nothing,
+        trained=nothing,
     )
     batch = LocalBatch(torch.zeros(shape, dtype=torch.int64), mask.long() - 1, sequences, values, None)
     role = settings.actor_train

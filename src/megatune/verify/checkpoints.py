@@ -78,6 +78,8 @@ def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[s
             found[key] = _shortened(value, num_layers, count)
         elif "layer" in key and isinstance(value, list) and len(value) == num_layers:
             found[key] = value[:count]
+        elif "layer" in key and isinstance(value, Mapping):
+            found[key] = {layer: own for layer, own in value.items() if not layer.isdecimal() or int(layer) < count}
     return found
 
 

@@ -267,7 +267,9 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     chunks, optimizer = rules.chunks(stage), rules.optimizer
     sparse = sum(layer.kind.sparse for chunk in chunks for layer in chunk.layers)
     saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
+    num_layers = sum(len(chunk.layers) for chunk in chunks)
     weights = sparse * rules.held().sparse_buffer_bytes - saved
+    weights += num_layers * rules.parameter_bytes if rules.model.architecture.layer_scalars else 0
     gradients = master_weights = host = 0
     state = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
     for part in parts:
@@ -279,7 +281,6 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
         state += (part.updated - part.on_host) * optimizer.element_bytes
         state -= part.matrices * (optimizer.element_bytes - optimizer.matrix_bytes)
         host += part.on_host * (optimizer.element_bytes + master)
-    num_layers = sum(len(chunk.layers) for chunk in chunks)
     return StageState(num_layers, weights, gradients, master_weights, state, host)
 
 
