@@ -114,7 +114,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.extended(*list(LOSSES)[1:])
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_engine_is_started_again(tmp_path: Path, name: str) -> None:
     """While it is, the others sample what it had begun, or the run waits for the only one; the run comes to the same
