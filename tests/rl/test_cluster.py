@@ -97,7 +97,8 @@ def weights_of(groups: dict[str, RoleGroup], num_tensors: int) -> Weights:
 
 @pytest.mark.parametrize("route", [Route("file"), Route("device", (0,), (0, 1), seconds=60.0)], ids=["file", "gloo"])
 def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
-    """By both ways that need no GPU: every engine has every bucket, bit for bit, and buffers are used again."""
+    """By both ways that need no GPU: every engine that is there has every bucket, bit for bit, and buffers are used
+    again; an engine that was lost is left out, and meets the others again once it is admitted."""
     specs = [
         RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True),
         RoleSpec("actor_infer", SERVER, devices=(0, 1), is_server=True),
@@ -106,14 +107,19 @@ def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
         groups = cluster.start(specs)
         carried, sizes = weights_of(groups, 10), [1000, 5, 300_000, 7, 3000]
         groups["actor_train"].call("plan", sizes)
-        for version in (5, 6):
+        engines = groups["actor_infer"]
+        for version, present in ((5, 2), (6, 2), (7, 1), (8, 2)):
+            if version == 7:
+                engines.actors[1].on_loss()
+            if version == 8:
+                engines.admit(1)
             sent = carried._sent(version)
             assert [len(each.contents) for each in sent] == [2] * 5
             assert sum(each.tensor_bytes for each in sent) == sum(sizes) * 4 + 5 * 8
             taken = {f"n{place}": ((), "torch.int64", [3]) for place in range(5)}
             for place, size in enumerate(sizes):
                 taken[f"w{place}"] = (size, 2), "torch.bfloat16", [place + 0.5]
-            assert groups["actor_infer"].call("state") == [(version, taken)] * 2
+            assert engines.call("state") == [(version, taken)] * present
 
 
 NOTHING = 0
