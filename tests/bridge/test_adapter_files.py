@@ -163,7 +163,7 @@ def test_peft_loads_what_is_written_and_computes_the_same(case: str, model_dir: 
     merged = MergedFolder(base, [open_adapter(adapter, architecture)])
     for name, shape in all_tensors(architecture):
         assert_same_numbers(merged.read(rows(shape, name)), expected.read(rows(shape, name)))
-    assert_same_numbers(with_it, logits(load(tmp_path / "merged")), 1e-4)
+    assert_same_numbers(with_it, logits(load(tmp_path / "merged")), 5e-5)
 
 
 def test_dropout_is_kept_where_peft_takes_it(model_dir: MakeModel, tmp_path: Path) -> None:

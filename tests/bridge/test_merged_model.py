@@ -63,7 +63,7 @@ def test_a_merged_model_computes_what_peft_does(family: str, model_dir: MakeMode
     }
     changed = [name for name, each in before.items() if not torch.equal(after[name], each)]
     assert (merged.num_tensors, merged.num_changed) == (len(before), len(changed))
-    assert_same_numbers(logits(load(tmp_path / "merged")), logits(with_adapter(model, adapter)), 1e-4)
+    assert_same_numbers(logits(load(tmp_path / "merged")), logits(with_adapter(model, adapter)), 5e-5)
 
 
 def test_experts_that_files_have_transposed(model_dir: MakeModel, tmp_path: Path) -> None:
@@ -181,4 +181,4 @@ def test_a_tied_model_stays_tied(model_dir: MakeModel, tmp_path: Path) -> None:
     adapter = new_adapter(model, tmp_path / "adapter", additional_target=["embed_tokens"])
     merge(model, [adapter], tmp_path / "merged")
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
-    assert_same_numbers(logits(load(tmp_path / "merged")), logits(with_adapter(model, adapter)), 1e-4)
+    assert_same_numbers(logits(load(tmp_path / "merged")), logits(with_adapter(model, adapter)), 5e-5)
