@@ -142,6 +142,9 @@ class Shell:
         for module in ("launch.supervisor", "doctor.run")[trains:]:
             monkeypatch.setattr(f"megatune.{module}.run_ranks", self._count_launch)
         monkeypatch.setattr("megatune.rl.pipeline.run.start", self._count_launch)
+        monkeypatch.setattr(
+            "megatune.training.sweep.run.Sweep._train", lambda sweep, *trial: self._trial(sweep, *trial)
+        )
         run = importlib.import_module("megatune.rehearse.run").Rehearsal.run
         monkeypatch.setattr("megatune.rehearse.run.Rehearsal.run", lambda rehearsal: run(rehearsal, played={}))
         monkeypatch.setattr("megatune.generation.endpoint.server.Server", self._keep_app)
@@ -176,7 +179,7 @@ class Shell:
         if words[0] == "train" and not self._trains and not any("resume" in word for word in words):
             words = [*words, "overwrite_output_dir=true"]  # the stand-in's run there has other settings
         if words[0] == "sweep" and "--trials" in words:
-            words[words.index("--trials") + 1] = "2"  # each is a training of its own
+            words[words.index("--trials") + 1] = "2"
         if words[0] == "train" and self._trains:
             words = [*words, "dataloader_num_workers=0"]  # ranks of the pool start no processes
         with contextlib.suppress(SystemExit):  # --version
@@ -191,6 +194,10 @@ class Shell:
     def _count_launch(self, *args: Any, **kwargs: Any) -> int:
         self._launched += 1
         return 0
+
+    def _trial(self, sweep: Any, name: str, values: Any, slot: int) -> int:
+        """Run a trial of a sweep in this process, as any other training."""
+        return self._megatune("train", sweep.source, *sweep.words(values)).returncode
 
     def _keep_app(self, app: Any, *args: Any) -> SimpleNamespace:
         """Take a server's place, which does not listen."""
