@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool_launch import CommandLine
 
 from megatune.cli.main import main
 from megatune.cli.verbs import VERBS
@@ -62,13 +62,14 @@ def test_other_shells(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fix: bash, zsh or fish" in capsys.readouterr().err
 
 
-def test_quiet(tmp_path: Path) -> None:
+def test_quiet(tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGATUNE_QUIET", "0")  # and back to what it was
     make_checkpoint("qwen3", tmp_path / "model")
     (tmp_path / "my.csv").write_text("instruction,output\nHi,Hello!\n" * 2)
     flags = {"model_name_or_path": "model", "dataset": "my.csv", "output_dir": "out", "max_steps": 2, "use_cpu": True}
-    command = [sys.executable, "-m", "megatune", "sft", "--quiet", *(f"--{key}={each}" for key, each in flags.items())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATUNE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    done = command_line("sft", "--quiet", *(f"--{key}={each}" for key, each in flags.items()))
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"finished: 2 steps in .*\nplan .*\nthe model is in out\n", done.stdout), done.stdout
     assert main(["explain", "learning_rate", "--quiet"]) == ExitCode.SETTINGS  # it runs nothing
