@@ -32,10 +32,12 @@ class Generator(Prompter):
         options: GenerationOptions,
         source: str,
         pictures: PromptPictures | None = None,
+        *,
+        chats: bool = True,
     ) -> None:
         super().__init__(tokenizer, options, source, backend.context, pictures)
         self.backend = backend
-        if not options.raw:
+        if chats and not options.raw:
             self.check_template()
 
     @classmethod
@@ -47,6 +49,7 @@ class Generator(Prompter):
         *,
         load_backend: LoadBackend = TransformersBackend.load,
         brings_pictures: bool = False,
+        chats: bool = True,
     ) -> Generator:
         """Load a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run.
 
@@ -54,6 +57,7 @@ class Generator(Prompter):
             adapters: folders of adapters to apply, in order; the last one's tokenizer is taken where it has one.
             load_backend: loads the model of a folder.
             brings_pictures: whether what is asked later may have images and videos of its own.
+            chats: whether a model without a chat template is refused, unless the options say raw.
 
         Raises:
             MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read; (DATA) a
@@ -65,7 +69,8 @@ class Generator(Prompter):
         pictures = read_pictures(folder, options)
         tokenizer = load_tokenizer(folder, adapters)
         backend = load_backend(folder, tokenizer, adapters, pictures.vision if pictures else None)
-        return cls(backend, tokenizer, options, str(adapters[-1] if adapters else folder), pictures)
+        source = str(adapters[-1] if adapters else folder)
+        return cls(backend, tokenizer, options, source, pictures, chats=chats)
 
     def answer(
         self,
