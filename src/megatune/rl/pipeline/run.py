@@ -80,11 +80,8 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             cluster.note(phase, step)
 
         try:
-            with (
-                Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
-                cluster.reward_pool(settings.rewards) as pool,
-            ):
-                roles = start_roles(cluster, settings)
+            with Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster:
+                pool, roles = cluster.reward_pool(settings.rewards), start_roles(cluster, settings)
                 return drive(settings, source, problems, validation, roles, pool, stop, note)
         finally:
             timeline.end()

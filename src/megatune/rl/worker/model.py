@@ -70,7 +70,7 @@ class ModelWorker(ABC):
     loaded: LoadedModel
     _offload: Offload
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
         self.context = context
         self.step = 0  # steps done

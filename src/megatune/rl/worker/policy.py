@@ -29,8 +29,8 @@ class PolicyWorker(TrainedWorker):
     _sender: Sender | None
     _stream: Iterator[dict[str, Tensor]]
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
-        super().__init__(settings, role, context)
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
+        super().__init__(context, settings, role)
         objective = self.objective(1)
         self.token_extras, self.document_extras = objective.token_extras, objective.document_extras
 

@@ -22,7 +22,7 @@ from megatune.verify.reference import load_reference_model
 class TransformersWorker:
     """One rank of a role with strategy "hf". Ranks exchange nothing. See `ModelWorker`."""
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
         self.context = context
 
