@@ -152,6 +152,11 @@ def check_rest(engine: Any, first: Path) -> None:
     engine.update(Sender(ROUTE, torch.device("cpu")).pack({name: weights[name] for name in list(weights)[1:]}))
     assert "1 of" in refused(engine.commit_update, 5)
     assert engine.version == -1
+    # One that breaks off, as another engine was lost, begins anew.
+    engine.begin_update(6, len(weights))
+    engine.update(Sender(ROUTE, torch.device("cpu")).pack({name: weights[name] for name in list(weights)[:5]}))
+    update(engine, first, 6)
+    check(engine, first)
 
 
 def adapted(base: Path, folder: Path, seed: int) -> Any:

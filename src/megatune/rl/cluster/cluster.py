@@ -20,7 +20,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.processes import rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
-from megatune.rl.cluster.group import RoleGroup
+from megatune.rl.cluster.group import LOST, RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
 from megatune.rl.rewards.pool import RewardPool
@@ -145,13 +145,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         until = time.monotonic() + limit
         actor.begin(self._host(spec, actor.placement, meeting))
-        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor)])
-        if not (pids := await born.finished):
+        pid = await self._watch.begin("start", limit, actor, actor.handle.pid.remote())
+        if pid is LOST:
             return False
-        actor.state.pid = pids[0]
+        actor.state.pid = pid
         self._watch.actors.append(actor)
         building = actor.handle.build.remote(spec.target, dict(spec.arguments))
-        return bool(await self._watch.begin("build", until - time.monotonic(), [(building, actor)]).finished)
+        return await self._watch.begin("build", until - time.monotonic(), actor, building) is not LOST
 
     def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
         """Return what scores samples, on every machine of the run."""

