@@ -72,6 +72,7 @@ class Driver:
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,
             rollout.max_additional_running_prompts if rollout.is_use_additional_prompts else 0,
+            rollout.partial_rollout_steps,
         )
         if self.progress.step:
             self._collector.load_state(self.progress.collector, self.progress.routing)
@@ -143,7 +144,7 @@ class Driver:
         if self._is_asynchronous:
             with phases("probe"):
                 self.weights.probe(self.problems.all(), step + 1, self.learner)
-            self._collector.regenerate_stale(step + 1)
+        self._collector.regenerate_stale(step + 1)
         return found
 
     def _sync(self, version: int) -> Sync:

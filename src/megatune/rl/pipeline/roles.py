@@ -265,7 +265,8 @@ class DeviceScheduler:
     def load(self, model: ModelGroup, checkpoint: str | None = None) -> None:
         """Load a model, with room for it."""
         self._let_sleep(model)
-        self._clear_of(model, ())
+        for other in self._others(model):
+            other.hold()
         model.load(checkpoint)
 
     def sample(self) -> None:
@@ -279,16 +280,14 @@ class DeviceScheduler:
     def compute(self, model: ModelGroup, *parts: str) -> None:
         """Give the devices to a model, which needs these parts. Judges that share them have nothing to do."""
         self._let_sleep(model)
-        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
-            model.hold(*self._clear_of(model, parts))
+        self._give(model, parts)
 
     def transfer(self, model: ModelGroup) -> None:
         """Have the model's weights on the devices, and the engines'. Their cache comes back with `sample`, when the
         model has left: together they would be the most that a step needs."""
         for judge in self._judges_of(model):
             judge.sleep()
-        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
-            model.hold(*self._clear_of(model, ("weights",)))
+        self._give(model, ("weights",))
         for other in self._models:
             if other is not model and self.meets_engines(other):
                 other.hold()
@@ -303,10 +302,13 @@ class DeviceScheduler:
     def _judges_of(self, model: ModelGroup) -> list[EngineGroup]:
         return [judge for judge in self._judges if {*judge.role.devices} & {*model.role.devices}]
 
-    def _clear_of(self, model: ModelGroup, parts: Sequence[str]) -> Sequence[str]:
-        for other in self._others(model):
+    def _give(self, model: ModelGroup, parts: Sequence[str]) -> None:
+        """Have these parts of a model on devices that it shares, and nothing of the other models there."""
+        others = self._others(model)
+        for other in others:
             other.hold()
-        return parts
+        if others or self.meets_engines(model) or self._judges_of(model):
+            model.hold(*parts)
 
     def _others(self, model: ModelGroup) -> list[ModelGroup]:
         return [each for each in self._models if each is not model and {*each.role.devices} & {*model.role.devices}]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +22,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
-from megatune.engine.step import evaluating
+from megatune.engine.step import evaluating, token_log_probs
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -100,6 +101,18 @@ class ModelWorker(ABC):
         Raises:
             MegatuneError: INPUT, SETTINGS: what cannot be used.
         """
+
+    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
+        """Compute log-probabilities of the responses' tokens, of the weights as they are.
+
+        Args:
+            temperature: that logits are divided by; None for that of sampling.
+        """
+        return self._log_probs("log-probs", rollouts, temperature)
+
+    def _log_probs(self, phase: str, rollouts: Rollouts, temperature: float | None) -> Answer:
+        temperature = self.rl.sampling_temperature if temperature is None else temperature
+        return self._forward(phase, rollouts, partial(token_log_probs, temperature=temperature))
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.
