@@ -179,7 +179,7 @@ NOTHING = 0
     ],
 )
 def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: int, says: str) -> None:
-    specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER)]
+    specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER, devices=(0,))]
     with Cluster(tmp_path, {0}) as cluster:
         groups = cluster.start(specs)
         pids = [groups[name].call("pid")[0] for name in groups]
@@ -344,7 +344,6 @@ def test_where_actors_are() -> None:
     assert ranks[2] == ActorPlacement(2, 1, (8, 9), 0, 2)
     engines = placements(RoleSpec("a", "", devices=(8, 9, 10, 11), devices_per_actor=2), 8, [1])
     assert engines == [ActorPlacement(0, 0, (8, 9), 0, 2), ActorPlacement(1, 0, (10, 11), 1, 2)]
-    assert placements(RoleSpec("a", "", workers=2), 8, [0])[1] == ActorPlacement(1, 0, (), 1, 2)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,7 @@ def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None
                        ("kill", "was killed"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)
-    assert (counts.scored, counts.errors, counts.timeouts) == (8, 4, 1)
-    assert counts.last_failure.startswith("own, problem ")
+    assert (counts.errors, counts.timeouts) == (4, 1)
     log = (tmp_path / "logs" / "reward-own.log").read_text()
     assert "a line that a reward prints" in log
     assert "in length" in log, "the stack of what took too long"
@@ -180,7 +179,6 @@ def test_a_sample_that_nobody_wants_is_not_scored(scorer: Scorer, module: str) -
 
     pool = RewardPool({"own": role(f"{module}:length")}, scorer)
     asyncio.run(cancelled(pool))
-    assert pool.counts["own"].scored == 1
     assert not Path("killed").exists()
 
 

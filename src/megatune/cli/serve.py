@@ -92,11 +92,11 @@ def serve(given: Given[ServeOptions]) -> int:
 
 def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
+    from megatune.generation.asked import backend_loader, model_dir
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.server import Server
     from megatune.generation.endpoint.streams import Streams
     from megatune.generation.generator import Generator
-    from megatune.generation.opening import backend_loader, model_dir
 
     folder = model_dir(asked.adapted.base, options.model_revision, options.cache_dir)
     loader = backend_loader(asked.vllm)

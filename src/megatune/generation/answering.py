@@ -13,12 +13,11 @@ import yaml
 from megatune.config.settings import DataSettings
 from megatune.data.prompts import read_questions
 from megatune.data.samples import Replacements, replacements
-from megatune.generation.asked import Asked
+from megatune.generation.asked import Asked, backend_loader, model_dir
 from megatune.generation.chat import answer_prompts, chat, print_reply
 from megatune.generation.dataset import Outcome, answer_rows, open_datasets
 from megatune.generation.generator import Generator
 from megatune.generation.inputs import find_model
-from megatune.generation.opening import backend_loader, model_dir
 from megatune.generation.results import ResultFile, default_path
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,16 +17,6 @@ from megatune.rl.samples import Problem, Request, Response, Rollouts
 from megatune.rl.transport import Parcel, Route, break_off, choose_route, merged
 
 _PROBE_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """What a transfer of the weights took: tensors, bytes, buckets and seconds."""
-
-    tensors: int
-    bytes: int
-    buckets: int
-    seconds: float
 
 
 class Weights:
@@ -50,14 +39,14 @@ class Weights:
         """Let the engines sample on, with the weights that they have."""
         self._scheduler.sample()
 
-    def sync(self, version: int) -> Sync:
-        """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then."""
-        began = time.monotonic()
+    def sync(self, version: int) -> dict[str, float]:
+        """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then. Return
+        metrics."""
         self._scheduler.transfer(self._policy)
         parcels = self._sent(version)
         self._scheduler.sample()
-        tensors, nbytes = sum(len(each.contents) for each in parcels), sum(each.tensor_bytes for each in parcels)
-        return Sync(tensors, nbytes, len(parcels), time.monotonic() - began)
+        nbytes, tensors = (sum(each.tensor_bytes for each in parcels), sum(len(each.contents) for each in parcels))
+        return {"sync_bytes": float(nbytes), "sync_tensors": float(tensors)}
 
     def connect(self) -> Route:
         """Choose how weights travel, and let the trainer and the engines that are there meet."""

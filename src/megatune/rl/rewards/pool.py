@@ -31,16 +31,12 @@ class DomainCounts:
     """What became of the samples of one domain, since the start of the run.
 
     Attributes:
-        scored: samples that came back, those below, too.
         errors: without a score because the reward raised, its process died, or it could not be had.
         timeouts: without a score because the reward took too long.
-        last_failure: what the latest of either said; "" where there was none.
     """
 
-    scored: int = 0
     errors: int = 0
     timeouts: int = 0
-    last_failure: str = ""
 
 
 @dataclass(slots=True)
@@ -162,8 +158,6 @@ class RewardPool:
 
     def _settle(self, domain: _Domain, sample: Sample, reply: Mapping[str, Any]) -> None:
         """Write what a reward said into its sample, and count it."""
-        counts = domain.counts
-        counts.scored += 1
         failure = reply.get("error")
         if failure is None:
             domain.failures_in_a_row = 0
@@ -172,9 +166,8 @@ class RewardPool:
             return
         sample.score, sample.details = 0.0, {"correct": 0.0, "error": failure}
         domain.failures_in_a_row += 1
-        counts.timeouts += bool(reply.get("timeout"))
-        counts.errors += not reply.get("timeout")
-        counts.last_failure = f"{sample.problem.domain}, problem {sample.problem.id}: {failure}"
+        domain.counts.timeouts += bool(reply.get("timeout"))
+        domain.counts.errors += not reply.get("timeout")
         if domain.failures_in_a_row >= FAILURES_IN_A_ROW:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)

@@ -41,21 +41,17 @@ _PADDING = 0  # any token: padding trains nothing, and nobody attends to it
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a worker says once it is loaded; the same on all ranks of the role, but for memory.
+    """What a worker says once it is loaded; the same on all ranks of the role.
 
     Attributes:
-        step: of the checkpoint that the run resumes from, 0 without one.
         data_parallel_size: ranks that get different samples.
         num_tensors: that `weights` gives; 0 where it gives none.
-        memory_gib: in use by this rank.
         notes: lines that a user should see.
         on_gpu: whether its device is a GPU.
     """
 
-    step: int
     data_parallel_size: int
-    num_tensors: int
-    memory_gib: float
+    num_tensors: int = 0
     notes: tuple[str, ...] = ()
     on_gpu: bool = False
 
@@ -146,9 +142,7 @@ class ModelWorker(ABC):
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
     def _ready(self, num_tensors: int = 0, notes: Sequence[str] = ()) -> Ready:
-        memory = device.memory_bytes() / 2**30
-        on_gpu = device.current().type == "cuda"
-        return Ready(self.step, self.loaded.place.dp_size, num_tensors, memory, tuple(notes), on_gpu)
+        return Ready(self.loaded.place.dp_size, num_tensors, tuple(notes), device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.away]
