@@ -58,8 +58,8 @@ def evaluate(settings: RLSettings, model: str) -> int:
     print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
     devices = {device for role in samplers(settings) for device in role.devices}
     found: dict[str, dict[str, float]] = {}
-    sizes = {"devices_per_node": run.num_gpus_per_node, "call_limit": run.rpc_timeout}
-    with Cluster(folder / "launch", devices, **sizes) as cluster:
+    per_node, limit = run.num_gpus_per_node, run.rpc_timeout
+    with Cluster(folder / "launch", devices, devices_per_node=per_node, call_limit=limit) as cluster:
         pool, (engines, judges) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
