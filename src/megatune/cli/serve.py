@@ -92,17 +92,12 @@ def serve(given: Given[ServeOptions]) -> int:
 
 def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
-    from megatune.generation.asked import backend_loader, model_dir
+    from megatune.generation.answering import load_generator, model_folder
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.server import Server
     from megatune.generation.endpoint.streams import Streams
-    from megatune.generation.generator import Generator
 
-    folder = model_dir(asked.adapted.base, options.model_revision, options.cache_dir)
-    loader = backend_loader(asked.vllm)
-    generator = Generator.load(
-        folder, asked.options, asked.adapted.adapters, load_backend=loader, brings_pictures=True, chats=False
-    )
+    generator = load_generator(asked, model_folder(asked, options), brings_pictures=True, chats=False)
     streams = Streams(generator.backend, options.max_waiting)
     name = options.served_model_name or Path(asked.name).resolve().name
     limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)

@@ -7,9 +7,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatune.config.options import Given
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -18,9 +17,6 @@ from megatune.generation.inputs import nearest_folder
 from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
-
-if TYPE_CHECKING:
-    from megatune.generation.generator import LoadBackend
 
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 
@@ -114,17 +110,6 @@ def _model_or_adapters(model: str | None, base: str | None, adapters: list[str])
     if more or not adapted.adapters:  # which refuses those that are none
         adapted = adapted_model(adapted.base, adapters=adapters)
     return first, adapted
-
-
-def backend_loader(vllm: dict[str, Any] | None) -> LoadBackend:
-    """Return what loads the backend: Transformers, or vLLM with these arguments."""
-    if vllm is None:
-        from megatune.generation.transformers_backend import TransformersBackend
-
-        return TransformersBackend.load
-    from megatune.generation.vllm import VllmBackend
-
-    return partial(VllmBackend.load, arguments=vllm)
 
 
 def model_dir(name: str, revision: str, cache_dir: str | None) -> Path:

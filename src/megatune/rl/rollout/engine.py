@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -96,9 +96,9 @@ class RolloutEngine(ABC, Generic[T]):
                 self._sampled[request.id] = sampled
                 self._start(sampled)
 
-    @abstractmethod
     def _begin(self, request: Request) -> T:
-        """Return what holds a request in flight."""
+        """Return what holds a request in flight: of engines that need no more than all of them, this."""
+        return cast(T, Sampled(request, self.version))
 
     @abstractmethod
     def _start(self, sampled: T) -> None:
