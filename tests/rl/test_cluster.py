@@ -151,7 +151,7 @@ def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path
         engines.start_one(1, "doom", signum).result()
         began = time.monotonic()
         assert len(carried._sent(5)) == 5
-        assert time.monotonic() - began < 120
+        assert time.monotonic() - began < 300, "nobody waits for the timeout of a broadcast"
         assert engines.ranks == [0, 2]
         assert engines.run(engines.restart(1))
         engines.admit(1)

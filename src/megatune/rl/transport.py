@@ -28,6 +28,7 @@ WAITING_BUCKETS = 2
 _BROKEN = "broken"  # a key of the store, where a process of a broadcast has gone
 _POLL_SECONDS, _LOOK_SECONDS = 0.0005, 0.2  # between two looks at a broadcast, and at whether it is broken off
 _MEETING = timedelta(seconds=120)  # that processes of a route wait for each other when it is opened
+_BREAKING = timedelta(seconds=5)  # that the driver waits for the first sender's store
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: storage_device
 
 
@@ -138,6 +139,7 @@ class Sender:
         self._count = 0
         self._store: TCPStore | None = None
         self._group: Any = None
+        self._work: Any = None
 
     def open(self, address: str) -> Route:
         """Open the place where listeners meet this rank, the first one, if there are any; return the route with it.
@@ -175,17 +177,25 @@ class Sender:
         return parcel
 
     def broadcast(self) -> None:
-        """Send the last bucket to the listeners, which receive it meanwhile.
+        """Begin to send the last bucket to the listeners, which receive it meanwhile, once they have the one before.
 
         Raises:
             LostPeerError: one of them has gone.
         """
         if self._store is not None:
+            self._wait()
             memory = self._buffers[(self._count - 1) % WAITING_BUCKETS]
-            _broadcast(self._group, self._store, memory.buffer[: memory.used])
+            self._work = _broadcast(self._group, memory.buffer[: memory.used])
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None and self._store is not None:
+            _finish(work, self._group, self._store)
 
     def free(self) -> None:
         """Give the buffers back, between updates."""
+        with suppress(LostPeerError):  # who is left has answered for what it received
+            self._wait()
         for memory in self._buffers:
             memory.free()
 
@@ -196,7 +206,7 @@ class Receiver:
     def __init__(self, route: Route, number: int, device: torch.device) -> None:
         self._device, self._store = device, None
         if number in route.listeners:
-            self._store = store_of(route)
+            self._store = _store_of(route, _MEETING)
             self._group = _group(self._store, 1 + route.listeners.index(number), route, device)
 
     @contextmanager
@@ -210,7 +220,7 @@ class Receiver:
             buffer = torch.from_file(parcel.file, shared=False, size=parcel.nbytes, dtype=torch.uint8)
         elif self._store is not None:
             buffer = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
-            _broadcast(self._group, self._store, buffer)
+            _finish(_broadcast(self._group, buffer), self._group, self._store)
         else:
             buffer = _opened(parcel.handles[_uuid()])
         yield parcel.tensors(buffer)
@@ -245,17 +255,16 @@ class _Memory:
         self.used = nbytes
 
 
-def store_of(route: Route) -> TCPStore:
+def _store_of(route: Route, timeout: timedelta) -> TCPStore:
     """Return a client of the store by which the first sender and the listeners meet."""
-    size = 1 + len(route.listeners)
-    return TCPStore(route.address, route.port, size, timeout=_MEETING)
+    return TCPStore(route.address, route.port, 1 + len(route.listeners), timeout=timeout)
 
 
 def break_off(route: Route) -> None:
     """Let all that wait in a broadcast of a route know that one of them has gone: NCCL would wait for it."""
     if route.listeners:
         with suppress(RuntimeError):  # the first sender has gone, too
-            store_of(route).set(_BROKEN, "")
+            _store_of(route, _BREAKING).set(_BROKEN, "")
 
 
 def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> Any:
@@ -274,13 +283,22 @@ def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> An
     return group
 
 
-def _broadcast(group: Any, store: TCPStore, buffer: Tensor) -> None:
-    if group is None:
-        raise LostPeerError
+def _broadcast(group: Any, buffer: Tensor) -> Any:
+    """Begin a broadcast, and return it."""
     options = BroadcastOptions()
     options.rootRank = 0
     try:
-        work, looked = group.broadcast([buffer], options), time.monotonic()
+        if group is not None:
+            return group.broadcast([buffer], options)
+    except RuntimeError as error:
+        raise LostPeerError from error
+    raise LostPeerError
+
+
+def _finish(work: Any, group: Any, store: TCPStore) -> None:
+    """Wait for a broadcast."""
+    try:
+        looked = time.monotonic()
         while not work.is_completed():
             time.sleep(_POLL_SECONDS)
             if time.monotonic() - looked > _LOOK_SECONDS:
@@ -290,7 +308,7 @@ def _broadcast(group: Any, store: TCPStore, buffer: Tensor) -> None:
                     raise LostPeerError
         work.wait()
     except RuntimeError as error:
-        raise LostPeerError(str(error)) from error
+        raise LostPeerError from error
 
 
 def _uuid() -> str:

@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.judge import Ask, Judge
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.task import Job, NotLoadedError, Scorer, WorkerDiedError, failure_of, reply_of
+from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, failure_of, reply_of
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ class _Domain:
     async def _serve(self, asked: Sequence[tuple[Answer, asyncio.Future[dict[str, Any]]]]) -> None:
         try:
             replies = await self.score([answer for answer, _ in asked])
-        except NotLoadedError as error:
-            replies = [{"error": str(error)}] * len(asked)
         except Exception as error:  # whatever it is, these samples must have a reply
-            replies = [{"error": f"{type(error).__name__}: {error}"}] * len(asked)
+            replies = [failure_of(error)] * len(asked)
         for (_, future), reply in zip(asked, replies, strict=True):
             if not future.done():
                 future.set_result(reply)
@@ -204,28 +202,19 @@ async def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
     raise AssertionError(f"the judge of {domain} is asked before the run starts")
 
 
-async def _scored(scorer: Scorer, job: Job, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Score by a process; of several answers whose process has ended, each is scored alone."""
-    if len(answers) == 1:
-        return [await _scored_alone(scorer, job, limit, answers[0])]
+async def _scored(
+    scorer: Scorer, job: Job, limit: float, answers: Sequence[Answer], tries: int = 2
+) -> list[dict[str, Any]]:
+    """Score by a process; of several answers whose process has ended, each is scored alone. It may be killed by others,
+    for want of memory: that is not the answer's, unless it happens again."""
     try:
         return await scorer(job, answers, limit)
-    except (TimeoutError, WorkerDiedError):
-        return [await _scored_alone(scorer, job, limit, each) for each in answers]
-
-
-async def _scored_alone(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dict[str, Any]:
-    """Score by a process. It may be killed by others, for want of memory: that is not the sample's, unless it happens
-    again."""
-    failure = ""
-    for _ in range(2):
-        try:
-            return (await scorer(job, [answer], limit))[0]
-        except TimeoutError:
-            return _late(limit)
-        except WorkerDiedError as error:
-            failure = str(error)
-    return {"error": failure}
+    except (TimeoutError, WorkerDiedError) as error:
+        if len(answers) > 1:
+            return [(await _scored(scorer, job, limit, [each]))[0] for each in answers]
+        if isinstance(error, TimeoutError):
+            return [_late(limit)]
+        return await _scored(scorer, job, limit, answers, tries - 1) if tries > 1 else [failure_of(error)]
 
 
 async def _asked(judge: Judge, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -235,8 +224,6 @@ async def _asked(judge: Judge, limit: float, answers: Sequence[Answer]) -> list[
         return [reply_of(await asyncio.wait_for(judge(answer), limit))]
     except TimeoutError:
         return [_late(limit)]
-    except Exception as error:
-        return [failure_of(error)]
 
 
 def _late(limit: float) -> dict[str, Any]:

@@ -37,11 +37,11 @@ GRACE_SECONDS = 5.0  # after its limit, where Python itself does not go on
 Scorer = Callable[["Job", Sequence[Answer], float], Awaitable[list[dict[str, Any]]]]
 
 
-class WorkerDiedError(Exception):
+class WorkerDiedError(RewardError):
     """The process ended before it answered."""
 
 
-class NotLoadedError(Exception):
+class NotLoadedError(RewardError):
     """The process cannot load its reward; another one could not, either."""
 
 
