@@ -54,7 +54,7 @@ def export_weights(
     merges = has_adapters and selection is not None and not adapters_alone
     beside = _Beside(loaded, selection) if merges and selection is not None else None
     gather_parameters(loaded.model)
-    run = experts_at_once(architecture, place.ep_size)
+    run = _experts_at_once(architecture, place.ep_size)
     holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
     pieces: dict[_Key, Piece] = {
         (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
@@ -105,7 +105,7 @@ def export_weights(
             yield fused, together
 
 
-def experts_at_once(architecture: Architecture, ep_size: int) -> int:
+def _experts_at_once(architecture: Architecture, ep_size: int) -> int:
     """Return how many experts of a weight are gathered and sent together: all of a rank's, within `_MOST_BYTES`."""
     if architecture.moe is None:
         return 1

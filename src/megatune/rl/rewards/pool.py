@@ -125,11 +125,7 @@ class RewardPool:
             seconds = limit or float(role.arguments.get("timeout") or kind.limit)
             job = Job(name, role.kind, role.function, role.arguments, folder, path, log)
             is_judge = isinstance(reward, Judge)
-            own = (
-                partial(_asked, reward, seconds)
-                if isinstance(reward, Judge)
-                else partial(_scored, scorer, job, seconds)
-            )
+            own: Any = partial(_asked, reward, seconds) if is_judge else partial(_scored, scorer, job, seconds)
             computes = not is_judge and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
             self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE)
