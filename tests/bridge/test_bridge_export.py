@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS
 from live_bytes import LiveBytes
 from torch import Tensor
 
+from megatune.bridge import export as module
 from megatune.bridge.assemble import load_model
 from megatune.bridge.export import export_weights
 from megatune.config.settings import Settings
@@ -68,14 +70,33 @@ def test_experts_come_one_by_one_and_layers_in_order(pool, model_dir, ranks):
 
 
 def export_bytes(model: Path, settings: Settings, ranks: list[int] | None) -> tuple[int, int]:
-    """On every rank: the most bytes that exporting has at a time, and bytes of the largest weight."""
+    """On every rank: the most bytes that exporting has at a time, and bytes of the largest weight; an expert alone is
+    as large as what is sent together."""
     place = build(settings.parallel, seed=0, timeout=30)
     loaded = load_model(model, settings, place)
     largest = 0
-    with LiveBytes() as found:
+    with LiveBytes() as found, mock.patch.object(module, "_MOST_BYTES", 1):
         for _, tensor in export_weights(loaded, ranks):
             largest = max(largest, tensor.nbytes)
     return found.peak, largest
+
+
+def count_broadcasts(model: Path, settings: Settings) -> tuple[int, int]:
+    """On every rank: broadcasts of an export, and tensors that it gave."""
+    place = build(settings.parallel, seed=0, timeout=30)
+    loaded = load_model(model, settings, place, trained=False)
+    with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as sent:
+        pairs = list(export_weights(loaded))
+    return sent.call_count, len(pairs)
+
+
+def test_what_a_rank_has_of_a_weight_is_sent_at_once(pool, model_dir):
+    """Gate and up of four experts each of two ranks are 2 broadcasts a layer instead of 16, down 2 instead of 8."""
+    model = model_dir("qwen3_moe", moe_intermediate_size=40, num_hidden_layers=6)
+    # A layer has 6 more weights, and its router, or two matrices where it has no experts; 3 weights are in no layer.
+    for count, tensors_given in pool.run(2, count_broadcasts, model, ALL["ep2"].settings()):
+        assert count == 3 * (2 + 2 + 7) + 3 * (2 + 6) + 3
+        assert tensors_given == len(tensors(model))
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("ep2 etp1 tp2 sp pp2 dp2", None), ("ep2 pp2", [0]), ("tp2 sp", None)])

@@ -189,6 +189,7 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("train_infer_ratio_mask=true",), "since ROLL 0.2 train_infer_correction says it"),
         (("async_generation_ratio=1",), "actor_infer shares devices with actor_train"),
         (("async_generation_ratio=0.5",), "between 0 and 1"),
+        (("partial_rollout_steps=1",), "a step needs all prompts that it samples"),
         (
             (*JUDGED, "async_generation_ratio=1", "actor_infer.device_mapping=[2]"),
             "rewards.math shares devices with actor",

@@ -26,9 +26,8 @@ from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.endpoint.app import App, Limits
-from megatune.generation.endpoint.model import load_model
 from megatune.generation.endpoint.server import Server, listening_socket
-from megatune.generation.endpoint.streams import OneAtATime
+from megatune.generation.endpoint.streams import Streams
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import Backend, Prompt, Reply
@@ -43,7 +42,8 @@ class Recorded:
     """A backend that keeps its replies, and counts what it has begun."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.context = backend, backend.context
+        self.backend, self.context, self.at_once = backend, backend.context, backend.at_once
+        self.close = backend.close
         self.replies: list[Reply] = []
         self.begun = 0
 
@@ -83,12 +83,12 @@ def serving(app: App, streams: Any, key: str | None) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def streams(recorded: Recorded) -> OneAtATime:
-    return OneAtATime(recorded, max_waiting=0)
+def streams(recorded: Recorded) -> Streams:
+    return Streams(recorded, max_waiting=0)
 
 
 @pytest.fixture(scope="module")
-def port(generator: Generator, streams: OneAtATime) -> Iterator[int]:
+def port(generator: Generator, streams: Streams) -> Iterator[int]:
     limits = Limits(body_bytes=20_000)
     app = App(generator, streams, "tiny", 1, defaults=OPTIONS, api_key="secret", limits=limits)
     with serving(app, streams, "secret") as port:
@@ -252,7 +252,7 @@ def test_the_key_and_the_pages(client: openai.OpenAI, port: int) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_answer(
-    client: openai.OpenAI, port: int, recorded: Recorded, streams: OneAtATime, stream: bool
+    client: openai.OpenAI, port: int, recorded: Recorded, streams: Streams, stream: bool
 ) -> None:
     recorded.replies.clear()
     begun = recorded.begun
@@ -276,7 +276,7 @@ def test_a_client_that_leaves_ends_its_answer(
 
 
 def test_an_answer_that_takes_too_long(generator: Generator) -> None:
-    streams = OneAtATime(generator.backend, 4)
+    streams = Streams(generator.backend, 4)
     app = App(generator, streams, "tiny", 1, defaults=OPTIONS, limits=Limits(seconds=0.3))
     with serving(app, streams, None) as port:
         client = client_of(port)
@@ -293,7 +293,8 @@ def test_an_answer_that_takes_too_long(generator: Generator) -> None:
 
 def test_images_are_shown_where_they_stand(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2_5_vl", tmp_path / "vl", num_layers=2)
-    prompter, streams = load_model(folder, OPTIONS)
+    prompter = Generator.load(folder, OPTIONS, chats=False)
+    streams = Streams(prompter.backend, 16)
     assert prompter.pictures is not None
 
     def part(colour: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from megatune.launch.context import RankContext
 from megatune.rl.rollout.server import EngineServer
-from megatune.rl.transport import Parcel, Receiver, Route, Sender
+from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender
 
 
 def server(context: RankContext, start: int = 0) -> EngineServer:
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, context: RankContext, start: int = 0) -> None:
         self.context, self.number = context, start
         self.taken: dict[str, Any] = {}
-        self.version = 0
+        self.version = self.doomed = 0
 
     def add(self, value: int) -> tuple[int, int]:
         self.number += value
@@ -96,8 +96,12 @@ class Worker:
         assert self.context.rank > 0
         list(self._weights())
 
-    def broadcast_weights(self) -> None:
-        self.sender.broadcast()
+    def broadcast_weights(self) -> bool:
+        try:
+            self.sender.broadcast()
+        except LostPeerError:
+            return False
+        return True
 
     def free_weights(self) -> None:
         self.sender.free()
@@ -108,11 +112,21 @@ class Worker:
     def begin_update(self, version: int, num_tensors: int) -> None:
         self.taken, self.expected = {}, num_tensors
 
-    def update(self, parcel: Parcel) -> None:
+    def doom(self, signum: int) -> None:
+        """Send this process a signal in the next update, before its third bucket."""
+        self.doomed = signum
+
+    def update(self, parcel: Parcel) -> bool:
         time.sleep(0.01 * self.context.rank)
-        with self.receiver.opened(parcel) as tensors:
-            for name, tensor in tensors.items():
-                self.taken[name] = tuple(tensor.shape), str(tensor.dtype), sorted(set(tensor.view(-1).tolist()))
+        if self.doomed and len(self.taken) == 4:
+            os.kill(os.getpid(), self.doomed)
+        try:
+            with self.receiver.opened(parcel) as tensors:
+                for name, tensor in tensors.items():
+                    self.taken[name] = tuple(tensor.shape), str(tensor.dtype), sorted(set(tensor.view(-1).tolist()))
+        except LostPeerError:
+            return False
+        return True
 
     def commit_update(self, version: int) -> None:
         assert len(self.taken) == self.expected

@@ -16,7 +16,6 @@ from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
-from megatune.rl.pipeline import hosts
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup
 from megatune.rl.pipeline.run import _read as read
 from megatune.rl.pipeline.run import drive
@@ -26,8 +25,15 @@ from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rewards.task import Job, judged, load_job
+from megatune.rl.rollout.load import engine_server
 from megatune.rl.rollout.server import EngineServer
 from megatune.rl.worker import reference, training
+from megatune.rl.worker.policy import PolicyWorker
+from megatune.rl.worker.reference import ReferenceWorker
+from megatune.rl.worker.transformers_model import TransformersWorker
+from megatune.rl.worker.value import ValueWorker
+
+_FROZEN = {"hf": TransformersWorker, "megatron": ReferenceWorker}
 
 
 class LocalGroup:
@@ -107,21 +113,22 @@ def _run(
 
     def engines(role: InferRole, max_running: int, context: int) -> EngineGroup:
         own = [RankContext(RankEnv(rank, 0, 1, 1, "127.0.0.1", 1, 0), run_dir) for rank in range(role.num_engines)]
-        made = [hosts.engine(each, role, 0, max_running, context) for each in own]
+        made = [engine_server(each, role, 0, max_running, context) for each in own]
         level = settings.sleep_level if role is settings.actor_infer else 1
         return EngineGroup(role, LocalGroup(*made, loop=loop), max_running, level)  # type: ignore[arg-type]
 
     longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}
-    policy = model_group(hosts.policy, settings.actor_train)
+    policy = model_group(PolicyWorker, settings.actor_train)
     assert policy is not None
     roles = Roles(
         engines(settings.actor_infer, rollout.max_running_requests, longest),
         policy,
-        model_group(hosts.frozen, settings.reference),
-        model_group(hosts.critic, settings.critic),
+        model_group(_FROZEN[settings.reference.strategy] if settings.reference else None, settings.reference),
+        model_group(ValueWorker, settings.critic),
         {},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
-    with contextlib.closing(loop), RewardPool(settings.rewards, score_here) as pool:
+    with contextlib.closing(loop):
+        pool = RewardPool(settings.rewards, score_here)
         return drive(settings, model, trained, validation, roles, pool, stop_requested)

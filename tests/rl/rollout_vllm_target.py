@@ -21,7 +21,7 @@ from megatune.config.rl.settings import InferRole, SentAdapter
 from megatune.errors import MegatuneError
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt
-from megatune.generation.vllm import VllmBackend, VllmStreams, lora_arguments
+from megatune.generation.vllm import VllmBackend, lora_arguments
 from megatune.rl.rollout.load import load_engine
 from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, mismatch_of
 from megatune.rl.samples import Request, Response
@@ -152,6 +152,11 @@ def check_rest(engine: Any, first: Path) -> None:
     engine.update(Sender(ROUTE, torch.device("cpu")).pack({name: weights[name] for name in list(weights)[1:]}))
     assert "1 of" in refused(engine.commit_update, 5)
     assert engine.version == -1
+    # One that breaks off, as another engine was lost, begins anew.
+    engine.begin_update(6, len(weights))
+    engine.update(Sender(ROUTE, torch.device("cpu")).pack({name: weights[name] for name in list(weights)[:5]}))
+    update(engine, first, 6)
+    check(engine, first)
 
 
 def adapted(base: Path, folder: Path, seed: int) -> Any:
@@ -205,6 +210,7 @@ def lora(base: Path, _: Path) -> None:
 def answers(base: Path, _: Path) -> None:
     """`infer` and `serve`: texts equal to those of Transformers; streamed, with stop words, at once, by an adapter."""
     # An environment that only samples need not have what these import.
+    from megatune.generation.endpoint.streams import Streams
     from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
     adapter = base.parent / "adapter"
@@ -228,7 +234,7 @@ def answers(base: Path, _: Path) -> None:
     assert cut.text == expected[1].text[: expected[1].text.index(word) + len(word)]
     ended = backend.write(prompts[2], sampling, None, lambda: True)
     assert ended.num_tokens < 12
-    streams = VllmStreams(backend)
+    streams = Streams(backend, 0)
 
     async def one(prompt: Prompt, leave: bool) -> list[Any]:
         events: list[Any] = []

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -84,14 +85,24 @@ class Loaded(NamedTuple):
     group: RoleGroup
     role: Any
     ready: Any = None
-    number: int = 2
 
 
-def weights_of(groups: dict[str, RoleGroup], num_tensors: int) -> Weights:
+@dataclass
+class EngineWeights:
+    """What `Weights` reads of engines, and sets."""
+
+    group: RoleGroup
+    role: Any
+    number: int
+    on_loss: Any = None
+
+
+def weights_of(groups: dict[str, RoleGroup], num_tensors: int, number: int = 2) -> Weights:
     run = SimpleNamespace(num_gpus_per_node=8, rpc_timeout=60.0)
     ready = SimpleNamespace(num_tensors=num_tensors, on_gpu=False)
     policy = Loaded(groups["actor_train"], SimpleNamespace(devices=(0, 1)), ready)
-    engines = Loaded(groups["actor_infer"], SimpleNamespace(devices=(0, 1), devices_per_engine=1, engine="builtin"))
+    role = SimpleNamespace(devices=tuple(range(number)), devices_per_engine=1, engine="builtin")
+    engines = EngineWeights(groups["actor_infer"], role, number)
     return Weights(SimpleNamespace(run=run), None, policy, engines)  # type: ignore[arg-type]
 
 
@@ -110,7 +121,7 @@ def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
         engines = groups["actor_infer"]
         for version, present in ((5, 2), (6, 2), (7, 1), (8, 2)):
             if version == 7:
-                engines.actors[1].on_loss()
+                engines._actors[1].on_loss()
             if version == 8:
                 engines.admit(1)
             sent = carried._sent(version)
@@ -120,6 +131,34 @@ def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
             for place, size in enumerate(sizes):
                 taken[f"w{place}"] = (size, 2), "torch.bfloat16", [place + 0.5]
             assert engines.call("state") == [(version, taken)] * present
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path) -> None:
+    """It dies, or hangs: the broadcast breaks off, the others get all from the first bucket, and it meets them again
+    with the next weights."""
+    specs = [
+        RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True),
+        RoleSpec("actor_infer", SERVER, devices=(0, 1, 2), is_server=True, restarts=1),
+    ]
+    route = Route("device", (0,), (0, 1, 2), seconds=600.0)
+    with Cluster(tmp_path, {0, 1, 2}) as cluster, mock.patch.object(weights, "choose_route", return_value=route):
+        groups = cluster.start(specs)
+        engines = groups["actor_infer"]
+        carried = weights_of(groups, 10, 3)
+        engines.on_loss = lambda rank: carried._break_off()
+        groups["actor_train"].call("plan", [1000, 5, 300_000, 7, 3000])
+        engines.start_one(1, "doom", signum).result()
+        began = time.monotonic()
+        assert len(carried._sent(5)) == 5
+        assert time.monotonic() - began < 300, "nobody waits for the timeout of a broadcast"
+        assert engines.ranks == [0, 2]
+        assert engines.run(engines.restart(1))
+        engines.admit(1)
+        assert len(carried._sent(6)) == 5
+        states = engines.call("state")
+        assert [version for version, _ in states] == [6, 6, 6]
+        assert states[0] == states[1] == states[2]
 
 
 NOTHING = 0
@@ -140,7 +179,7 @@ NOTHING = 0
     ],
 )
 def test_an_actor_dies_or_hangs(ray: None, tmp_path: Path, role: str, signum: int, says: str) -> None:
-    specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER)]
+    specs = [RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True), RoleSpec("reward", WORKER, devices=(0,))]
     with Cluster(tmp_path, {0}) as cluster:
         groups = cluster.start(specs)
         pids = [groups[name].call("pid")[0] for name in groups]
@@ -305,7 +344,6 @@ def test_where_actors_are() -> None:
     assert ranks[2] == ActorPlacement(2, 1, (8, 9), 0, 2)
     engines = placements(RoleSpec("a", "", devices=(8, 9, 10, 11), devices_per_actor=2), 8, [1])
     assert engines == [ActorPlacement(0, 0, (8, 9), 0, 2), ActorPlacement(1, 0, (10, 11), 1, 2)]
-    assert placements(RoleSpec("a", "", workers=2), 8, [0])[1] == ActorPlacement(1, 0, (), 1, 2)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,36 @@ async def _until(collector: Collector, is_so: Callable[[], bool]) -> None:
     taking.cancel()
 
 
+def test_a_synchronous_run_waits_for_no_long_group_that_it_carries(run: Any) -> None:
+    """It continues with the next weights, from where it was, and begins anew where it is too old."""
+    slow = {1}  # b0: the numbers of two domains alternate
+    engines = Engines(lambda number: 10**4 if number in slow else 1)
+    collector = _collector(engines, Scores(), extra=4, carried=1)
+    taken = run(collector.take())
+    assert 1 not in {group.number for group in taken.groups}
+    assert not engines.in_flight
+    sampled = len(engines.seen)
+    collector.resume()
+    run(_moments(100))
+    assert len(engines.seen) == sampled, "nothing is sampled while the trainer works"
+    engines.version = 2
+    collector.regenerate_stale(2)
+    part = collector._domains["b"].under_way[0]
+    part.parts = {0: _response("train-1-0-0", [6], "abort", ((0, 1),))}
+    state = json.loads(json.dumps(collector.state({})))
+    slow.clear()
+    collector._domains["b"].ready.clear()
+    (group,) = (group for group in run(collector.take()).groups if group.problem.domain == "b")
+    assert group.number == 1
+    assert group.responses[0].versions[:2] == ((0, 1), (1, 2))
+    assert group.responses[0].response_ids[0] == 6
+    late = _collector(engines, Scores(), extra=4, carried=1)
+    late.load_state(state, {})
+    engines.version = 3
+    late.regenerate_stale(3)
+    assert all((group.oldest_version or 0) >= 2 for group in run(late.take()).groups)
+
+
 def test_the_next_step_is_sampled_while_the_trainer_works(run: Any) -> None:
     """And nothing is, while it does, in a synchronous run: nor is anything left in flight."""
     for ratio, sampled in ((0.0, 0), (1.0, 8)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,7 +28,6 @@ from megatune.rl.rewards.judge import Judge, read_judgement
 from megatune.rl.rewards.judge_client import JudgeClient, judges_of
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.rollout.server import EngineServer
-from megatune.rl.samples import Request, Response
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -62,12 +60,12 @@ def test_judgements_are_read_by_the_rule_of_their_prompt(said: str, is_number: b
 def test_a_model_of_the_run_is_asked() -> None:
     asked: list[Any] = []
 
-    def ask(messages: list[dict[str, str]]) -> str:
+    async def ask(messages: list[dict[str, str]]) -> str:
         asked.extend(messages)
         return "Score: 9"
 
     judge = Judge("{question}|{response}|{reference}|Score: n", "inference", ask=ask)
-    assert judge(ANSWER).score == 0.9
+    assert asyncio.run(judge(ANSWER)).score == 0.9
     assert asked == [{"role": "user", "content": "2+2? {response}|4 {reference}|four|Score: n"}]
 
 
@@ -108,11 +106,11 @@ def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> Non
             url,
             generating=Generating(temperature=0.5, top_p=0.9, top_k=5, max_new_tokens=100),
         )
-        assert judge(ANSWER).score == 1
+        assert asyncio.run(judge(ANSWER)).score == 1
         with pytest.raises(RewardError, match="empty judgement"):
-            judge(ANSWER)
+            asyncio.run(judge(ANSWER))
         with pytest.raises(RewardError, match="answers 401"):
-            judge(ANSWER)
+            asyncio.run(judge(ANSWER))
     path, key, message = asked[0]
     assert (path, key) == ("/v1/chat/completions", "Bearer key of the environment")
     assert {name: message[name] for name in message if name != "messages"} == {
@@ -120,7 +118,7 @@ def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> Non
     }  # fmt: skip
     assert len(replies) == 1
     with pytest.raises(RewardError, match="refused"):  # nobody is there any more
-        judge(ANSWER)
+        asyncio.run(judge(ANSWER))
 
 
 @pytest.mark.parametrize(
@@ -144,13 +142,11 @@ def _engines(judge: InferRole) -> EngineGroup:
     return EngineGroup(judge, LocalGroup(*map(server, range(len(judge.devices)))), 4)  # type: ignore[arg-type]
 
 
-async def _asked(pool: ThreadPoolExecutor, ask: JudgeClient, texts: list[str], limit: float = 60.0) -> list[str]:
-    """Ask in threads, while the loop runs."""
-    calls = (pool.submit(ask, [{"role": "user", "content": text}], limit) for text in texts)
-    return await asyncio.gather(*map(asyncio.wrap_future, calls))
+async def _asked(ask: JudgeClient, texts: list[str]) -> list[str]:
+    return await asyncio.gather(*(ask([{"role": "user", "content": text}]) for text in texts))
 
 
-def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None:
+def test_a_model_of_the_run_judges_many_at_once(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
     generating = Generating(max_new_tokens=4, do_sample=False)
     judge = InferRole(
@@ -164,9 +160,9 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
     ask = JudgeClient(engines, load_tokenizer(folder), generating, context=300)
     texts = [f"Is {number} right?" for number in range(10)]
 
-    async def slept(pool: ThreadPoolExecutor) -> list[str]:
+    async def slept() -> list[str]:
         """Have the engines end what they do in the middle, and sleep for a while."""
-        asked = asyncio.create_task(_asked(pool, ask, texts))
+        asked = asyncio.create_task(_asked(ask, texts))
         while not engines._calls:
             await asyncio.sleep(0)
         engines._asleep = {"cache"}
@@ -176,41 +172,12 @@ def test_threads_share_the_engines_of_a_model_of_the_run(tmp_path: Path) -> None
         engines.wake()
         return await asked
 
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(len(texts)) as many:
-        alone = engines.run(_asked(one, ask, texts))
-        assert engines.run(_asked(many, ask, texts)) == alone
-        assert engines.run(slept(many)) == alone
-        assert len(set(alone)) > 1
-        with pytest.raises(RewardError, match="its context is 300"):
-            ask([{"role": "user", "content": "long " * 300}], 1.0)
-        ask.close()
-        with pytest.raises(RewardError, match="the run ends"):
-            ask([{"role": "user", "content": "short"}], 60.0)
-
-
-def test_an_answer_that_does_not_come_keeps_no_thread(tmp_path: Path) -> None:
-    """Nor does the end of the run."""
-
-    class Losing:
-        loop = asyncio.new_event_loop()
-
-        async def generate(self, requests: Sequence[Request]) -> list[Response]:
-            await asyncio.sleep(600)
-            return []
-
-    folder = make_checkpoint("qwen3", tmp_path / "judge", num_layers=2, hidden_size=32, seed=1)
-    engines = Losing()
-    ask = JudgeClient(engines, load_tokenizer(folder), Generating(max_new_tokens=4), context=300)
-    run = engines.loop.run_until_complete
-    with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(TimeoutError, match=r"has not answered within 0\.5 seconds"):
-            run(_asked(pool, ask, ["Is it right?"], 0.5))
-        waiting = engines.loop.create_task(_asked(pool, ask, ["Is it right?"]))
-        while not ask._asked:
-            run(asyncio.sleep(0.01))
-        ask.close()
-        with pytest.raises(RewardError, match="the run ends"):
-            run(waiting)
+    alone = [engines.run(_asked(ask, [text]))[0] for text in texts]
+    assert engines.run(_asked(ask, texts)) == alone
+    assert engines.run(slept()) == alone
+    assert len(set(alone)) > 1
+    with pytest.raises(RewardError, match="its context is 300"):
+        engines.run(_asked(ask, ["long " * 300]))
 
 
 def test_judges_are_found_by_domain() -> None:

@@ -100,6 +100,22 @@ def test_a_run_with_a_critic_resumes_exactly(pool, model, tmp_path):
         pool.run(1, run, of(parts, 4, resume_from_checkpoint=True), model, limit=LIMIT)
 
 
+def test_a_synchronous_run_carries_responses_to_its_next_steps(pool, model, tmp_path):
+    """Also over a resume: a response of two versions of the weights agrees with the trainer where that can be said."""
+
+    def of(steps: int, **changes: Any) -> RLSettings:
+        found = _settings(model, tmp_path, steps, **changes)
+        carried = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "partial_rollout_steps": 1}
+        return replace(found, rollout=found.rollout.model_copy(update=carried))
+
+    pool.run(1, run, of(3), model, limit=LIMIT)
+    pool.run(1, run, of(6, resume_from_checkpoint=True), model, limit=LIMIT)
+    steps = [record for record in _records(tmp_path) if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert [record["staleness"] > 0 for record in steps] == [False] + [True] * 5
+    assert all(record["staleness"] <= 1 and record["log_prob_gap_mean"] < 1e-5 for record in steps)
+
+
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
     found = _settings(model, tmp_path, 2, eval_steps=2)
     engine = found.actor_train.settings

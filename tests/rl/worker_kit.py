@@ -100,7 +100,7 @@ def started(kind: Any, settings: RLSettings, checkpoint: str | None = None) -> A
     rank, world_size = groups.rank(), len(settings.actor_train.devices)
     env = RankEnv(rank, rank, world_size, world_size, "127.0.0.1", 0, 0)
     context = RankContext(env, Path(tempfile.mkdtemp()))
-    worker = kind(settings, settings.actor_train, context)
+    worker = kind(context, settings, settings.actor_train)
     worker.load(worker.find_checkpoint(None)[0] if checkpoint == NEWEST else checkpoint)
     return worker
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from megatune.architecture import Architecture
 from megatune.bridge.assemble import LoadedModel
 from megatune.bridge.merged import merge_product
 from megatune.bridge.parameters import Holders, Piece, gather_piece, holders_of
@@ -16,10 +18,11 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_weights, adapters, scaling
 from megatune.families.peft_tensors import PREFIX
 from megatune.families.selection import Selection
-from megatune.families.weights import WHOLE, Role, Stack, by_expert, hf_shapes, layers_of
+from megatune.families.weights import WHOLE, Role, Slice, Stack, by_expert, hf_shapes, layers_of
 
-# The engine's name of a weight, its layer, its expert: names that all ranks know.
+# The engine's name of a weight, its layer, its run of experts: names that all ranks know.
 _Key = tuple[str, int, int]
+_MOST_BYTES = 2**28  # of the experts of a weight that are gathered and sent together
 
 
 @torch.no_grad()
@@ -34,8 +37,8 @@ def export_weights(
 
     The order is the same in every layout: weights outside layers, then layer by layer, both in the order of the
     family's weight map, experts one after another. The first rank that holds a slice of a weight gathers it and sends
-    it to the others. That rank has one weight twice in memory meanwhile, the others have one tensor; of experts, one
-    expert's, or those of a layer where the checkpoint has them in one tensor.
+    it to the others: of experts all that it holds of a layer, within 256 MiB. That rank has as much twice in memory
+    meanwhile, the others once; and all experts of a layer, where the checkpoint has them in one tensor.
 
     Args:
         ranks: those that get the tensors, such as the first of each machine; for others the stream is empty. None: all.
@@ -43,7 +46,7 @@ def export_weights(
         adapters_alone: yield the adapters, under peft's names, and no other weights.
 
     Yields:
-        Tensors of the parameters' dtypes on this rank's device, in memory of their own.
+        Tensors of the parameters' dtypes on this rank's device, not in the parameters' memory.
     """
     architecture, place = loaded.architecture, loaded.place
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
@@ -51,12 +54,13 @@ def export_weights(
     merges = has_adapters and selection is not None and not adapters_alone
     beside = _Beside(loaded, selection) if merges and selection is not None else None
     gather_parameters(loaded.model)
+    run = _experts_at_once(architecture, place.ep_size)
     holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
     pieces: dict[_Key, Piece] = {
         (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
         for local in loaded.parameters
         if not local.is_copy and holders[local.weight.per_expert].replicas.rank() == 0
-        for piece in local.pieces(architecture)
+        for piece in local.pieces(architecture, run)
     }
     owned = {
         key: piece.local.parameter.dtype
@@ -75,7 +79,7 @@ def export_weights(
     )
     for weight, layer in in_order:
         fused, together = None if adapters_alone else loaded.form.fused_name(weight, layer), None
-        for part in by_expert(weight, architecture, WHOLE):
+        for part in by_expert(weight, architecture, WHOLE, run):
             key = (weight.engine, layer, part.ep_rank)
             owner, dtype = owners[key]
             whole = None
@@ -83,21 +87,34 @@ def export_weights(
                 whole = gather_piece(pieces[key], holders[weight.per_expert], 0, architecture, device.current())
                 if beside is not None:
                     beside.merge(whole, key, pieces, holders[weight.per_expert])
-            matrices = []
-            for name, shape in hf_shapes(weight, architecture, layer, part).items():
-                tensor = torch.empty(shape, dtype=dtype, device=device.current()) if whole is None else whole.pop(name)
-                _send(tensor, owner, wanted)
-                if place.rank in wanted and fused is None:
-                    yield PREFIX + family.in_modules(name) if adapters_alone else loaded.form.file_name(name), tensor
-                matrices.append(tensor)
-                del tensor
-            if place.rank in wanted and fused is not None:
-                (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
-                together = matrices[0].new_empty(shape) if together is None else together
-                matrix = torch.cat(matrices)
-                together[part.ep_rank] = matrix.T if loaded.form.transposed and matrix.dim() > 1 else matrix
+            tensors = _sent(hf_shapes(weight, architecture, layer, part), whole, dtype, owner, wanted)
+            del whole
+            if place.rank not in wanted:
+                continue
+            if fused is None:
+                for name in [*tensors]:
+                    own = PREFIX + family.in_modules(name) if adapters_alone else loaded.form.file_name(name)
+                    yield own, tensors.pop(name)
+                continue
+            (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
+            for one in by_expert(weight, architecture, part):
+                matrix = torch.cat([tensors.pop(name) for name in hf_shapes(weight, architecture, layer, one)])
+                together = matrix.new_empty(shape) if together is None else together
+                together[one.ep_rank] = matrix.T if loaded.form.transposed and matrix.dim() > 1 else matrix
         if fused is not None and together is not None:
             yield fused, together
+
+
+def _experts_at_once(architecture: Architecture, ep_size: int) -> int:
+    """Return how many experts of a weight are gathered and sent together: all of a rank's, within `_MOST_BYTES`."""
+    if architecture.moe is None:
+        return 1
+    weights = [each for each in FAMILIES[architecture.model_type].weight_map(architecture) if each.per_expert]
+    one = Slice(ep_size=architecture.moe.num_experts)
+    sizes = [sum(map(math.prod, hf_shapes(each, architecture, 0, one).values())) for each in weights]
+    of_rank = architecture.moe.num_experts // ep_size
+    fitting = (run for run in range(of_rank, 1, -1) if of_rank % run == 0 and 4 * run * max(sizes) <= _MOST_BYTES)
+    return next(fitting, 1)
 
 
 class _Beside:
@@ -126,13 +143,35 @@ class _Beside:
                 tensor.copy_(merge_product(tensor.float(), a, b, self._factor, lengths))
 
 
-def _send(tensor: Tensor, owner: int, wanted: set[int]) -> None:
-    """Fill the tensor of the ranks that want it with the owner's."""
+def _sent(
+    shapes: Mapping[str, tuple[int, ...]],
+    whole: dict[str, Tensor] | None,
+    dtype: torch.dtype,
+    owner: int,
+    wanted: set[int],
+) -> dict[str, Tensor]:
+    """Give the ranks that want tensors those that their owner has, in one piece; {} for the others.
+
+    Args:
+        whole: on the owner: the tensors.
+    """
     rank = groups.rank()
+    if wanted <= {owner}:
+        return whole or {}
+    if rank not in wanted | {owner}:
+        return {}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    if whole is None:
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device.current())
+    else:
+        parts = [whole.pop(name).reshape(-1) for name in shapes]
+        flat = torch.cat(parts) if len(parts) > 1 else parts.pop()
+        del parts
     if len(wanted) == torch.distributed.get_world_size():
-        torch.distributed.broadcast(tensor, owner)
+        torch.distributed.broadcast(flat, owner)
     elif rank == owner:
         for other in sorted(wanted - {owner}):
-            torch.distributed.send(tensor, other)
-    elif rank in wanted:
-        torch.distributed.recv(tensor, owner)
+            torch.distributed.send(flat, other)
+    else:
+        torch.distributed.recv(flat, owner)
+    return {name: each.view(shapes[name]) for name, each in zip(shapes, flat.split(sizes), strict=True)}

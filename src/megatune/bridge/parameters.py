@@ -51,9 +51,10 @@ class LocalParameter:
         """Find the shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
         return hf_shapes(self.weight, architecture, self.layer, self.slice)
 
-    def pieces(self, architecture: Architecture) -> list[Piece]:
-        """Cut the parameter into its experts, in order; into one piece where it belongs to none."""
-        parts = by_expert(self.weight, architecture, self.slice)
+    def pieces(self, architecture: Architecture, run: int = 1) -> list[Piece]:
+        """Cut the parameter into its experts, in order, or into runs of so many; into one piece where it belongs to
+        none."""
+        parts = by_expert(self.weight, architecture, self.slice, run)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]
 

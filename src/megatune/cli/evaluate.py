@@ -59,9 +59,8 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: as `infer`, and UNAVAILABLE where lm_eval is not installed, or the data of a task is not there.
     """
-    from megatune.generation.asked import checked
+    from megatune.generation.asked import checked, model_dir
     from megatune.generation.inputs import find_model
-    from megatune.generation.opening import model_dir
 
     given = COMMAND.read(words)
     options = given.options

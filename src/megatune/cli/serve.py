@@ -92,18 +92,16 @@ def serve(given: Given[ServeOptions]) -> int:
 
 def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
+    from megatune.generation.answering import load_generator, model_folder
     from megatune.generation.endpoint.app import App, Limits
-    from megatune.generation.endpoint.model import load_model
     from megatune.generation.endpoint.server import Server
-    from megatune.generation.opening import model_dir
+    from megatune.generation.endpoint.streams import Streams
 
-    folder = model_dir(asked.adapted.base, options.model_revision, options.cache_dir)
-    prompter, streams = load_model(
-        folder, asked.options, asked.adapted.adapters, vllm=asked.vllm, max_waiting=options.max_waiting
-    )
+    generator = load_generator(asked, model_folder(asked, options), brings_pictures=True, chats=False)
+    streams = Streams(generator.backend, options.max_waiting)
     name = options.served_model_name or Path(asked.name).resolve().name
     limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)
-    app = App(prompter, streams, name, int(time.time()), defaults=asked.options, api_key=key, limits=limits)
+    app = App(generator, streams, name, int(time.time()), defaults=asked.options, api_key=key, limits=limits)
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{taken.getsockname()[1]}/v1"
 

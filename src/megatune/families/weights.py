@@ -192,12 +192,16 @@ def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) 
     return range(part.ep_rank * size, (part.ep_rank + 1) * size)
 
 
-def by_expert(weight: Weight, architecture: Architecture, part: Slice) -> list[Slice]:
-    """Return the slice cut into one for each of its experts, in order; itself where it has none."""
+def by_expert(weight: Weight, architecture: Architecture, part: Slice, run: int = 1) -> list[Slice]:
+    """Return the slice cut into one for each of its experts, in order; itself where it has none.
+
+    Args:
+        run: experts that stay together; a divisor of those of a slice.
+    """
     if architecture.moe is None or not weight.per_expert:
         return [part]
-    experts = experts_of(weight, architecture, part)
-    return [replace(part, ep_size=architecture.moe.num_experts, ep_rank=expert) for expert in experts]
+    experts = experts_of(weight, architecture, part)[::run]
+    return [replace(part, ep_size=architecture.moe.num_experts // run, ep_rank=each // run) for each in experts]
 
 
 def hf_shape(tensor: HFTensor, architecture: Architecture) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import yaml
 from megatune.config.settings import DataSettings
 from megatune.data.prompts import read_questions
 from megatune.data.samples import Replacements, replacements
-from megatune.generation.asked import Asked
+from megatune.generation.asked import Asked, model_dir
 from megatune.generation.chat import answer_prompts, chat, print_reply
 from megatune.generation.dataset import Outcome, answer_rows, open_datasets
-from megatune.generation.generator import Generator
+from megatune.generation.generator import Generator, LoadBackend
 from megatune.generation.inputs import find_model
-from megatune.generation.opening import backend_loader, model_dir
 from megatune.generation.results import ResultFile, default_path
+from megatune.generation.transformers_backend import TransformersBackend
 
 
 def answer(asked: Asked, options: Any, prompt: str | None, *, stream: bool | None) -> None:
@@ -32,7 +33,7 @@ def answer(asked: Asked, options: Any, prompt: str | None, *, stream: bool | Non
     folder = model_folder(asked, options)
     with ExitStack() as stack:
         results = stack.enter_context(ResultFile(Path(options.result_path))) if options.result_path else None
-        generator = _load(asked, folder)
+        generator = load_generator(asked, folder)
         at_terminal = sys.stdin.isatty() if prompt is None else sys.stdout.isatty()
         stream = at_terminal if stream is None else stream
         if prompt is not None:
@@ -58,7 +59,7 @@ def answer_named(asked: Asked, names: Sequence[str], options: Any, *, stream: bo
     placeholders = placeholders_of(own, {name: getattr(options, name) for name in ("model_name", "model_author")})
     outcome = Outcome()
     with ResultFile(path) as results:
-        generator = _load(asked, folder, brings_pictures=True)
+        generator = load_generator(asked, folder, brings_pictures=True)
         rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.pictures is not None)
         size, media_dir = options.max_batch_size, options.dataset_dir
         answer_rows(generator, rows, results, outcome, batch_size=size, media_dir=media_dir, show=stream)
@@ -72,11 +73,16 @@ def model_folder(asked: Asked, options: Any) -> Path:
     return find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
 
 
-def _load(asked: Asked, folder: Path, *, brings_pictures: bool = False) -> Generator:
+def load_generator(asked: Asked, folder: Path, *, brings_pictures: bool = False, chats: bool = True) -> Generator:
+    """Load the model with Transformers, or with vLLM; see `Generator.load`."""
+    load: LoadBackend = TransformersBackend.load
+    if asked.vllm is not None:
+        from megatune.generation.vllm import VllmBackend
+
+        load = partial(VllmBackend.load, arguments=asked.vllm)
     return Generator.load(
-        folder, asked.options, asked.adapted.adapters,
-        load_backend=backend_loader(asked.vllm), brings_pictures=brings_pictures,
-    )  # fmt: skip
+        folder, asked.options, asked.adapted.adapters, load_backend=load, brings_pictures=brings_pictures, chats=chats
+    )
 
 
 def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:

@@ -1,16 +1,22 @@
-"""What a command line that writes text asks for: the model, how it writes and what computes, found good."""
+"""What a command line that writes text asks for: the model, how it writes and what computes, found good; and how they
+are opened."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatune.config.options import Given
-from megatune.errors import Finding
-from megatune.generation.adapters import AdaptedModel
-from megatune.generation.opening import model_or_adapters, system_message
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.adapters import AdaptedModel, adapted_model
+from megatune.generation.inputs import nearest_folder
 from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
+from megatune.hub.megatron import is_torch_dist
+from megatune.hub.models import is_hub_id, open_model
 
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 
@@ -53,10 +59,10 @@ def checked(
     for line in given.lines:
         print(line, file=sys.stderr)
     values = {name: getattr(options, name) for name in GenerationOptions.model_fields if hasattr(options, name)}
-    values |= {"system": system_message(options.system), "pictures": tuple(PictureFile(*each) for each in pictures)}  # type: ignore[arg-type]
+    values |= {"system": _system_message(options.system), "pictures": tuple(PictureFile(*each) for each in pictures)}  # type: ignore[arg-type]
     generation = GenerationOptions(**values)
     check_options(generation, brings_pictures=brings_pictures)
-    name, adapted = model_or_adapters(model, base, options.adapters)
+    name, adapted = _model_or_adapters(model, base, options.adapters)
     if options.infer_backend != "vllm":
         return Asked(name, generation, adapted, None)
     from megatune.generation.vllm import check_vllm
@@ -93,3 +99,44 @@ def _backend_findings(options: BackendOptions) -> list[Finding]:
     given = [each for each in _VLLM if getattr(options, f"vllm_{each}") is not None and name != "vllm"]
     why = "vLLM is not the backend"
     return [Finding("has no effect", f"--vllm_{each}", why, "add --infer_backend vllm") for each in given]
+
+
+def _model_or_adapters(model: str | None, base: str | None, adapters: list[str]) -> tuple[str, AdaptedModel]:
+    """Return the name of what is asked, and what it is: a model with its adapters, or adapters that name their base."""
+    if model is not None:
+        return model, adapted_model(model, base, adapters)
+    first, *more = adapters
+    adapted = adapted_model(first, base)
+    if more or not adapted.adapters:  # which refuses those that are none
+        adapted = adapted_model(adapted.base, adapters=adapters)
+    return first, adapted
+
+
+def model_dir(name: str, revision: str, cache_dir: str | None) -> Path:
+    """Return the folder that is named, or that a model on a hub is fetched into."""
+    path = Path(name)
+    if path.is_dir() and is_torch_dist(path):
+        what, why = f"{name} is in Megatron-Core's format", "answers are generated with Transformers"
+        fix = f"megatune export --to_hf true --mcore_model {name} --output_dir OUT, and then OUT"
+        raise MegatuneError(Finding(what, "MODEL", why, fix), ExitCode.INPUT)
+    if not is_hub_id(name) and not path.is_dir():
+        return path  # `find_model` says what is wrong with it
+    try:
+        return open_model(name, revision, cache_dir).fetch()
+    except MegatuneError as error:
+        if path.is_dir() or (near := nearest_folder(path)) is None:
+            raise
+        findings = [replace(each, fix=f"did you mean {near}? Else {each.fix}") for each in error.findings]
+        raise MegatuneError(findings, ExitCode.INPUT) from error
+
+
+def _system_message(value: str | None) -> str | None:
+    """Return the system message: a text, or what a .txt file has."""
+    if value is None or not value.endswith(".txt"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8").strip("\n")
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        finding = Finding(f"{value} cannot be read", "--system", why, "name a text file of UTF-8, or write the text")
+        raise MegatuneError(finding, ExitCode.INPUT) from error

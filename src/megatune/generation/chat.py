@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatune.errors import MegatuneError
-from megatune.generation.generator import Generator
+from megatune.generation.generator import Generator, Message
 from megatune.generation.prompt import Reply
-from megatune.generation.prompter import Message
 from megatune.generation.results import ResultFile
 
 _COMMANDS = (

@@ -19,10 +19,9 @@ from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_d
 from megatune.data.templates.tools import tool_schema
 from megatune.data.text_scores import Scored
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.generator import Generator
+from megatune.generation.generator import Generator, Message
 from megatune.generation.pictures import Picture
 from megatune.generation.prompt import Prompt, Reply
-from megatune.generation.prompter import Message
 from megatune.generation.results import ResultFile
 
 

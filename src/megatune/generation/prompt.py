@@ -47,9 +47,11 @@ class Backend(Protocol):
 
     Attributes:
         context: tokens of a prompt and its answer at most; None where the model does not say.
+        at_once: threads that may call `write` at the same time.
     """
 
     context: int | None
+    at_once: int
 
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
@@ -64,6 +66,10 @@ class Backend(Protocol):
 
     def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
         """Continue prompts, side by side where that changes no answer at temperature 0."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was taken."""
         ...
 
 

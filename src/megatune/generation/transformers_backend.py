@@ -86,6 +86,8 @@ class TransformersBackend:
         vision: of a model that takes pictures.
     """
 
+    at_once = 1
+
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None
     ) -> None:
@@ -124,6 +126,9 @@ class TransformersBackend:
         together = [each for each in prompts if not each.pictures]
         replies = iter(self._generate(together, sampling) if together else ())
         return [self.write(each, sampling) if each.pictures else next(replies) for each in prompts]
+
+    def close(self) -> None:
+        """Nothing was taken but memory."""
 
     def _room(self, prompt: Prompt, sampling: Sampling) -> int:
         """Return the tokens of an answer at most."""

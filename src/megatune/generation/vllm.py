@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply
+
+_LOOK_SECONDS = 0.1  # between two looks at whether an answer is still wanted
 
 
 class Vllm:
@@ -114,26 +115,34 @@ def check_vllm(options: GenerationOptions, adapters: Sequence[Path]) -> None:
         raise MegatuneError(Finding("vLLM is not installed", "--infer_backend", fix=fix), ExitCode.UNAVAILABLE)
 
 
+Event = str | Reply | BaseException
+
+
 @dataclass(slots=True)
 class _Answer:
-    """An answer that is being written."""
+    """An answer that is being written, and what is told to the thread that waits for it."""
 
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     text: str = ""
     num_tokens: int = 0
 
 
 class VllmBackend:
-    """Continues prompts with vLLM, any number at the same time; see `Backend`. One thread uses it.
+    """Continues prompts with vLLM, for any number of threads at the same time; see `Backend`. One of its own steps it.
 
     Attributes:
         context: tokens of a prompt and its answer at most.
     """
 
+    at_once = 256
+
     def __init__(self, vllm: Vllm, adapter: Path | None = None) -> None:
         self._vllm, self._answers = vllm, dict[str, _Answer]()
         self.context: int | None = vllm.engine.model_config.max_model_len
         self._adapter = lora_request(adapter, 1) if adapter else None
-        self.close = vllm.close
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None ends the thread
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
 
     @classmethod
     def load(
@@ -152,56 +161,91 @@ class VllmBackend:
             given |= lora_arguments(int(config["r"]))
         return cls(Vllm(folder, given, environment(on_gpu=None)), *adapters)
 
-    def begin(self, id_: str, prompt: Prompt, sampling: Sampling) -> None:
-        """Begin an answer."""
-        params = self._params(sampling, prompt)
-        self._answers[id_] = _Answer()
-        self._vllm.add(id_, prompt.token_ids, params, self._adapter)
-
-    def step(self) -> Iterator[tuple[str, str | Reply]]:
-        """Sample for a moment; yield pieces of text of answers by their id, and answers that are complete."""
-        for id_, piece in self._vllm.step():
-            if (answer := self._answers.get(id_)) is None:  # aborted
-                continue
-            answer.text, answer.num_tokens = answer.text + piece.text, answer.num_tokens + len(piece.token_ids)
-            if piece.text:
-                yield id_, piece.text
-            if piece.finish_reason is not None:
-                yield id_, self._ended(id_, stopped=piece.finish_reason == "stop")
-
-    def end(self, id_: str) -> Reply | None:
-        """End an answer early, and return it; None where it has ended already."""
-        if id_ not in self._answers:
-            return None
-        self._vllm.abort([id_])
-        return self._ended(id_, stopped=False)
-
-    def _ended(self, id_: str, *, stopped: bool) -> Reply:
-        answer = self._answers.pop(id_)
-        return Reply(answer.text, answer.num_tokens, stopped=stopped)
-
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
     ) -> Reply:
         """Continue one prompt; see `Backend.write`."""
-        self.begin("0", prompt, sampling)
-        while True:
-            for _, event in self.step():
-                if isinstance(event, Reply):
-                    return event
-                if on_text is not None:
-                    on_text(event)
-            if is_stopped is not None and is_stopped() and (reply := self.end("0")) is not None:
-                return reply
+        id_, answer = self._begin(prompt, sampling)
+        try:
+            while True:
+                with suppress(queue.Empty):
+                    event = answer.events.get(timeout=_LOOK_SECONDS)
+                    if isinstance(event, BaseException):
+                        raise event
+                    if isinstance(event, Reply):
+                        return event
+                    if on_text is not None:
+                        on_text(event)
+                if is_stopped is not None and is_stopped():
+                    self._asked.put(partial(self._end, id_))  # which tells the reply
+                    is_stopped = None
+        finally:
+            self._asked.put(partial(self._end, id_))
 
     def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
         """Continue prompts; see `Backend.write_all`."""
-        for place, prompt in enumerate(prompts):
-            self.begin(str(place), prompt, sampling)
-        replies: dict[str, Reply] = {}
-        while len(replies) < len(prompts):
-            replies |= {id_: event for id_, event in self.step() if isinstance(event, Reply)}
-        return [replies[str(place)] for place in range(len(prompts))]
+        begun = [self._begin(prompt, sampling) for prompt in prompts]
+        return [self._reply(answer) for _, answer in begun]
+
+    def _reply(self, answer: _Answer) -> Reply:
+        while not isinstance(event := answer.events.get(), Reply):
+            if isinstance(event, BaseException):
+                raise event
+        return event
+
+    def _begin(self, prompt: Prompt, sampling: Sampling) -> tuple[str, _Answer]:
+        """Have the thread begin an answer; return its id, and what it is told of."""
+        id_, answer, params = uuid.uuid4().hex, _Answer(), self._params(sampling, prompt)
+
+        def begin() -> None:
+            try:
+                self._vllm.add(id_, prompt.token_ids, params, self._adapter)
+                self._answers[id_] = answer
+            except Exception as error:
+                answer.events.put(error)
+
+        self._asked.put(begin)
+        return id_, answer
+
+    def _run(self) -> None:
+        while True:
+            while not self._answers or not self._asked.empty():
+                if (asked := self._asked.get()) is None:
+                    return
+                asked()
+            try:
+                for id_, piece in self._vllm.step():
+                    self._note(id_, piece)
+            except Exception as error:
+                for answer in self._answers.values():
+                    answer.events.put(error)
+                self._answers = {}
+
+    def _note(self, id_: str, piece: Any) -> None:
+        """Tell of what was sampled of an answer."""
+        if (answer := self._answers.get(id_)) is None:  # aborted
+            return
+        answer.text, answer.num_tokens = answer.text + piece.text, answer.num_tokens + len(piece.token_ids)
+        if piece.text:
+            answer.events.put(piece.text)
+        if piece.finish_reason is not None:
+            self._conclude(id_, stopped=piece.finish_reason == "stop")
+
+    def _end(self, id_: str) -> None:
+        """End an answer early, if it has not ended already."""
+        if id_ in self._answers:
+            self._vllm.abort([id_])
+            self._conclude(id_, stopped=False)
+
+    def _conclude(self, id_: str, *, stopped: bool) -> None:
+        answer = self._answers.pop(id_)
+        answer.events.put(Reply(answer.text, answer.num_tokens, stopped=stopped))
+
+    def close(self) -> None:
+        """End the thread, and vLLM's processes."""
+        self._asked.put(None)
+        self._thread.join(10)
+        self._vllm.close()
 
     def _params(self, sampling: Sampling, prompt: Prompt) -> dict[str, Any]:
         """Return the arguments of vLLM's SamplingParams; what is left open is as the model's files say."""
@@ -226,81 +270,6 @@ class VllmBackend:
             chosen["top_p"] = sampling.top_p or own.top_p
             chosen["top_k"] = sampling.top_k or own.top_k
         return {name: value for name, value in chosen.items() if value is not None}
-
-
-Event = str | Reply | BaseException
-Tell = Callable[[Event], None]
-
-
-class VllmStreams:
-    """Continues prompts of several clients at the same time, in a thread of its own; see `Streams`."""
-
-    def __init__(self, backend: VllmBackend) -> None:
-        self._backend, self._tokenizing = backend, asyncio.Lock()
-        # (id, what begins it, who is told), (id, None, None) ends it; None ends the thread.
-        self._asked: queue.SimpleQueue[tuple[str, Callable[[], None] | None, Tell | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
-        self._thread.start()
-
-    async def stream(
-        self, make: Callable[[], Prompt], sampling: Sampling
-    ) -> AsyncGenerator[Prompt | str | Reply, None]:
-        """Yield the prompt, pieces of text, and the whole answer."""
-        async with self._tokenizing:  # a tokenizer serves one thread
-            prompt = await asyncio.to_thread(make)
-        yield prompt
-        loop, events, id_ = asyncio.get_running_loop(), asyncio.Queue[Event](), uuid.uuid4().hex
-
-        def tell(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self._asked.put((id_, partial(self._backend.begin, id_, prompt, sampling), tell))
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if isinstance(event, Reply):
-                    return
-        finally:
-            self._asked.put((id_, None, None))
-
-    def _run(self) -> None:
-        telling: dict[str, Tell] = {}
-        while True:
-            while not telling or not self._asked.empty():
-                if (asked := self._asked.get()) is None:
-                    return
-                id_, begin, tell = asked
-                if begin is None or tell is None:
-                    telling.pop(id_, None)
-                    self._backend.end(id_)
-                    continue
-                try:
-                    begin()
-                    telling[id_] = tell
-                except Exception as error:
-                    tell(error)
-            try:
-                for id_, event in self._backend.step():
-                    telling[id_](event)
-                    if isinstance(event, Reply):
-                        del telling[id_]
-            except Exception as error:
-                for tell in telling.values():
-                    tell(error)
-                telling = {}
-
-    def stop(self) -> None:
-        """Leave answers to the endpoint, which ends them after a while; see `Streams.stop`."""
-
-    def close(self) -> None:
-        """End the thread, and vLLM's processes."""
-        self._asked.put(None)
-        self._thread.join(10)
-        self._backend.close()
 
 
 def environment(*, on_gpu: bool | None) -> dict[str, str]:

@@ -44,12 +44,10 @@ class Problems:
 
     Attributes:
         by_domain: in the order of the files.
-        too_long: rows that were left out because their prompts are longer than prompt_length.
         notes: lines for the log: what was read, what was left out, tags that no reward names.
     """
 
     by_domain: dict[str, list[Problem]]
-    too_long: int = 0
     notes: tuple[str, ...] = field(default=())
 
     def all(self) -> list[Problem]:
@@ -112,7 +110,7 @@ def read_problems(
         ]
     if bad:
         raise MegatuneError(bad, ExitCode.DATA)
-    return Problems(by_domain, too_long, tuple(_notes(by_domain, too_long, elsewhere, reader.unknown_tags)))
+    return Problems(by_domain, tuple(_notes(by_domain, too_long, elsewhere, reader.unknown_tags)))
 
 
 CHUNK_ROWS = 1024  # tokenised at once

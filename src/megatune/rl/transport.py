@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -24,7 +25,15 @@ from torch.distributed import BroadcastOptions, TCPStore
 
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 WAITING_BUCKETS = 2
+_BROKEN = "broken"  # a key of the store, where a process of a broadcast has gone
+_POLL_SECONDS, _LOOK_SECONDS = 0.0005, 0.2  # between two looks at a broadcast, and at whether it is broken off
+_MEETING = timedelta(seconds=120)  # that processes of a route wait for each other when it is opened
+_BREAKING = timedelta(seconds=5)  # that the driver waits for the first sender's store
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: storage_device
+
+
+class LostPeerError(Exception):
+    """A broadcast broke off, as one of its processes has gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class Route:
         senders: ranks of the trainer that pack buckets; the first one also broadcasts.
         listeners: receivers that get the broadcast.
         address, port: where the first sender and the listeners meet.
-        seconds: that they wait for each other at most.
+        seconds: that they wait for each other in a broadcast at most.
     """
 
     kind: Literal["file", "device"]
@@ -130,6 +139,7 @@ class Sender:
         self._count = 0
         self._store: TCPStore | None = None
         self._group: Any = None
+        self._work: Any = None
 
     def open(self, address: str) -> Route:
         """Open the place where listeners meet this rank, the first one, if there are any; return the route with it.
@@ -138,9 +148,8 @@ class Sender:
             address: of this machine, as the listeners reach it.
         """
         if self._route.listeners:
-            timeout = timedelta(seconds=self._route.seconds)
             size = 1 + len(self._route.listeners)
-            self._store = TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+            self._store = TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=_MEETING)
             self._route = replace(self._route, address=address, port=self._store.port)
         return self._route
 
@@ -168,13 +177,25 @@ class Sender:
         return parcel
 
     def broadcast(self) -> None:
-        """Send the last bucket to the listeners, which receive it meanwhile."""
-        if self._group is not None:
+        """Begin to send the last bucket to the listeners, which receive it meanwhile, once they have the one before.
+
+        Raises:
+            LostPeerError: one of them has gone.
+        """
+        if self._store is not None:
+            self._wait()
             memory = self._buffers[(self._count - 1) % WAITING_BUCKETS]
-            _broadcast(self._group, memory.buffer[: memory.used])
+            self._work = _broadcast(self._group, memory.buffer[: memory.used])
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None and self._store is not None:
+            _finish(work, self._group, self._store)
 
     def free(self) -> None:
         """Give the buffers back, between updates."""
+        with suppress(LostPeerError):  # who is left has answered for what it received
+            self._wait()
         for memory in self._buffers:
             memory.free()
 
@@ -183,21 +204,23 @@ class Receiver:
     """Opens parcels, in one of the processes that hold an engine's weights."""
 
     def __init__(self, route: Route, number: int, device: torch.device) -> None:
-        self._device = device
-        self._group: Any = None
+        self._device, self._store = device, None
         if number in route.listeners:
-            size = 1 + len(route.listeners)
-            store = TCPStore(route.address, route.port, size, timeout=timedelta(seconds=route.seconds))
-            self._group = _group(store, 1 + route.listeners.index(number), route, device)
+            self._store = _store_of(route, _MEETING)
+            self._group = _group(self._store, 1 + route.listeners.index(number), route, device)
 
     @contextmanager
     def opened(self, parcel: Parcel) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors; they are only valid inside, and must not be written to."""
+        """Yield the tensors; they are only valid inside, and must not be written to.
+
+        Raises:
+            LostPeerError: another process of the broadcast has gone.
+        """
         if parcel.file:
             buffer = torch.from_file(parcel.file, shared=False, size=parcel.nbytes, dtype=torch.uint8)
-        elif self._group is not None:
+        elif self._store is not None:
             buffer = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
-            _broadcast(self._group, buffer)
+            _finish(_broadcast(self._group, buffer), self._group, self._store)
         else:
             buffer = _opened(parcel.handles[_uuid()])
         yield parcel.tensors(buffer)
@@ -232,20 +255,60 @@ class _Memory:
         self.used = nbytes
 
 
+def _store_of(route: Route, timeout: timedelta) -> TCPStore:
+    """Return a client of the store by which the first sender and the listeners meet."""
+    return TCPStore(route.address, route.port, 1 + len(route.listeners), timeout=timeout)
+
+
+def break_off(route: Route) -> None:
+    """Let all that wait in a broadcast of a route know that one of them has gone: NCCL would wait for it."""
+    if route.listeners:
+        with suppress(RuntimeError):  # the first sender has gone, too
+            _store_of(route, _BREAKING).set(_BROKEN, "")
+
+
 def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> Any:
-    """Join the group of the first sender and the listeners, beside whatever groups a process has of its own."""
-    size, timeout = 1 + len(route.listeners), timedelta(seconds=route.seconds)
-    if device.type != "cuda":
-        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-    options = torch.distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+    """Join the group of the first sender and the listeners, beside whatever groups a process has of its own; None where
+    one of them does not come."""
+    size = 1 + len(route.listeners)
+    try:
+        if device.type == "cuda":
+            options = torch.distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=route.seconds)
+            return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+        group = torch.distributed.ProcessGroupGloo(store, rank, size, _MEETING)
+    except RuntimeError:
+        return None
+    group.set_timeout(timedelta(seconds=route.seconds))
+    return group
 
 
-def _broadcast(group: Any, buffer: Tensor) -> None:
+def _broadcast(group: Any, buffer: Tensor) -> Any:
+    """Begin a broadcast, and return it."""
     options = BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([buffer], options).wait()
+    try:
+        if group is not None:
+            return group.broadcast([buffer], options)
+    except RuntimeError as error:
+        raise LostPeerError from error
+    raise LostPeerError
+
+
+def _finish(work: Any, group: Any, store: TCPStore) -> None:
+    """Wait for a broadcast."""
+    try:
+        looked = time.monotonic()
+        while not work.is_completed():
+            time.sleep(_POLL_SECONDS)
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                looked = time.monotonic()
+                if store.check([_BROKEN]):
+                    group.abort()
+                    raise LostPeerError
+        work.wait()
+    except RuntimeError as error:
+        raise LostPeerError from error
 
 
 def _uuid() -> str:

@@ -17,6 +17,7 @@ def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, r
     """Report everything that is wrong between roles, and say how responses are sampled."""
     _batches(settings, top, roles)
     _devices(settings, top, roles)
+    _partial(settings, top, roles)
     _models(settings, sampled, roles)
     _domains(settings, top, trained, roles)
     _groups(settings, top, roles)
@@ -91,6 +92,21 @@ def _devices(settings: RLSettings, top: Part, roles: Roles) -> None:
                 why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
                 fix = f"write async_generation_ratio: 0, or a device_mapping of {judge.name} of its own"
                 roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+
+
+def _partial(settings: RLSettings, top: Part, roles: Roles) -> None:
+    """What a synchronous run continues is what it has sampled too much of."""
+    rollout = settings.rollout
+    if not rollout.partial_rollout_steps:
+        return
+    where = top.where("partial_rollout_steps")
+    if rollout.async_generation_ratio > 0:
+        why = "with async_generation_ratio above 0 no step waits, and responses continue anyway"
+        roles.reader.find("partial_rollout_steps has no effect", where, why, "write partial_rollout_steps: 0")
+    elif not (rollout.is_use_additional_prompts and rollout.max_additional_running_prompts):
+        why = "a step needs all prompts that it samples"
+        fix = "write is_use_additional_prompts: true, and max_additional_running_prompts above 0"
+        roles.reader.find("partial_rollout_steps has no effect", where, why, fix)
 
 
 def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:

@@ -70,6 +70,13 @@ class RolloutSettings(Group):
     """How many further prompts may be sampled at the same time, with is_use_additional_prompts.
     How: They are begun before it is known whether they are needed.
     When: Raise it where many groups are filtered out."""
+    partial_rollout_steps: Annotated[int, Field(ge=0), "steps"] = 0
+    """For how many further steps a synchronous run continues responses that a step has not waited for; 0 drops them.
+    How: With is_use_additional_prompts a step then trains on the first groups that are finished, and the others
+    continue with the next weights. Every token has the version of the weights that sampled it, as with
+    async_generation_ratio: train_infer_correction weighs what the difference does. Groups that become older begin anew.
+    When: Where a few long responses keep engines idle at the end of a rollout: 1, with max_additional_running_prompts
+    of a quarter of rollout_batch_size. Which groups are first depends on timing, so no two runs are the same."""
     global_template: str | None = None
     """The chat template of all prompts. null is actor_train.data_args.template.
     How: The names are those of template.

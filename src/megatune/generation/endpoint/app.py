@@ -23,9 +23,9 @@ from megatune.generation.endpoint.errors import ApiError
 from megatune.generation.endpoint.requests import Asked, read_chat, read_completion
 from megatune.generation.endpoint.responses import Answer, event
 from megatune.generation.endpoint.streams import Event, Events, Streams
+from megatune.generation.generator import Generator
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt, Reply
-from megatune.generation.prompter import Prompter
 
 _LOG = logging.getLogger("uvicorn.error")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -57,7 +57,7 @@ class App:
 
     def __init__(
         self,
-        prompter: Prompter,
+        generator: Generator,
         streams: Streams,
         name: str,
         created: int,
@@ -66,7 +66,7 @@ class App:
         api_key: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._prompter, self._streams, self._name, self._created = prompter, streams, name, created
+        self._generator, self._streams, self._name, self._created = generator, streams, name, created
         self._defaults, self._api_key, self._limits = defaults, api_key, limits or Limits()
 
     def asgi(self, cors_origins: Sequence[str] = ()) -> Starlette:
@@ -120,7 +120,7 @@ class App:
         if name != self._name:
             raise ApiError(404, f"there is no model {name!r}; this is {self._name!r}", "model", "model_not_found")
 
-    def _route(self, read: Callable[[bytes, Prompter, Sampling], Asked]) -> Callable[[Request], Any]:
+    def _route(self, read: Callable[[bytes, Generator, Sampling], Asked]) -> Callable[[Request], Any]:
         """Return the function of a route whose bodies `read` reads."""
 
         async def answer(request: Request) -> Response:
@@ -133,7 +133,7 @@ class App:
                     body = await self._body(request)
             except TimeoutError as error:
                 raise ApiError(408, "the body did not come in time") from error
-            asked = read(body, self._prompter, self._defaults)
+            asked = read(body, self._generator, self._defaults)
             self._check_model(asked.model)
             return await self._answer(request, asked)
 

@@ -13,9 +13,9 @@ from megatune.data.media.sources import picture_source
 from megatune.errors import MegatuneError
 from megatune.generation.endpoint.bodies import ChatBody, Common, CompletionBody, Image, Message, validated
 from megatune.generation.endpoint.errors import ApiError
+from megatune.generation.generator import Generator, TooLongError
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt
-from megatune.generation.prompter import Prompter, TooLongError
 
 _MOST_STOP_WORDS = 16
 
@@ -40,7 +40,7 @@ class Asked:
     make: Callable[[], Prompt]
 
 
-def read_chat(body: bytes, prompter: Prompter, defaults: Sampling) -> Asked:
+def read_chat(body: bytes, generator: Generator, defaults: Sampling) -> Asked:
     """Read the body of a chat completion.
 
     Raises:
@@ -49,10 +49,10 @@ def read_chat(body: bytes, prompter: Prompter, defaults: Sampling) -> Asked:
     asked = validated(ChatBody, body)
     switches = asked.chat_template_kwargs
     thinking = switches.enable_thinking if switches else None
-    return _asked(asked, defaults, lambda: _chat_prompt(asked.messages, thinking, prompter), is_chat=True)
+    return _asked(asked, defaults, lambda: _chat_prompt(asked.messages, thinking, generator), is_chat=True)
 
 
-def read_completion(body: bytes, prompter: Prompter, defaults: Sampling) -> Asked:
+def read_completion(body: bytes, generator: Generator, defaults: Sampling) -> Asked:
     """Read the body of a completion.
 
     Raises:
@@ -60,7 +60,7 @@ def read_completion(body: bytes, prompter: Prompter, defaults: Sampling) -> Aske
     """
     asked = validated(CompletionBody, body)
     text = asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0]
-    return _asked(asked, defaults, lambda: _fitting(lambda: prompter.text_prompt(text), "prompt"), is_chat=False)
+    return _asked(asked, defaults, lambda: _fitting(lambda: generator.text_prompt(text), "prompt"), is_chat=False)
 
 
 def _asked(body: Common, defaults: Sampling, make: Callable[[], Prompt], *, is_chat: bool) -> Asked:
@@ -96,7 +96,7 @@ def _sampling(body: Common, defaults: Sampling) -> Sampling:
         raise ApiError(400, f"{param}: {problem['msg']}", param) from None
 
 
-def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Prompter) -> Prompt:
+def _chat_prompt(messages: list[Message], thinking: bool | None, generator: Generator) -> Prompt:
     """Write a conversation, with its images where they stand among its text."""
     shown = []
     written: list[Mapping[str, str]] = []
@@ -105,7 +105,7 @@ def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Promp
         text = ""
         for part in parts:
             if isinstance(part, Image):
-                shown.append(_image(part.image_url.url, message.role, f"messages.{number}.content", prompter))
+                shown.append(_image(part.image_url.url, message.role, f"messages.{number}.content", generator))
                 text += shown[-1].placeholder
             else:
                 text += part if isinstance(part, str) else part.text
@@ -113,22 +113,22 @@ def _chat_prompt(messages: list[Message], thinking: bool | None, prompter: Promp
 
     def make() -> Prompt:
         if thinking is not None:
-            prompter.check_thinking()
-        return prompter.chat_prompt(written, tuple(shown), enable_thinking=thinking)
+            generator.check_thinking()
+        return generator.chat_prompt(written, tuple(shown), enable_thinking=thinking)
 
     return _fitting(make, "messages")
 
 
-def _image(url: str, role: str, param: str, prompter: Prompter) -> Any:
+def _image(url: str, role: str, param: str, generator: Generator) -> Any:
     """Read an image of a message: its data, never a file or an address that a client names."""
     if role != "user":
         raise ApiError(400, f"{param}: only user messages may have images", param)
-    if prompter.pictures is None:
+    if generator.pictures is None:
         raise ApiError(400, f"{param}: the model reads text only", param)
     if not url.startswith("data:image/"):
         raise ApiError(400, f"{param}: images are sent as data: URLs; nothing is fetched", param, "invalid_image_url")
     try:
-        return prompter.pictures.read(picture_source(url, "image", ""))
+        return generator.pictures.read(picture_source(url, "image", ""))
     except RowError as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_image") from error
 

@@ -1,4 +1,4 @@
-"""Answers as events, for many clients at once: what the endpoint asks of a backend, and how one model gives it."""
+"""Answers as events, for many clients at once: what the endpoint asks of a backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
 
 from megatune.generation.endpoint.errors import ApiError
 from megatune.generation.options import Sampling
@@ -17,10 +16,21 @@ Event = Prompt | str | Reply
 Events = AsyncGenerator[Event, None]
 
 
-class Streams(Protocol):
-    """Answers prompts of several clients."""
+class Streams:
+    """Answers as many prompts at a time as the backend can, each in a thread; others wait.
 
-    def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
+    Args:
+        max_waiting: prompts that may wait; more are refused.
+    """
+
+    def __init__(self, backend: Backend, max_waiting: int) -> None:
+        self._backend, self._max_waiting = backend, max_waiting
+        self._threads = ThreadPoolExecutor(backend.at_once, "generate")
+        self._tokenizing = threading.Lock()  # a tokenizer serves one thread
+        self._unfinished = 0  # in the event loop's thread only
+        self._stopped = False
+
+    async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
         """Yield the prompt as soon as its turn has come, then pieces of text, and at last the whole answer.
 
         Closing the iterator ends the answer.
@@ -31,35 +41,9 @@ class Streams(Protocol):
         Raises:
             ApiError: (503) too many are waiting, or the endpoint ends.
         """
-        ...
-
-    def stop(self) -> None:
-        """Let every answer end soon, and begin none; a signal may call it at any moment."""
-        ...
-
-    def close(self) -> None:
-        """Give back what was taken, when nobody asks any more."""
-        ...
-
-
-class OneAtATime:
-    """A backend that answers one prompt at a time, in a thread of its own; others wait.
-
-    Args:
-        max_waiting: prompts that may wait; more are refused.
-    """
-
-    def __init__(self, backend: Backend, max_waiting: int) -> None:
-        self._backend, self._max_waiting = backend, max_waiting
-        self._thread = ThreadPoolExecutor(1, "generate")
-        self._unfinished = 0  # in the event loop's thread only
-        self._stopped = False
-
-    async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
-        """Yield the events of one answer; see `Streams.stream`."""
         if self._stopped:
             raise _ending()
-        if self._unfinished > self._max_waiting:
+        if self._unfinished >= self._backend.at_once + self._max_waiting:
             raise ApiError(503, f"{self._max_waiting} requests are waiting; try again later", code="queue_full")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
         left = threading.Event()
@@ -74,7 +58,8 @@ class OneAtATime:
         def work() -> None:
             try:
                 if not is_stopped():
-                    prompt = make()
+                    with self._tokenizing:
+                        prompt = make()
                     tell(prompt)
                     reply = self._backend.write(prompt, sampling, tell, is_stopped)
                 tell(_ending() if is_stopped() else reply)
@@ -85,7 +70,7 @@ class OneAtATime:
                     loop.call_soon_threadsafe(self._finish)
 
         self._unfinished += 1
-        self._thread.submit(work)
+        self._threads.submit(work)
         try:
             while True:
                 event = await events.get()
@@ -101,13 +86,14 @@ class OneAtATime:
         self._unfinished -= 1
 
     def stop(self) -> None:
-        """End the answer that is being written, and those that wait; see `Streams.stop`."""
+        """End the answers that are being written, and those that wait; a signal may call it at any moment."""
         self._stopped = True
 
     def close(self) -> None:
-        """End the thread, with its answer."""
+        """End the threads, with their answers, when nobody asks any more."""
         self.stop()
-        self._thread.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
+        self._backend.close()
 
 
 def _ending() -> ApiError:

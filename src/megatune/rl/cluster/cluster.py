@@ -20,9 +20,10 @@ from megatune.launch.context import RankContext
 from megatune.launch.processes import rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
-from megatune.rl.cluster.group import RoleGroup
+from megatune.rl.cluster.group import LOST, RoleGroup
 from megatune.rl.cluster.machine import visible_gpus
 from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
+from megatune.rl.cluster.timeline import Timeline, new_timeline, write_timeline
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rewards.task import ray_scorer
 
@@ -51,6 +52,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         hang_timeout: seconds between two beats of an actor at work after which it counts as hung, unless the beat
             states a limit of its own.
         call_limit: seconds of a call that states no limit.
+        timeline: gets a trace of what each process has done, at the end; None: nobody notes it.
 
     Raises:
         MegatuneError: UNAVAILABLE, where Ray is not installed (extra "rl"), does not start, the cluster cannot be
@@ -66,6 +68,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         bytes_in_flight: int = STORE_BYTES,
         hang_timeout: float = HANG_SECONDS,
         call_limit: float = CALL_SECONDS,
+        timeline: Path | None = None,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._devices_per_node, self._call_limit = devices_per_node, call_limit
@@ -76,7 +79,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         per_node = [len(own) for own in used]
         self._joined = joined = bool(os.environ.get("RAY_ADDRESS"))
         own_gpus = 0 if joined else _ensure_devices(used, devices_per_node)
+        new_timeline(self._run_dir, wanted=timeline is not None)
+        self._timeline = Timeline(self._run_dir, "driver")
         with contextlib.ExitStack() as stack:
+            if timeline is not None:
+                stack.callback(write_timeline, self._run_dir, timeline)
+            stack.callback(self._timeline.end)
             slots = max(1, per_node[0])
             store = session.store_bytes(bytes_in_flight)
             self._folder = stack.enter_context(session.ray_session(slots, own_gpus, store, self._run_dir))
@@ -145,13 +153,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         until = time.monotonic() + limit
         actor.begin(self._host(spec, actor.placement, meeting))
-        born = self._watch.begin("start", limit, [(actor.handle.pid.remote(), actor)])
-        if not (pids := await born.finished):
+        pid = await self._watch.begin("start", limit, actor, actor.handle.pid.remote())
+        if pid is LOST:
             return False
-        actor.state.pid = pids[0]
+        actor.state.pid = pid
         self._watch.actors.append(actor)
         building = actor.handle.build.remote(spec.target, dict(spec.arguments))
-        return bool(await self._watch.begin("build", until - time.monotonic(), [(building, actor)]).finished)
+        return await self._watch.begin("build", until - time.monotonic(), actor, building) is not LOST
 
     def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
         """Return what scores samples, on every machine of the run."""
@@ -162,6 +170,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
         self._watch.place = phase, step
         self._own.beat(phase, step)
+        self._timeline.begin(phase, step)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
-    from megatune.rl.cluster.watch import Actor, Call, Watch
+    import asyncio
+
+    from megatune.rl.cluster.watch import Actor, Watch
 
 T = TypeVar("T")
+LOST = object()  # in place of an answer, of an actor that was lost and may be started again
 
 
 class Pending:
     """A call in flight to some actors of a role. Coroutines await its answers, and the driver's own code takes its
     `result`."""
 
-    def __init__(self, watch: Watch, call: Call) -> None:
-        self._watch, self._call = watch, call
+    def __init__(self, watch: Watch, answers: Sequence[asyncio.Future[Any]]) -> None:
+        self._watch, self._answers = watch, answers
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
-        return self._call.finished.__await__()
+        return self._all().__await__()
+
+    async def _all(self) -> list[Any]:
+        return [found for each in self._answers if (found := await each) is not LOST]
 
     def result(self) -> list[Any]:
         """Wait, and return the answers in the order of the actors that were called; without those of actors that were
@@ -66,9 +72,9 @@ class RoleGroup:
         start_again: Callable[[Actor], Awaitable[bool]],
     ) -> None:
         self.name, self.size, self.changes = name, len(actors), 0
-        self.loop = watch.loop
+        self.loop, self.run = watch.loop, watch.run
         self.on_loss: Callable[[int], None] = lambda rank: None
-        self._all, self._present = list(actors), dict(enumerate(actors))
+        self._actors, self._present = actors, set(range(len(actors)))
         self._watch, self._call_limit, self._start_again = watch, call_limit, start_again
         for rank, actor in enumerate(actors):
             actor.on_loss = partial(self._note_loss, rank)
@@ -78,31 +84,22 @@ class RoleGroup:
         """Of the actors that calls go to."""
         return sorted(self._present)
 
-    @property
-    def actors(self) -> list[Actor]:
-        """Those that calls go to, by rank."""
-        return [self._present[rank] for rank in self.ranks]
-
     async def restart(self, rank: int) -> bool:
         """Start the process of an actor that was lost, and build its object; return whether it is there. No call goes
         to it before `admit`."""
-        return await self._start_again(self._all[rank])
+        return await self._start_again(self._actors[rank])
 
     def admit(self, rank: int) -> None:
         """Let calls go to an actor that was restarted."""
-        self._present[rank] = self._all[rank]
+        self._present.add(rank)
         self.changes += 1
 
     def _note_loss(self, rank: int) -> None:
-        self._present.pop(rank, None)
+        self._present.discard(rank)
         self.changes += 1
         self.on_loss(rank)
 
-    def run(self, awaitable: Awaitable[T]) -> T:
-        """Wait for something in the driver's loop, and return its result; see `Pending.result` for what it raises."""
-        return self._watch.run(awaitable)
-
-    def call(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         """Call a method of every actor's object, and return their answers by rank.
 
         Args:
@@ -111,40 +108,30 @@ class RoleGroup:
         Raises:
             MegatuneError: see `Pending.result`.
         """
-        return self.start(method, *args, limit=limit, **kwargs).result()
+        return self.start(method, *args, limit=limit).result()
 
-    def start(self, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
+    def start(self, method: str, *args: Any, limit: float | None = None) -> Pending:
         """As `call`, without waiting."""
-        return self._start(method, self.actors, [args] * len(self._present), kwargs, limit)
+        return self._start(method, dict.fromkeys(self.ranks, args), limit)
 
-    def start_one(self, rank: int, method: str, *args: Any, limit: float | None = None, **kwargs: Any) -> Pending:
+    def start_one(self, rank: int, method: str, *args: Any) -> Pending:
         """Call a method of one actor's object, without waiting."""
-        return self._start(method, [self._all[rank]], [args], kwargs, limit)
+        return self._start(method, {rank: args}, None)
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> Pending:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         """Call a method of every actor's object with its own arguments, by rank, without waiting."""
         assert len(arguments) == self.size
-        own = [arguments[rank] for rank in self.ranks]
-        return self._start(method, self.actors, own, {}, limit)
+        return self._start(method, {rank: arguments[rank] for rank in self.ranks}, None)
 
-    def _start(
-        self,
-        method: str,
-        actors: Sequence[Actor],
-        arguments: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        limit: float | None,
-    ) -> Pending:
-        stored = {id(args): store(args) if len(actors) > 1 and args else args for args in arguments}
-        refs = [
-            (actor.handle.call.remote(method, stored[id(args)], kwargs), actor)
-            for actor, args in zip(actors, arguments, strict=True)
-        ]
-        return self.begin(method, refs, limit)
-
-    def begin(self, method: str, refs: Sequence[tuple[Any, Actor]], limit: float | None) -> Pending:
-        """Watch over Ray's references, and the actors that will answer them."""
-        return Pending(self._watch, self._watch.begin(method, self._call_limit if limit is None else limit, refs))
+    def _start(self, method: str, arguments: Mapping[int, tuple[Any, ...]], limit: float | None) -> Pending:
+        limit = self._call_limit if limit is None else limit
+        shared = len({id(args) for args in arguments.values()}) < len(arguments)
+        stored = {id(args): store(args) if shared and args else args for args in arguments.values()}
+        answers = []
+        for rank, args in arguments.items():
+            actor = self._actors[rank]
+            answers.append(self._watch.begin(method, limit, actor, actor.handle.call.remote(method, stored[id(args)])))
+        return Pending(self._watch, answers)
 
 
 def store(value: Any) -> Any:

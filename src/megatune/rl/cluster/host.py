@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,22 +94,19 @@ class _Process:
 class Host(_Process):
     """A Ray actor whose methods run one at a time, in the process's main thread."""
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of the object, and return its answer, or a `Failure`."""
-        return self._guarded(method, lambda: getattr(self._object, method)(*args, **kwargs))
+        return self._guarded(method, lambda: getattr(self._object, method)(*args))
 
 
 class ServerHost(_Process):
     """A Ray actor whose object does any number of calls at once: `ask(method, *args)` returns a future."""
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of the object, and return its answer, or a `Failure`."""
-        return await self._answer(method, self._object.ask(method, *args, **kwargs))
-
-    async def _answer(self, method: str, future: Future[Any]) -> Any:
         try:
             with self._timeline.span(method):
-                return await asyncio.wrap_future(future)
+                return await asyncio.wrap_future(self._object.ask(method, *args))
         except Exception as error:
             return self._fail(error)
 

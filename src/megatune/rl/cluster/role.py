@@ -20,9 +20,8 @@ class RoleSpec:
         target: "package.module:Class".
         arguments: what pickles.
         devices: global numbers; device d is number d % devices_per_node of machine d // devices_per_node. GPUs, or
-            processes of a machine without any. (): the actors use the CPU of the run's first machine.
+            processes of a machine without any.
         devices_per_actor: consecutive devices of one actor.
-        workers: actors of a role without devices.
         rendezvous: the actors are ranks that meet in torch.distributed; each sees the role's devices of its machine
             (local_rank is its own). Otherwise each sees its own devices alone.
         is_server: the object does calls at once, and answers them with futures (`host.ServerHost`); they may arrive in
@@ -38,7 +37,6 @@ class RoleSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
     devices_per_actor: int = 1
-    workers: int = 1
     rendezvous: bool = False
     is_server: bool = False
     restarts: int = 0
@@ -48,7 +46,7 @@ class RoleSpec:
     @property
     def size(self) -> int:
         """Number of actors."""
-        return len(self.devices) // self.devices_per_actor if self.devices else self.workers
+        return len(self.devices) // self.devices_per_actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +70,8 @@ def placements(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> l
     """Place a role's actors.
 
     Args:
-        nodes: the machines that the run's devices are on, in order; actors without devices are on the
-            first.
+        nodes: the machines that the run's devices are on, in order.
     """
-    if not spec.devices:
-        return [ActorPlacement(rank, 0, (), rank, spec.workers) for rank in range(spec.workers)]
     step = spec.devices_per_actor
     own = [spec.devices[first : first + step] for first in range(0, len(spec.devices), step)]
     machines = [devices[0] // devices_per_node for devices in own]

@@ -22,13 +22,13 @@ from megatune.launch.processes import FROZEN_SECONDS, LOOK_SECONDS, POLL_SECONDS
 from megatune.launch.report import RankActivity, process_state
 from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
+from megatune.rl.cluster.group import LOST
 from megatune.rl.cluster.machine import Machine
 from megatune.rl.cluster.role import ActorPlacement
 
 T = TypeVar("T")
 
 STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
-_STREAM_SECONDS = 0.005  # between two looks at whether a stream has another object
 
 
 @dataclass(eq=False)
@@ -71,23 +71,19 @@ class Actor:
         self.handle, self.state = handle, RankState(self.number, 0, time.monotonic())
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """A method that some actors run.
+    """A method that an actor runs; its answer is `LOST` where the actor is.
 
     Attributes:
-        deadline: on the monotonic clock.
-        finished: all answers, in the order of the actors that were called, without those of actors that were lost
-            meanwhile; of a stream, its next reference.
-        waiting: who has not answered, by place in that order.
+        deadline: on the clock of `Watch`, which stands still while this process does.
     """
 
     method: str
     limit: float
     deadline: float
-    finished: asyncio.Future[list[Any]]
-    waiting: dict[int, Actor]
-    answers: dict[int, Any] = field(default_factory=dict)
+    actor: Actor
+    answer: asyncio.Future[Any]
 
 
 class Watch:
@@ -117,24 +113,19 @@ class Watch:
         self.loop = self._runner.get_loop()
         self.loop.set_exception_handler(_report)
         self._has_failed = asyncio.Event()
-        self._looked = time.monotonic()
+        self._looked, self._frozen = time.monotonic(), 0.0
         self._watching = self.loop.create_task(self._watch())
 
-    def begin(self, method: str, limit: float, refs: Sequence[tuple[Any, Actor]]) -> Call:
-        """Note a call that was made."""
+    def begin(self, method: str, limit: float, actor: Actor, ref: Any) -> asyncio.Future[Any]:
+        """Note a call that was made, of which Ray's reference is given; return what gets its answer."""
         now = time.monotonic()
-        waiting = {place: actor for place, (_, actor) in enumerate(refs)}
-        call = Call(method, limit, now + limit, self.loop.create_future(), waiting)
+        call = Call(method, limit, now - self._frozen + limit, actor, self.loop.create_future())
         self._calls[call] = None
-        for place, (ref, actor) in enumerate(refs):
-            if not actor.busy:
-                actor.state.progressed = now
-            actor.busy += 1
-            is_stream = isinstance(ref, ray.ObjectRefGenerator)
-            answer = self.loop.create_task(_next(ref)) if is_stream else ref.future()
-            answer.add_done_callback(partial(self._arrived, call, place))
-        self._conclude(call)
-        return call
+        if not actor.busy:
+            actor.state.progressed = now
+        actor.busy += 1
+        ref.future().add_done_callback(partial(self._arrived, call))
+        return call.answer
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """Wait for something, and return its result.
@@ -165,43 +156,40 @@ class Watch:
                 await self._conclude_failure()
             self._find_hung()
 
-    def _arrived(self, call: Call, place: int, answer: Any) -> None:
+    def _arrived(self, call: Call, answer: Any) -> None:
         """Take an answer, from any thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody wants it
-            self.loop.call_soon_threadsafe(self._take, call, place, answer)
+            self.loop.call_soon_threadsafe(self._take, call, answer)
 
-    def _take(self, call: Call, place: int, answer: Any) -> None:
-        if (actor := call.waiting.pop(place, None)) is None:
+    def _take(self, call: Call, answer: Any) -> None:
+        if call not in self._calls:
             return  # its actor was lost
-        actor.busy -= 1
+        call.actor.busy -= 1
         error = answer.exception()
         if error is not None:
-            self._note_error(actor, error)
+            self._note_error(call.actor, error)
+            if not self._failed and call in self._calls:  # the actor whose answer was an argument was lost
+                self._conclude(call, LOST)
         elif isinstance(found := answer.result(), Failure):
-            self._failed.setdefault(actor, found)
+            self._failed.setdefault(call.actor, found)
         else:
-            call.answers[place] = found
+            self._conclude(call, found)
         if self._failed:
             self._has_failed.set()
-        else:
-            self._conclude(call)
 
-    def _conclude(self, call: Call) -> None:
-        """Tell who waits for a call that every actor has answered."""
-        if not call.waiting:
-            self._calls.pop(call, None)
-            if not call.finished.done():
-                call.finished.set_result([call.answers[place] for place in sorted(call.answers)])
+    def _conclude(self, call: Call, answer: Any) -> None:
+        del self._calls[call]
+        if not call.answer.done():  # nobody wants it
+            call.answer.set_result(answer)
 
     def _look(self) -> None:
         now, before = time.monotonic(), self._looked
         self._looked = now
         # While this process did not run, or did other things, neither did its sense of the actors' time.
         if (frozen := now - before) > FROZEN_SECONDS:
+            self._frozen += frozen
             for actor in self.actors:
                 actor.state.progressed += frozen
-            for call in self._calls:
-                call.deadline += frozen
         self._look_at_services()
         for number, machine in enumerate(self._machines):
             own = {actor.name: actor for actor in self.actors if actor.machine == number}
@@ -240,9 +228,8 @@ class Watch:
         self._machines[actor.machine].kill({actor.name: actor.state.pid})
         ray.kill(actor.handle)
         actor.busy, actor.stopped = 0, None
-        for call in tuple(self._calls):
-            call.waiting = {place: other for place, other in call.waiting.items() if other is not actor}
-            self._conclude(call)
+        for call in [each for each in self._calls if each.actor is actor]:
+            self._conclude(call, LOST)
         actor.on_loss()
 
     def _note_error(self, actor: Actor, error: Exception) -> None:
@@ -285,9 +272,8 @@ class Watch:
             if stopped or now - actor.state.progressed > limit:
                 self._conclude_hang(self._at_work())
                 return
-        for call in tuple(self._calls):
-            if now > call.deadline:
-                self._conclude_hang([*call.waiting.values()], call)
+        if late := [call for call in self._calls if now - self._frozen > call.deadline]:
+            self._conclude_hang([call.actor for call in late], late[0])
 
     def _at_work(self) -> list[Actor]:
         return [actor for actor in self.actors if actor.busy and actor not in self._failed]
@@ -314,10 +300,3 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what a task has raised; Ctrl-C reaches whichever is at work, and ends the run anyway."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)
-
-
-async def _next(stream: Any) -> Any:
-    """Return the next reference of a stream, None at its end; its object stays where it is."""
-    while not ray.wait([stream], timeout=0, fetch_local=False)[0]:
-        await asyncio.sleep(_STREAM_SECONDS)
-    return next(stream, None)

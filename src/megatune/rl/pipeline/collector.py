@@ -64,8 +64,8 @@ class Collector:
     """Keeps groups under way: a task of the driver's loop for each, and a step takes of those that are through.
 
     A synchronous step takes the first groups that pass the filter in the order of problems, whichever is finished
-    first, so that a run does not depend on timing; what is beyond them is sampled again, by the next weights. An
-    asynchronous one takes groups in the order that they are finished, and keeps the others.
+    first, so that a run does not depend on timing; what is beyond them is sampled again, by the next weights. One that
+    carries groups, and an asynchronous one, take them in the order that they are finished, and keep the others.
 
     Args:
         problem_at: (domain, index) -> the problem, over all epochs.
@@ -73,6 +73,7 @@ class Collector:
         size: responses of a group.
         ratio: async_generation_ratio: steps that sampling may be ahead; 0 is synchronous.
         extra: groups beyond the step's that are under way.
+        carried: steps that a synchronous run carries groups for that a step has not waited for.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Collector:
         size: int,
         ratio: float = 0.0,
         extra: int = 0,
+        carried: int = 0,
     ) -> None:
         self._sampler, self._problem_at = sampler, problem_at
         self._size, self._ratio, self._extra = size, ratio, extra
+        self._most_stale = max(math.ceil(ratio), carried)  # 0: nothing is kept between steps
         names = [name for name, quota in shares.items() if quota]
         self._domains = {
             name: _Domain(name, place, shares[name], filters.get(name, GroupFilter()))
@@ -110,6 +113,7 @@ class Collector:
             (await self._ended.get()).result()
         if not self._ratio:
             await self._sampler.pause()
+        if not self._most_stale:
             for task in self._tasks.values():
                 task.cancel()
             self._tasks = {}
@@ -119,7 +123,7 @@ class Collector:
             groups += chosen
             taken = {group.number for group in chosen}
             domain.ready = [group for group in domain.ready if group.number not in taken]
-            if not self._ratio:  # the next step begins behind its last problem
+            if not self._most_stale:  # the next step begins behind its last problem
                 domain.under_way, domain.ready, domain.next_index = {}, [], chosen[-1].index + 1
             domain.dropped, domain.begun = set(), domain.next_index
             if self._ratio:
@@ -133,12 +137,13 @@ class Collector:
         await self._sampler.pause()
 
     def resume(self) -> None:
-        """Let what was begun be sampled further."""
-        self._sampler.resume()
+        """Let what was begun be sampled further, in an asynchronous run; in others `take` does."""
+        if self._ratio:
+            self._sampler.resume()
 
     def regenerate_stale(self, version: int) -> None:
         """Sample again what would be too old for a step at this version of the weights; nothing is sampled."""
-        oldest = version - math.ceil(self._ratio)
+        oldest = version - self._most_stale
         for domain in self._domains.values():
             stale = [group for group in (*domain.ready, *domain.under_way.values()) if _is_older(group, oldest)]
             domain.ready = [group for group in domain.ready if not _is_older(group, oldest)]
@@ -181,7 +186,9 @@ class Collector:
     def _fill(self, domain: _Domain) -> None:
         """Begin what may be begun."""
         ahead = math.ceil((1 + self._ratio) * domain.quota) + self._extra
-        while len(domain.under_way) + len(domain.ready) < ahead and not (not self._ratio and self._is_enough(domain)):
+        while len(domain.under_way) + len(domain.ready) < ahead and not (
+            not self._most_stale and self._is_enough(domain)
+        ):
             if domain.next_index - domain.begun >= _MOST_RESAMPLING * ahead:
                 raise _nothing_passes(domain, self._num_dropped)
             index = domain.next_index
@@ -216,7 +223,7 @@ class Collector:
 
     def _chosen(self, domain: _Domain) -> list[Group]:
         """Return the groups that a step would take: fewer than the quota while they are not there."""
-        if self._ratio:
+        if self._most_stale:
             return sorted(domain.ready[: domain.quota], key=lambda group: group.index)
         undecided = min(domain.under_way, default=domain.next_index)
         decided = sorted((group for group in domain.ready if group.index < undecided), key=lambda group: group.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
-from megatune.rl.pipeline.weights import Sync, Weights
+from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
@@ -72,6 +72,7 @@ class Driver:
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,
             rollout.max_additional_running_prompts if rollout.is_use_additional_prompts else 0,
+            rollout.partial_rollout_steps,
         )
         if self.progress.step:
             self._collector.load_state(self.progress.collector, self.progress.routing)
@@ -104,7 +105,7 @@ class Driver:
     def _step(self, step: int) -> None:
         """Take one step, counted from 0; the weights that it begins with are version step + 1."""
         phases, run = Phases(lambda phase: self.note(phase, step + 1)), self.settings.run
-        sync: Sync | None = None
+        sync: dict[str, float] = {}
         if run.rollout_mock.replays:
             taken = self._replayed(step)
         else:
@@ -127,26 +128,26 @@ class Driver:
         yield
         self._collector.resume()
 
-    def _synchronized(self, step: int, phases: Phases) -> Sync | None:
+    def _synchronized(self, step: int, phases: Phases) -> dict[str, float]:
         """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
         and where engines have forgotten theirs. After a checkpoint it is, too: a run that goes on from there has no
-        older weights to sample with; and where an engine was started again."""
+        older weights to sample with; and where an engine was started again. Return metrics."""
         often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
         is_due = not self._synced or step % often == 0 or step % save_steps == 0
         is_due |= self.roles.engines.admit()
         if not is_due and not self.weights.engines_forget:
             self.weights.resume()
-            return None
+            return {}
         with phases("sync"):
             found = self._sync(step + 1)
         self._synced = True
         if self._is_asynchronous:
             with phases("probe"):
                 self.weights.probe(self.problems.all(), step + 1, self.learner)
-            self._collector.regenerate_stale(step + 1)
+        self._collector.regenerate_stale(step + 1)
         return found
 
-    def _sync(self, version: int) -> Sync:
+    def _sync(self, version: int) -> dict[str, float]:
         """Give the engines the weights; those that were started again take part from here on."""
         engines = self.roles.engines
         engines.refill = partial(self._sync, version)
@@ -190,12 +191,10 @@ class Driver:
         )
         self.reports.callbacks.on_evaluate(report)
 
-    def _beside(self, sync: Sync | None, taken: Taken, phases: Phases) -> dict[str, float]:
+    def _beside(self, sync: Mapping[str, float], taken: Taken, phases: Phases) -> dict[str, float]:
         """Return what is reported beside samples and updates."""
         num_tokens = sum(len(sample.response.response_ids) for group in taken.groups for sample in group.samples)
-        found = {"rollout_tokens_per_second": num_tokens / max(phases.seconds["rollout"], 1e-9)}
-        if sync is not None:
-            found |= {"sync_bytes": float(sync.bytes), "sync_tensors": float(sync.tensors)}
+        found = {"rollout_tokens_per_second": num_tokens / max(phases.seconds["rollout"], 1e-9), **sync}
         for domain, counts in self.pool.counts.items():
             if counts.errors or counts.timeouts:
                 found |= {f"errors/{domain}": float(counts.errors), f"timeouts/{domain}": float(counts.timeouts)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
@@ -18,7 +17,7 @@ from megatune.rl.pipeline.dumps import dump_samples
 from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.sampler import Sampler
-from megatune.rl.pipeline.startup import start_engines, with_own_weights
+from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
@@ -57,15 +56,11 @@ def evaluate(settings: RLSettings, model: str) -> int:
     rollout, run = settings.rollout, settings.run
     stops = stop_tokens(source, tokenizer.eos_token_id)
     print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
-    devices = {*settings.actor_infer.devices, *(each for role in _judges(settings) for each in role.devices)}
+    devices = {device for role in samplers(settings) for device in role.devices}
     found: dict[str, dict[str, float]] = {}
-    with (
-        Cluster(
-            folder / "launch", devices, devices_per_node=run.num_gpus_per_node, call_limit=run.rpc_timeout
-        ) as cluster,
-        cluster.reward_pool(settings.rewards) as pool,
-    ):
-        engines, judges = start_engines(cluster, settings)
+    per_node, limit = run.num_gpus_per_node, run.rpc_timeout
+    with Cluster(folder / "launch", devices, devices_per_node=per_node, call_limit=limit) as cluster:
+        pool, (engines, judges) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         extend = turn_writer(settings, tokenizer)
@@ -83,11 +78,6 @@ def evaluate(settings: RLSettings, model: str) -> int:
         write_atomically(folder / "metrics.json", json.dumps({"model": model, **found}, indent=1) + "\n")
     print(f"numbers and responses are in {folder}", flush=True)
     return ExitCode.DONE
-
-
-def _judges(settings: RLSettings) -> list[Any]:
-    own = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
-    return [role for role in own if role is not None]
 
 
 def _folder(model: str) -> Path:

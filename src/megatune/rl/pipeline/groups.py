@@ -41,11 +41,6 @@ class Group:
     longest: int = 0
 
     @property
-    def is_finished(self) -> bool:
-        """Whether every response is there."""
-        return len(self.responses) == self.size
-
-    @property
     def oldest_version(self) -> int | None:
         """Of the weights that have sampled any of its tokens; None before the first."""
         found = [*self.responses.values(), *self.parts.values()]

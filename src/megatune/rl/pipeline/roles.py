@@ -76,6 +76,7 @@ class EngineGroup:
 
     Attributes:
         refill: sends weights to engines of which none has any; see `run`.
+        on_loss: called when an engine was lost.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class EngineGroup:
         self.role, self.group, self.sleep_level = role, group, sleep_level
         self.number, self.loop = group.size, group.loop
         self.refill: Callable[[], object] = lambda: None
+        self.on_loss: Callable[[], None] = lambda: None
         self._most, self._has_own_weights = _WAITING * max_running, has_own_weights
         self._asleep: set[Memory] = set()
         self._waiting: deque[_Ask] = deque()
@@ -191,6 +193,7 @@ class EngineGroup:
         self._restarted.discard(rank)
         self._lost.add(rank)
         self._numbers[rank] = 0  # a new one counts from the beginning
+        self.on_loss()
         if not self._asleep:
             self._start_lost()
 
@@ -262,7 +265,8 @@ class DeviceScheduler:
     def load(self, model: ModelGroup, checkpoint: str | None = None) -> None:
         """Load a model, with room for it."""
         self._let_sleep(model)
-        self._clear_of(model, ())
+        for other in self._others(model):
+            other.hold()
         model.load(checkpoint)
 
     def sample(self) -> None:
@@ -276,16 +280,14 @@ class DeviceScheduler:
     def compute(self, model: ModelGroup, *parts: str) -> None:
         """Give the devices to a model, which needs these parts. Judges that share them have nothing to do."""
         self._let_sleep(model)
-        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
-            model.hold(*self._clear_of(model, parts))
+        self._give(model, parts)
 
     def transfer(self, model: ModelGroup) -> None:
         """Have the model's weights on the devices, and the engines'. Their cache comes back with `sample`, when the
         model has left: together they would be the most that a step needs."""
         for judge in self._judges_of(model):
             judge.sleep()
-        if self._others(model) or self.meets_engines(model) or self._judges_of(model):
-            model.hold(*self._clear_of(model, ("weights",)))
+        self._give(model, ("weights",))
         for other in self._models:
             if other is not model and self.meets_engines(other):
                 other.hold()
@@ -300,10 +302,13 @@ class DeviceScheduler:
     def _judges_of(self, model: ModelGroup) -> list[EngineGroup]:
         return [judge for judge in self._judges if {*judge.role.devices} & {*model.role.devices}]
 
-    def _clear_of(self, model: ModelGroup, parts: Sequence[str]) -> Sequence[str]:
-        for other in self._others(model):
+    def _give(self, model: ModelGroup, parts: Sequence[str]) -> None:
+        """Have these parts of a model on devices that it shares, and nothing of the other models there."""
+        others = self._others(model)
+        for other in others:
             other.hold()
-        return parts
+        if others or self.meets_engines(model) or self._judges_of(model):
+            model.hold(*parts)
 
     def _others(self, model: ModelGroup) -> list[ModelGroup]:
         return [each for each in self._models if each is not model and {*each.role.devices} & {*model.role.devices}]

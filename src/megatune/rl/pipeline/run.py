@@ -20,7 +20,6 @@ from megatune.families import load_architecture
 from megatune.launch.torchrun import handle_stops
 from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.cluster.timeline import Timeline, new_timeline, write_timeline
 from megatune.rl.pictures import check_pictures, vision_of
 from megatune.rl.pipeline.driver import Driver
 from megatune.rl.pipeline.learn import Learner
@@ -70,25 +69,17 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             if path := getattr(settings.algorithm, key):
                 named(path, key)
         say("\n".join([*start_lines(settings), *problems.notes]))
-        run, run_dir = settings.run, output_dir / "launch"
-        sizes = {"devices_per_node": run.num_gpus_per_node, "bytes_in_flight": _bytes_in_flight(settings)}
-        new_timeline(run_dir, wanted=run.profiler_timeline)
-        timeline = Timeline(run_dir, "driver")
-
-        def note(phase: str, step: int) -> None:
-            timeline.begin(phase, step)
-            cluster.note(phase, step)
-
-        try:
-            with (
-                Cluster(run_dir, devices_of(settings), **sizes, call_limit=run.rpc_timeout) as cluster,
-                cluster.reward_pool(settings.rewards) as pool,
-            ):
-                roles = start_roles(cluster, settings)
-                return drive(settings, source, problems, validation, roles, pool, stop, note)
-        finally:
-            timeline.end()
-            write_timeline(run_dir, output_dir / "profile" / "timeline.json")
+        run = settings.run
+        with Cluster(
+            output_dir / "launch",
+            devices_of(settings),
+            devices_per_node=run.num_gpus_per_node,
+            bytes_in_flight=_bytes_in_flight(settings),
+            call_limit=run.rpc_timeout,
+            timeline=output_dir / "profile" / "timeline.json" if run.profiler_timeline else None,
+        ) as cluster:
+            pool, roles = cluster.reward_pool(settings.rewards), start_roles(cluster, settings)
+            return drive(settings, source, problems, validation, roles, pool, stop, cluster.note)
 
 
 def drive(

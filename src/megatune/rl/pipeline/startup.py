@@ -26,7 +26,13 @@ from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
-_HOSTS = "megatune.rl.pipeline.hosts"
+# What actors build: of roles that are trained by their names, of the others by their strategy.
+_WORKERS = {
+    "actor_train": "megatune.rl.worker.policy:PolicyWorker",
+    "critic": "megatune.rl.worker.value:ValueWorker",
+    "megatron": "megatune.rl.worker.reference:ReferenceWorker",
+    "hf": "megatune.rl.worker.transformers_model:TransformersWorker",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +148,8 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
     trained = {"actor_train": settings.actor_train, "critic": settings.critic, "reference": settings.reference}
     models = {name: role for name, role in trained.items() if role is not None}
     models |= {f"teacher.{name}": role for name, role in settings.teachers.items()}
-    hosts = {"actor_train": "policy", "critic": "critic"}
-    specs = [_model_spec(settings, name, role, hosts.get(name, "frozen")) for name, role in models.items()]
-    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in _samplers(settings))])
+    specs = [_model_spec(settings, name, role) for name, role in models.items()]
+    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
     groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
     engines, judges = _engines(settings, found)
     return Roles(
@@ -163,11 +168,12 @@ def start_engines(cluster: Cluster, settings: RLSettings) -> tuple[EngineGroup, 
     Raises:
         MegatuneError: see `Cluster.start`.
     """
-    found = cluster.start([_engine_spec(settings, role) for role in _samplers(settings)])
+    found = cluster.start([_engine_spec(settings, role) for role in samplers(settings)])
     return _engines(settings, found, has_own_weights=True)
 
 
-def _samplers(settings: RLSettings) -> list[InferRole]:
+def samplers(settings: RLSettings) -> list[InferRole]:
+    """Return the roles that sample: the policy's first, then judges."""
     judges = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
     return [settings.actor_infer, *(role for role in judges if role is not None)]
 
@@ -177,17 +183,17 @@ def _engines(
 ) -> tuple[EngineGroup, dict[str, EngineGroup]]:
     judges = {
         role.name: EngineGroup(role, found[role.name], role.infer_batch_size, has_own_weights=True)
-        for role in _samplers(settings)[1:]
+        for role in samplers(settings)[1:]
     }
     infer, most, level = settings.actor_infer, settings.rollout.max_running_requests, settings.sleep_level
     group = found[infer.name]
     return EngineGroup(infer, group, most, 1 if has_own_weights else level, has_own_weights=has_own_weights), judges
 
 
-def _model_spec(settings: RLSettings, name: str, role: ModelRole, host: str) -> RoleSpec:
+def _model_spec(settings: RLSettings, name: str, role: ModelRole) -> RoleSpec:
     return RoleSpec(
         name=name,
-        target=f"{_HOSTS}:{host}",
+        target=_WORKERS.get(name) or _WORKERS[role.strategy],
         arguments={"settings": settings, "role": role},
         devices=role.devices,
         rendezvous=True,
@@ -200,7 +206,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     is_judge = role is not settings.actor_infer
     return RoleSpec(
         name=role.name,
-        target=f"{_HOSTS}:engine",
+        target="megatune.rl.rollout.load:engine_server",
         arguments={
             "role": role,
             "seed": settings.run.seed,
@@ -264,9 +270,5 @@ def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
 
 def devices_of(settings: RLSettings) -> set[int]:
     """Return all devices of all roles."""
-    roles: list[ModelRole | InferRole | None] = [
-        *(settings.actor_train, settings.actor_infer, settings.reference, settings.critic, settings.reward_model),
-        *settings.teachers.values(),
-        *(role.judge for role in settings.rewards.values()),
-    ]
-    return {device for role in roles if role is not None for device in role.devices}
+    trained = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
+    return {device for role in (*trained, *samplers(settings)) if role is not None for device in role.devices}

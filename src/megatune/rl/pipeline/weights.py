@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from megatune.config.rl.settings import RLSettings
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.pipeline.learn import Learner, sampled_by
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rollout.mismatch import Mismatch
 from megatune.rl.samples import Problem, Request, Response, Rollouts
-from megatune.rl.transport import Parcel, Route, choose_route, merged
+from megatune.rl.transport import Parcel, Route, break_off, choose_route, merged
 
 _PROBE_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """What a transfer of the weights took: tensors, bytes, buckets and seconds."""
-
-    tensors: int
-    bytes: int
-    buckets: int
-    seconds: float
 
 
 class Weights:
@@ -39,6 +28,7 @@ class Weights:
         self._settings, self._scheduler, self._policy, self._engines = settings, scheduler, policy, engines
         self._route: Route | None = None
         self._connected = -1  # the group's number of changes when the route was chosen
+        engines.on_loss = self._break_off
 
     @property
     def engines_forget(self) -> bool:
@@ -49,14 +39,14 @@ class Weights:
         """Let the engines sample on, with the weights that they have."""
         self._scheduler.sample()
 
-    def sync(self, version: int) -> Sync:
-        """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then."""
-        began = time.monotonic()
+    def sync(self, version: int) -> dict[str, float]:
+        """Give the engines the weights as they are now; nothing is in flight. The engines hold the devices then. Return
+        metrics."""
         self._scheduler.transfer(self._policy)
         parcels = self._sent(version)
         self._scheduler.sample()
-        tensors, nbytes = sum(len(each.contents) for each in parcels), sum(each.tensor_bytes for each in parcels)
-        return Sync(tensors, nbytes, len(parcels), time.monotonic() - began)
+        nbytes, tensors = (sum(each.tensor_bytes for each in parcels), sum(len(each.contents) for each in parcels))
+        return {"sync_bytes": float(nbytes), "sync_tensors": float(tensors)}
 
     def connect(self) -> Route:
         """Choose how weights travel, and let the trainer and the engines that are there meet."""
@@ -80,37 +70,60 @@ class Weights:
         joining.result()
         return route
 
+    def _break_off(self) -> None:
+        """Let nobody wait for an engine that was lost in a broadcast."""
+        if self._route is not None:
+            break_off(self._route)
+            self._route = None
+
     def _sent(self, version: int) -> list[Parcel]:
-        """Send all buckets, and have the engines use them as a version: while they take one, the next is packed.
+        """Send all buckets, and have the engines use them as a version. Where an engine is lost in a broadcast, which
+        breaks off then, the others meet anew and get all buckets from the first.
 
         Raises:
-            MegatuneError: see `group.Pending.result`; nothing was committed then.
+            MegatuneError: see `group.Pending.result`; nothing was committed then. UNAVAILABLE, where a broadcast breaks
+                off though all engines are there.
         """
-        if self._route is None or self._connected != self._engines.group.changes:
-            self._connected = self._engines.group.changes
-            self._route = self.connect()
-        trainer, engines, senders = self._policy.group, self._engines.group, self._route.senders
+        engines = self._engines.group
+        while True:
+            if self._route is None or self._connected != engines.changes:
+                self._connected = engines.changes
+                self._route = self.connect()
+            sent, is_whole = self._streamed(version, self._route)
+            freed = self._policy.group.start("free_weights")
+            if is_whole:
+                engines.call("commit_update", version)
+            freed.result()
+            if is_whole:
+                return sent
+            if self._connected == engines.changes:
+                why = "the connection of the trainer and the engines broke, and none of them was lost"
+                finding = Finding("weights did not reach the rollout engines", "actor_infer", why, "see the network")
+                raise MegatuneError(finding, ExitCode.UNAVAILABLE)
+
+    def _streamed(self, version: int, route: Route) -> tuple[list[Parcel], bool]:
+        """Send buckets: while the engines take one, the next is packed. Return them, and whether all came; the trainer
+        gathers the rest in any case, which its ranks do together."""
+        trainer, engines = self._policy.group, self._engines.group
         assert self._policy.ready is not None
-        begun = engines.start("begin_update", version, self._policy.ready.num_tensors)
+        taking = [engines.start("begin_update", version, self._policy.ready.num_tensors)]
         # Ranks that send nothing take part in what the others gather.
-        others = [trainer.start_one(rank, "drain_weights") for rank in range(trainer.size) if rank not in senders]
-        packing = [trainer.start_one(rank, "pack_weights", True) for rank in senders]
+        others = [trainer.start_one(rank, "drain_weights") for rank in range(trainer.size) if rank not in route.senders]
+        packing = [trainer.start_one(rank, "pack_weights", True) for rank in route.senders]
         sent: list[Parcel] = []
-        taking: list[Any] = [begun]
+        is_whole = True
         while (parcel := merged([each.result()[0] for each in packing])) is not None:
             while taking:
-                taking.pop().result()
+                is_whole &= False not in taking.pop().result()
             sent.append(parcel)
-            taking.append(engines.start("update", parcel))
-            if self._route.listeners:
-                taking.append(trainer.start_one(senders[0], "broadcast_weights"))
-            packing = [trainer.start_one(rank, "pack_weights", False) for rank in senders]
+            if is_whole:
+                taking.append(engines.start("update", parcel))
+                if route.listeners:
+                    taking.append(trainer.start_one(route.senders[0], "broadcast_weights"))
+            packing = [trainer.start_one(rank, "pack_weights", False) for rank in route.senders]
         for each in (*taking, *others):
-            each.result()
-        freed = trainer.start("free_weights")
-        engines.call("commit_update", version)
-        freed.result()
-        return sent
+            is_whole &= False not in each.result()
+        return sent, is_whole
 
     def probe(self, problems: Sequence[Problem], version: int, learner: Learner) -> Mismatch | None:
         """Let each engine sample a few tokens, and compare them with the trainer. For engines that share no device

@@ -7,9 +7,13 @@ rule, and a judgement that cannot be read is an error, not a 0.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from megatune.data.text_scores import END_OF_THINK
@@ -18,8 +22,7 @@ from megatune.rl.rewards.answer import Answer, RewardError, Verdict
 from megatune.rl.rewards.http import post_json
 
 # Asks the judging model: messages as of OpenAI's API -> what it says.
-Ask = Callable[[list[dict[str, str]]], str]
-
+Ask = Callable[[list[dict[str, str]]], Awaitable[str]]
 
 PLACES = ("{question}", "{response}", "{reference}")
 API_SECONDS = 120.0
@@ -95,13 +98,13 @@ class Judge:
         assert ask is not None, "a pool gives it"
         self._ask = ask
 
-    def __call__(self, answer: Answer) -> Verdict:
+    async def __call__(self, answer: Answer) -> Verdict:
         asked = [message["content"] for message in answer.messages if message["role"] == "user"]
         response = answer.text.rpartition(END_OF_THINK)[2].strip()
         reference = str(answer.row.get("ground_truth") or "")
         values = dict(zip(PLACES, (asked[-1] if asked else answer.prompt, response, reference), strict=True))
         text = re.sub("|".join(map(re.escape, PLACES)), lambda place: values[place.group()], self._prompt)
-        said = self._ask([{"role": "user", "content": text}])
+        said = await self._ask([{"role": "user", "content": text}])
         score = read_judgement(said, "Score:" in self._prompt)
         return Verdict(score, score, {"judgement": said})
 
@@ -140,9 +143,9 @@ class _Api:
         values = {name: _value(generating, name) for name in names}
         self._options = {names[name]: value for name, value in values.items() if value is not None}
 
-    def __call__(self, messages: list[dict[str, str]]) -> str:
+    async def __call__(self, messages: list[dict[str, str]]) -> str:
         message = {"model": self._model, "messages": messages, **self._options}
-        reply = post_json(self._url, message, API_SECONDS, self._headers)
+        reply = await _in_thread(partial(post_json, self._url, message, API_SECONDS, self._headers))
         try:
             said = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
@@ -150,6 +153,22 @@ class _Api:
         if not said:
             raise RewardError(f"{self._url} returned an empty judgement")
         return str(said)
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """Wait for a thread, which keeps nobody from ending."""
+    found = Future[Any]()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # as a result: nobody may be there to retrieve an exception
+            found.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if isinstance(result := await asyncio.shield(asyncio.wrap_future(found)), BaseException):
+        raise result
+    return result
 
 
 def _value(generating: Any, name: str) -> Any:

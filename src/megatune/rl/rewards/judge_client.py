@@ -1,12 +1,10 @@
-"""Asks a model of this run to judge: threads of the reward pool wait for calls that the driver's event loop makes."""
+"""Asks a model of this run to judge."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -27,71 +25,35 @@ if TYPE_CHECKING:
 class JudgeEngines(Protocol):
     """What is used of `pipeline.roles.EngineGroup`."""
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
     async def generate(self, requests: Sequence[Request]) -> list[Response]: ...
 
 
 class JudgeClient:
-    """Asks a model of this run, from any thread but that of the engines' loop.
+    """Asks a model of this run.
 
     Args:
         context: tokens of a prompt and its answer at most.
-        stop_token_ids: what ends an answer; (): what the engines know.
-        template: as `prompt_writer` takes it.
     """
 
     def __init__(
-        self,
-        engines: JudgeEngines,
-        tokenizer: PreTrainedTokenizerBase,
-        generating: Generating,
-        context: int,
-        stop_token_ids: tuple[int, ...] = (),
-        template: str | None = None,
+        self, engines: JudgeEngines, tokenizer: PreTrainedTokenizerBase, generating: Generating, context: int
     ) -> None:
         self._engines, self._tokenizer = engines, tokenizer
         self._generating, self._context = generating, context
-        self._write, self._stop = prompt_writer(template, tokenizer), stop_token_ids
-        self._numbers = itertools.count()
-        self._asked: set[Future[Response]] = set()
-        self._closed = False
+        self._write, self._numbers = prompt_writer(None, tokenizer), itertools.count()
 
-    def __call__(self, messages: list[dict[str, str]], limit: float) -> str:
-        """Wait for what the model says, for at most `limit` seconds.
+    async def __call__(self, messages: list[dict[str, str]]) -> str:
+        """Return what the model says; ask again where the engines have to sleep meanwhile.
 
         Raises:
-            RewardError: the question is too long for the model, or the run ends.
-            TimeoutError: there is no answer; it may be lost.
+            RewardError: the question is too long for the model.
         """
         request = self._request(next(self._numbers), messages)
-        answer = asyncio.run_coroutine_threadsafe(self._answered(request), self._engines.loop)
-        self._asked.add(answer)
-        answer.add_done_callback(self._asked.discard)
-        try:
-            if self._closed:
-                raise CancelledError
-            response = answer.result(limit)
-        except CancelledError as error:
-            raise RewardError("the run ends") from error
-        except TimeoutError as error:
-            answer.cancel()
-            raise TimeoutError(f"the judge has not answered within {limit:g} seconds") from error
-        return str(self._tokenizer.decode(response.response_ids.tolist(), skip_special_tokens=True)).strip()
-
-    def close(self) -> None:
-        """Let nobody wait any longer."""
-        self._closed = True
-        for answer in tuple(self._asked):
-            answer.cancel()
-
-    async def _answered(self, request: Request) -> Response:
-        """Ask, and again where the engines have to sleep meanwhile."""
         while True:
             for response in await self._engines.generate([request]):
                 if response.finish != "abort":
-                    return response
+                    ids = response.response_ids.tolist()
+                    return str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating
@@ -107,7 +69,6 @@ class JudgeClient:
             top_p=generating.top_p,
             top_k=generating.top_k,
             repetition_penalty=generating.repetition_penalty,
-            stop_token_ids=self._stop,
             stop_strings=tuple(generating.stop_strings),
         )
 

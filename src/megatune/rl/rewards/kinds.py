@@ -33,14 +33,12 @@ class Kind:
         limit: seconds that one sample may take.
         columns: that a row needs.
         library: that must be installed.
-        in_process: False where it only waits for a service, in a thread.
     """
 
     place: str
     limit: float = 10.0
     columns: tuple[str, ...] = ("ground_truth",)
     library: str | None = None
-    in_process: bool = True
 
 
 KINDS: dict[str, Kind] = {
@@ -52,7 +50,7 @@ KINDS: dict[str, Kind] = {
     "general_rule": Kind("instructions.reward:GeneralRule"),
     "format": Kind("shape:Format", columns=()),
     "length": Kind("shape:Length", columns=()),
-    "llm_judge": Kind("judge:Judge", limit=600.0, columns=(), in_process=False),
+    "llm_judge": Kind("judge:Judge", limit=600.0, columns=()),
     "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),
     "environment": Kind("", limit=60.0, columns=()),

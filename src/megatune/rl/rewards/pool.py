@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer, Reward
+from megatune.rl.rewards.answer import Answer
+from megatune.rl.rewards.judge import Ask, Judge
 from megatune.rl.rewards.kinds import KINDS, load_reward
-from megatune.rl.rewards.task import Job, NotLoadedError, Scorer, WorkerDiedError, judged
+from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, failure_of, reply_of
 from megatune.rl.samples import Sample
 
 if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
-    from megatune.rl.rewards.judge_client import JudgeClient
 
 _AT_ONCE = 32  # answers that a process takes at the most
 FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, and training on zeros must not go on
@@ -34,16 +31,12 @@ class DomainCounts:
     """What became of the samples of one domain, since the start of the run.
 
     Attributes:
-        scored: samples that came back, those below, too.
         errors: without a score because the reward raised, its process died, or it could not be had.
         timeouts: without a score because the reward took too long.
-        last_failure: what the latest of either said; "" where there was none.
     """
 
-    scored: int = 0
     errors: int = 0
     timeouts: int = 0
-    last_failure: str = ""
 
 
 @dataclass(slots=True)
@@ -58,7 +51,6 @@ class _Domain:
     """
 
     score: Callable[[Sequence[Answer]], Awaitable[list[dict[str, Any]]]]
-    limit: float
     workers: int
     most: int
     waiting: deque[tuple[Answer, asyncio.Future[dict[str, Any]]]] = field(default_factory=deque)
@@ -79,10 +71,8 @@ class _Domain:
     async def _serve(self, asked: Sequence[tuple[Answer, asyncio.Future[dict[str, Any]]]]) -> None:
         try:
             replies = await self.score([answer for answer, _ in asked])
-        except NotLoadedError as error:
-            replies = [{"error": str(error)}] * len(asked)
         except Exception as error:  # whatever it is, these samples must have a reply
-            replies = [{"error": f"{type(error).__name__}: {error}"}] * len(asked)
+            replies = [failure_of(error)] * len(asked)
         for (_, future), reply in zip(asked, replies, strict=True):
             if not future.done():
                 future.set_result(reply)
@@ -93,7 +83,7 @@ class _Domain:
             self.dispatch()
 
 
-class RewardPool(AbstractContextManager["RewardPool"]):
+class RewardPool:
     """Scores samples of every domain by the domain's reward.
 
     `score` sets `score` and `details` of a sample: `details["correct"]` is 1 or 0 (what accuracies and difficulty masks
@@ -103,13 +93,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     Args:
         rewards: domain -> its reward; at most `workers` samples are scored at a time (by those that compute no more
             than there are cores).
-        scorer: scores an answer in a process of its own, such as `task.ray_scorer`. Rewards that wait for a service
-            need none.
-        clients: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster". It
-            may come later.
+        scorer: scores an answer in a process of its own, such as `task.ray_scorer`. Judges need none.
         log_dir: what the processes print goes there, into reward-DOMAIN.log; None: to their stderr.
         limit: seconds that one sample may take; None: `timeout` of the reward's arguments, or of its kind.
         machines: that score.
+
+    Attributes:
+        clients: domain -> what asks the model of an llm_judge whose judge_model_type is "inference" or "cluster".
 
     Raises:
         MegatuneError: see `load_rewards`.
@@ -120,25 +110,25 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         rewards: Mapping[str, RewardRole],
         scorer: Scorer,
         *,
-        clients: Mapping[str, JudgeClient] | None = None,
         log_dir: Path | None = None,
         limit: float | None = None,
         machines: int = 1,
     ) -> None:
-        self.clients = dict(clients or {})
+        self.clients: dict[str, Ask] = {}
         self._domains: dict[str, _Domain] = {}
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         cores = len(os.sched_getaffinity(0)) * machines  # machines of a cluster are alike
         folder, path = os.getcwd(), tuple(os.path.abspath(each) for each in sys.path)
-        for name, (role, reward) in load_rewards(rewards, self._asked).items():
+        for name, (role, reward) in load_rewards(rewards, self._ask).items():
             kind, log = KINDS[role.kind], log_dir and log_dir.absolute() / f"reward-{name}.log"
             seconds = limit or float(role.arguments.get("timeout") or kind.limit)
             job = Job(name, role.kind, role.function, role.arguments, folder, path, log)
-            own = partial(_scored, scorer, job, seconds) if kind.in_process else partial(_waited, reward, seconds)
-            computes = kind.in_process and role.arguments.get("use_local") is not False
+            is_judge = isinstance(reward, Judge)
+            own: Any = partial(_asked, reward, seconds) if is_judge else partial(_scored, scorer, job, seconds)
+            computes = not is_judge and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
-            self._domains[name] = _Domain(own, seconds, workers, _AT_ONCE if kind.in_process else 1)
+            self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE)
 
     @property
     def counts(self) -> dict[str, DomainCounts]:
@@ -157,18 +147,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         loop.call_soon(domain.dispatch)  # together with the others of its group
         self._settle(domain, sample, await reply)
 
-    def __exit__(self, *error: object) -> None:
-        """Let nobody wait for a judge; processes that still score end with Ray."""
-        for client in self.clients.values():
-            client.close()
-
-    def _asked(self, domain: str, messages: list[dict[str, str]]) -> str:
-        return self.clients[domain](messages, self._domains[domain].limit)
+    async def _ask(self, domain: str, messages: list[dict[str, str]]) -> str:
+        return await self.clients[domain](messages)
 
     def _settle(self, domain: _Domain, sample: Sample, reply: Mapping[str, Any]) -> None:
         """Write what a reward said into its sample, and count it."""
-        counts = domain.counts
-        counts.scored += 1
         failure = reply.get("error")
         if failure is None:
             domain.failures_in_a_row = 0
@@ -177,17 +160,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             return
         sample.score, sample.details = 0.0, {"correct": 0.0, "error": failure}
         domain.failures_in_a_row += 1
-        counts.timeouts += bool(reply.get("timeout"))
-        counts.errors += not reply.get("timeout")
-        counts.last_failure = f"{sample.problem.domain}, problem {sample.problem.id}: {failure}"
+        domain.counts.timeouts += bool(reply.get("timeout"))
+        domain.counts.errors += not reply.get("timeout")
         if domain.failures_in_a_row >= FAILURES_IN_A_ROW:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)
 
 
 def load_rewards(
-    rewards: Mapping[str, RewardRole], ask: Callable[[str, list[dict[str, str]]], str] | None = None
-) -> dict[str, tuple[RewardRole, Reward]]:
+    rewards: Mapping[str, RewardRole], ask: Callable[[str, list[dict[str, str]]], Awaitable[str]] | None = None
+) -> dict[str, tuple[RewardRole, Any]]:
     """Load the reward of every domain.
 
     Args:
@@ -197,7 +179,7 @@ def load_rewards(
         MegatuneError: (SETTINGS) an unknown kind, or arguments that a kind does not take; (UNAVAILABLE) a library that
             a kind needs is not installed. With all of them.
     """
-    found: dict[str, tuple[RewardRole, Reward]] = {}
+    found: dict[str, tuple[RewardRole, Any]] = {}
     findings: list[Finding] = []
     code = ExitCode.SETTINGS
     for name, role in rewards.items():
@@ -212,40 +194,30 @@ def load_rewards(
     return found
 
 
-def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
+async def _nobody(domain: str, messages: list[dict[str, str]]) -> str:
     raise AssertionError(f"the judge of {domain} is asked before the run starts")
 
 
-async def _scored(scorer: Scorer, job: Job, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Score by a process; of several answers whose process has ended, each is scored alone."""
-    if len(answers) == 1:
-        return [await _scored_alone(scorer, job, limit, answers[0])]
+async def _scored(
+    scorer: Scorer, job: Job, limit: float, answers: Sequence[Answer], tries: int = 2
+) -> list[dict[str, Any]]:
+    """Score by a process; of several answers whose process has ended, each is scored alone. It may be killed by others,
+    for want of memory: that is not the answer's, unless it happens again."""
     try:
         return await scorer(job, answers, limit)
-    except (TimeoutError, WorkerDiedError):
-        return [await _scored_alone(scorer, job, limit, each) for each in answers]
+    except (TimeoutError, WorkerDiedError) as error:
+        if len(answers) > 1:
+            return [(await _scored(scorer, job, limit, [each]))[0] for each in answers]
+        if isinstance(error, TimeoutError):
+            return [_late(limit)]
+        return await _scored(scorer, job, limit, answers, tries - 1) if tries > 1 else [failure_of(error)]
 
 
-async def _scored_alone(scorer: Scorer, job: Job, limit: float, answer: Answer) -> dict[str, Any]:
-    """Score by a process. It may be killed by others, for want of memory: that is not the sample's, unless it happens
-    again."""
-    failure = ""
-    for _ in range(2):
-        try:
-            return (await scorer(job, [answer], limit))[0]
-        except TimeoutError:
-            return _late(limit)
-        except WorkerDiedError as error:
-            failure = str(error)
-    return {"error": failure}
-
-
-async def _waited(reward: Reward, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Score by a service, which a thread waits for that keeps nobody from ending."""
-    (answer,), reply = answers, Future[dict[str, Any]]()
-    threading.Thread(target=lambda: reply.set_result(judged(reward, answer)), daemon=True).start()
+async def _asked(judge: Judge, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Score by another model."""
+    (answer,) = answers
     try:
-        return [await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reply)), limit)]
+        return [reply_of(await asyncio.wait_for(judge(answer), limit))]
     except TimeoutError:
         return [_late(limit)]
 

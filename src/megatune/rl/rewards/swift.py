@@ -21,6 +21,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict
+from megatune.rl.rewards.text import repeated_share
 
 _OF_SOLUTION = ("accuracy", "cosine")
 _FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"
@@ -58,15 +59,6 @@ def accuracy(answer: Answer) -> float:
         return 0.0
 
 
-def repetition(answer: Answer, words: int, most: float) -> float:
-    """Return `most` times the share of groups of words that occurred before (arXiv:2502.03373)."""
-    split = answer.text.lower().split()
-    if len(split) < words:
-        return 0.0
-    groups = list(zip(*(split[start:] for start in range(words)), strict=False))
-    return (1 - len({*groups}) / len(groups)) * most
-
-
 def cosine(answer: Answer, args: SimpleNamespace) -> float:
     """Score length by half a cosine: right answers from short to long, wrong ones the other way (arXiv:2502.03373)."""
     is_right = accuracy(answer) >= 1
@@ -75,11 +67,6 @@ def cosine(answer: Answer, args: SimpleNamespace) -> float:
         longest, shortest = args.cosine_max_len_value_correct, args.cosine_min_len_value_correct
     share = answer.num_tokens / args.cosine_max_len
     return float(longest + (shortest - longest) * (1 + math.cos(share * math.pi)) / 2)
-
-
-def soft_overlong(answer: Answer, longest: int, cache: int) -> float:
-    """0 up to `longest - cache` tokens, then falling by 1 in each `cache` (DAPO, arXiv:2503.14476)."""
-    return min(-(answer.num_tokens - (longest - cache)) / cache, 0.0)
 
 
 class SwiftRewards:
@@ -112,8 +99,14 @@ class SwiftRewards:
             "format": lambda answer: float(bool(re.match(_FORMAT, answer.text, re.DOTALL | re.MULTILINE))),
             "react_format": lambda answer: float(bool(re.match(_REACT_FORMAT, answer.text, re.DOTALL | re.MULTILINE))),
             "cosine": lambda answer: cosine(answer, given),
-            "repetition": lambda answer: repetition(answer, given.repetition_n_grams, given.repetition_max_penalty),
-            "soft_overlong": lambda answer: soft_overlong(answer, given.soft_max_length, given.soft_cache_length),
+            # arXiv:2502.03373
+            "repetition": lambda answer: (
+                repeated_share(answer.text, given.repetition_n_grams) * given.repetition_max_penalty
+            ),
+            # 0 up to the limit less the cache, then falling by 1 in each cache (DAPO, arXiv:2503.14476).
+            "soft_overlong": lambda answer: min(
+                (given.soft_max_length - given.soft_cache_length - answer.num_tokens) / given.soft_cache_length, 0.0
+            ),
         }
         known |= {name: _called(made, name, given) for name, made in _plugins(external_plugins).items()}
         if unknown := [name for name in reward_funcs if name not in known]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from megatune.errors import MegatuneError
 from megatune.launch.context import die_with_parent
-from megatune.rl.rewards.answer import Answer, Reward, RewardError
+from megatune.rl.rewards.answer import Answer, Reward, RewardError, Verdict
 from megatune.rl.rewards.kinds import load_reward
 
 START_SECONDS = 120.0  # that a process may take before it scores
@@ -37,11 +37,11 @@ GRACE_SECONDS = 5.0  # after its limit, where Python itself does not go on
 Scorer = Callable[["Job", Sequence[Answer], float], Awaitable[list[dict[str, Any]]]]
 
 
-class WorkerDiedError(Exception):
+class WorkerDiedError(RewardError):
     """The process ended before it answered."""
 
 
-class NotLoadedError(Exception):
+class NotLoadedError(RewardError):
     """The process cannot load its reward; another one could not, either."""
 
 
@@ -66,16 +66,25 @@ class Job:
 
 
 def judged(reward: Reward, answer: Answer) -> dict[str, Any]:
-    """Return what a reward says of an answer, or why it says nothing: keys score, correct and details, or error."""
+    """Return what a reward says of an answer, or why it says nothing; see `reply_of` and `failure_of`."""
     try:
-        verdict = reward(answer)
-        if not math.isfinite(verdict.score) or not math.isfinite(verdict.correct):
-            return {"error": f"the reward is {verdict.score}, correct {verdict.correct}: not a finite number"}
-    except (RewardError, MegatuneError) as error:
-        return {"error": str(error)}
+        return reply_of(reward(answer))
     except BaseException as error:  # also SystemExit, and math-verify's TimeoutException
-        return {"error": f"{type(error).__name__}: {error}", "timeout": "timeout" in type(error).__name__.lower()}
+        return failure_of(error)
+
+
+def reply_of(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict by the names of its fields, or an error."""
+    if not math.isfinite(verdict.score) or not math.isfinite(verdict.correct):
+        return {"error": f"the reward is {verdict.score}, correct {verdict.correct}: not a finite number"}
     return {"score": float(verdict.score), "correct": float(verdict.correct), "details": verdict.details}
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Return why a reward says nothing: error, and timeout where it took too long."""
+    if isinstance(error, RewardError | MegatuneError):
+        return {"error": str(error)}
+    return {"error": f"{type(error).__name__}: {error}", "timeout": "timeout" in type(error).__name__.lower()}
 
 
 def ray_scorer(strategies: Sequence[Any]) -> Scorer:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rollout.updates import Update
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import Parcel, Route
+from megatune.rl.transport import LostPeerError, Parcel, Route
 
 INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
 
@@ -96,9 +96,9 @@ class RolloutEngine(ABC, Generic[T]):
                 self._sampled[request.id] = sampled
                 self._start(sampled)
 
-    @abstractmethod
     def _begin(self, request: Request) -> T:
-        """Return what holds a request in flight."""
+        """Return what holds a request in flight: of engines that need no more than all of them, this."""
+        return cast(T, Sampled(request, self.version))
 
     @abstractmethod
     def _start(self, sampled: T) -> None:
@@ -132,15 +132,23 @@ class RolloutEngine(ABC, Generic[T]):
         assert not self._sampled, "abort what is in flight first"
         self._update, self._version = Update(version, num_tensors, self._shapes), None
 
-    def update(self, parcel: Parcel) -> None:
-        """Take some of the weights."""
+    def update(self, parcel: Parcel) -> bool:
+        """Take some of the weights; return whether they came. The update begins anew where they did not."""
         assert self._update is not None, "begin_update comes first"
         accepted = [each.name for each in parcel.contents if self._update.accept(each.name, each.shape)]
-        self._take(parcel, accepted)
+        try:
+            self._take(parcel, accepted)
+        except LostPeerError:
+            return False
+        return True
 
     @abstractmethod
     def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
-        """Receive a bucket, and take these of its tensors: those that belong to the model."""
+        """Receive a bucket, and take these of its tensors: those that belong to the model.
+
+        Raises:
+            LostPeerError: the broadcast broke off.
+        """
 
     def commit_update(self, version: int) -> None:
         """Use the new weights.

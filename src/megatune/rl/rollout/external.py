@@ -9,7 +9,8 @@ from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.rl.rollout.engine import Memory
 
-# What vLLM and SGLang call the parts of an engine's memory.
+# What vLLM and SGLang call dtypes, and the parts of an engine's memory.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MEMORY_TAGS: Mapping[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
 
 

@@ -1,9 +1,22 @@
-"""Makes the rollout engine that the settings ask for."""
+"""Makes the rollout engine that the settings ask for, and runs it."""
 
 from __future__ import annotations
 
 from megatune.config.rl.settings import InferRole
+from megatune.launch.context import RankContext
 from megatune.rl.rollout.engine import RolloutEngine
+from megatune.rl.rollout.server import EngineServer
+
+
+def engine_server(context: RankContext, role: InferRole, seed: int, max_running: int, length: int) -> EngineServer:
+    """Run an engine in this process; see `load_engine`.
+
+    Args:
+        length: tokens of a prompt and its response at most.
+    """
+    # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
+    own = {"seed": seed + context.rank, "max_running": max_running, "context": length}
+    return EngineServer(context, lambda: load_engine(role, **own))
 
 
 def load_engine(role: InferRole, *, seed: int, max_running: int, context: int) -> RolloutEngine:

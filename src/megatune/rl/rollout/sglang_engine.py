@@ -22,13 +22,12 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.generation.vllm import starting
 from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
-from megatune.rl.rollout.external import MEMORY_TAGS, check_arguments, check_version
+from megatune.rl.rollout.external import DTYPES, MEMORY_TAGS, check_arguments, check_version
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import Parcel, Receiver, Route
 
 TESTED = "0.5.23"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _DEFAULTS = {"enable_memory_saver": True, "disable_custom_all_reduce": True, "log_level": "warning"}
 _NAMES = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size"}
 _NOT_ARGUMENTS = ("sleep_level", "grpc_mode", "log_level_http")  # of ROLL's strategy_config, for its server
@@ -75,7 +74,7 @@ class SglangEngine(RolloutEngine[Sampled]):
         config = {_NAMES.get(key, key): value for key, value in role.config.items() if key not in _NOT_ARGUMENTS}
         check_arguments("SGLang", config, ServerArgs.__struct_fields__, role)
         arguments = {
-            "dtype": _DTYPES[role.dtype],
+            "dtype": DTYPES[role.dtype],
             "random_seed": seed,
             "context_length": context,
             "max_running_requests": max_running,
@@ -96,9 +95,6 @@ class SglangEngine(RolloutEngine[Sampled]):
             has_weights=arguments["load_format"] != "dummy",
             num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
-
-    def _begin(self, request: Request) -> Sampled:
-        return Sampled(request, self.version)
 
     def _start(self, sampled: Sampled) -> None:
         request = sampled.request

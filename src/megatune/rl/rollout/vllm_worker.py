@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatune.rl.transport import Parcel, Receiver, Route
+from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route
 
 
 class _KnownWarning(logging.Filter):
@@ -75,10 +75,14 @@ class WeightUpdates:
         """
         self._receiver, self._adapter = Receiver(route, first + self.rank, self.device), {}
 
-    def megatune_keep(self, parcel: Parcel, names: list[str]) -> None:
-        """Take tensors of an adapter."""
-        with self._receiver.opened(parcel) as tensors:
-            self._adapter |= {name: tensors[name].cpu().clone() for name in names}
+    def megatune_keep(self, parcel: Parcel, names: list[str]) -> bool:
+        """Take tensors of an adapter; return whether they came, as `megatune_load`."""
+        try:
+            with self._receiver.opened(parcel) as tensors:
+                self._adapter |= {name: tensors[name].cpu().clone() for name in names}
+        except LostPeerError:
+            return False
+        return True
 
     def megatune_write(self, path: str) -> None:
         """Write the adapter that has arrived, once for all workers."""
@@ -88,14 +92,19 @@ class WeightUpdates:
             save_file(self._adapter, path)
         self._adapter = {}
 
-    def megatune_load(self, parcel: Parcel, names: list[str]) -> None:
-        """Take tensors of a bucket by their names in checkpoints."""
+    def megatune_load(self, parcel: Parcel, names: list[str]) -> bool:
+        """Take tensors of a bucket by their names in checkpoints; return whether they came: vLLM does not carry the
+        class of an error from its workers."""
         from vllm.config import set_current_vllm_config
 
-        with self._receiver.opened(parcel) as tensors, set_current_vllm_config(self.vllm_config):
-            # vLLM keeps tensors until their layer is complete, and the next bucket is written to the same memory.
-            kept = ((name, tensors[name].to(self.device, copy=True)) for name in names)
-            self.model_runner.model.load_weights(kept)
+        try:
+            with self._receiver.opened(parcel) as tensors, set_current_vllm_config(self.vllm_config):
+                # vLLM keeps tensors until their layer is complete, and the next bucket is written to the same memory.
+                kept = ((name, tensors[name].to(self.device, copy=True)) for name in names)
+                self.model_runner.model.load_weights(kept)
+        except LostPeerError:
+            return False
+        return True
 
     def megatune_commit(self) -> None:
         """Pack the new weights for the kernels."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +22,7 @@ from megatune.data.batches import Batch, Collator
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
-from megatune.engine.step import evaluating
+from megatune.engine.step import evaluating, token_log_probs
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -40,21 +41,17 @@ _PADDING = 0  # any token: padding trains nothing, and nobody attends to it
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a worker says once it is loaded; the same on all ranks of the role, but for memory.
+    """What a worker says once it is loaded; the same on all ranks of the role.
 
     Attributes:
-        step: of the checkpoint that the run resumes from, 0 without one.
         data_parallel_size: ranks that get different samples.
         num_tensors: that `weights` gives; 0 where it gives none.
-        memory_gib: in use by this rank.
         notes: lines that a user should see.
         on_gpu: whether its device is a GPU.
     """
 
-    step: int
     data_parallel_size: int
-    num_tensors: int
-    memory_gib: float
+    num_tensors: int = 0
     notes: tuple[str, ...] = ()
     on_gpu: bool = False
 
@@ -70,7 +67,7 @@ class ModelWorker(ABC):
     loaded: LoadedModel
     _offload: Offload
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
         self.context = context
         self.step = 0  # steps done
@@ -100,6 +97,18 @@ class ModelWorker(ABC):
         Raises:
             MegatuneError: INPUT, SETTINGS: what cannot be used.
         """
+
+    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
+        """Compute log-probabilities of the responses' tokens, of the weights as they are.
+
+        Args:
+            temperature: that logits are divided by; None for that of sampling.
+        """
+        return self._log_probs("log-probs", rollouts, temperature)
+
+    def _log_probs(self, phase: str, rollouts: Rollouts, temperature: float | None) -> Answer:
+        temperature = self.rl.sampling_temperature if temperature is None else temperature
+        return self._forward(phase, rollouts, partial(token_log_probs, temperature=temperature))
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.
@@ -133,9 +142,7 @@ class ModelWorker(ABC):
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
     def _ready(self, num_tensors: int = 0, notes: Sequence[str] = ()) -> Ready:
-        memory = device.memory_bytes() / 2**30
-        on_gpu = device.current().type == "cuda"
-        return Ready(self.step, self.loaded.place.dp_size, num_tensors, memory, tuple(notes), on_gpu)
+        return Ready(self.loaded.place.dp_size, num_tensors, tuple(notes), device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.away]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
 
 from torch import Tensor
 
@@ -11,13 +10,12 @@ from megatune.bridge.export import export_weights
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.engine import device
 from megatune.engine.layers.adapter import without_adapters
-from megatune.engine.step import token_log_probs
 from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import PolicyObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.transport import Parcel, Route, Sender
-from megatune.rl.worker.model import Compute, Ready
+from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
+from megatune.rl.worker.model import Ready
 from megatune.rl.worker.rows import Answer
 from megatune.rl.worker.training import TrainedWorker
 
@@ -29,8 +27,8 @@ class PolicyWorker(TrainedWorker):
     _sender: Sender | None
     _stream: Iterator[dict[str, Tensor]]
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
-        super().__init__(settings, role, context)
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
+        super().__init__(context, settings, role)
         objective = self.objective(1)
         self.token_extras, self.document_extras = objective.token_extras, objective.document_extras
 
@@ -51,23 +49,11 @@ class PolicyWorker(TrainedWorker):
             ratio=(role.pg_ratio_low, role.pg_ratio_high),
         )
 
-    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
-        """Compute log-probabilities of the responses' tokens, of the weights as they are.
-
-        Args:
-            temperature: that logits are divided by; None for that of sampling.
-        """
-        return self._forward("log-probs", rollouts, self._at(temperature))
-
     def reference_log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
         """Compute those of the model without its adapters: the reference of a run that trains adapters."""
         assert self.settings.finetuning.finetuning_type == "lora", "without adapters a reference is a model of its own"
         with without_adapters(self.loaded.model):
-            return self._forward("reference log-probs", rollouts, self._at(temperature))
-
-    def _at(self, temperature: float | None) -> Compute:
-        asked = self.rl.sampling_temperature if temperature is None else temperature
-        return partial(token_log_probs, temperature=asked)
+            return self._log_probs("reference log-probs", rollouts, temperature)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what `weights` gives."""
@@ -103,10 +89,14 @@ class PolicyWorker(TrainedWorker):
         for _ in self.weights(self._route.senders):
             raise AssertionError("buckets for a rank that sends none")
 
-    def broadcast_weights(self) -> None:
-        """Send the last bucket to the listeners."""
+    def broadcast_weights(self) -> bool:
+        """Send the last bucket to the listeners; return whether all were there."""
         assert self._sender is not None
-        self._sender.broadcast()
+        try:
+            self._sender.broadcast()
+        except LostPeerError:
+            return False
+        return True
 
     def free_weights(self) -> None:
         """Give back what buckets were packed into."""

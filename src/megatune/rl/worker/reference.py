@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from megatune.bridge.assemble import load_model
-from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.engine.groups import build
-from megatune.engine.step import token_log_probs
-from megatune.launch.context import RankContext
-from megatune.rl.samples import Rollouts
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
-from megatune.rl.worker.rows import Answer
-from megatune.rl.worker.transformers_model import TransformersWorker
 
 
 class ReferenceWorker(ModelWorker):
@@ -25,18 +17,3 @@ class ReferenceWorker(ModelWorker):
         self.loaded = load_model(source, self.settings, place, trained=False)
         self._offload = offload_of(self.loaded)
         return self._ready()
-
-    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
-        """Compute log-probabilities of the responses' tokens.
-
-        Args:
-            temperature: that logits are divided by; None for that of sampling.
-        """
-        temperature = self.rl.sampling_temperature if temperature is None else temperature
-        return self._forward("log-probs", rollouts, partial(token_log_probs, temperature=temperature))
-
-
-def frozen_worker(settings: RLSettings, role: ModelRole, context: RankContext) -> ReferenceWorker | TransformersWorker:
-    """Make the worker of the role's strategy."""
-    kind = TransformersWorker if role.strategy == "hf" else ReferenceWorker
-    return kind(settings, role, context)

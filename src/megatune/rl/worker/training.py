@@ -41,9 +41,7 @@ class Trained:
         learning_rate: of the last one.
         num_tokens: trained, over all of them.
         memory_gib: most that this rank has held.
-        skipped: updates left out because gradients overflowed in fp16.
         metrics: means of the objective's metrics over all of them.
-        seconds: "forward_backward" and "optimizer", on this rank.
     """
 
     updates: int
@@ -52,9 +50,7 @@ class Trained:
     learning_rate: float
     num_tokens: int
     memory_gib: float
-    skipped: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainedWorker(ModelWorker):
@@ -172,7 +168,7 @@ class TrainedWorker(ModelWorker):
         places = sharing.shares([lengths[sample] for sample in samples])
         shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
         batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
-        result = train_step(self.loaded, batches, self.objective(len(samples)), learning_rate=learning_rate, timed=True)
+        result = train_step(self.loaded, batches, self.objective(len(samples)), learning_rate=learning_rate)
         if result.problem is not None:
             raise self._not_finite(result, step)
         return result
@@ -210,7 +206,6 @@ def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
     """Report several updates as one."""
     totals = StepTotals.summed([result.totals for result in results])
     norms = [result.grad_norm for result in results if result.updated]
-    parts = ("forward_backward", "optimizer")
     return Trained(
         updates=len(results),
         loss=sum(result.totals.loss for result in results) / len(results),
@@ -218,7 +213,5 @@ def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
         learning_rate=learning_rate,
         num_tokens=totals.num_tokens,
         memory_gib=device.peak_memory_bytes() / 2**30,
-        skipped=len(results) - len(norms),
         metrics=totals.metrics,
-        seconds={part: sum(result.seconds[part] for result in results) for part in parts},
     )

@@ -22,7 +22,7 @@ from megatune.verify.reference import load_reference_model
 class TransformersWorker:
     """One rank of a role with strategy "hf". Ranks exchange nothing. See `ModelWorker`."""
 
-    def __init__(self, settings: RLSettings, role: ModelRole, context: RankContext) -> None:
+    def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
         self.context = context
 
@@ -43,7 +43,7 @@ class TransformersWorker:
         open_checkpoint(folder, load_architecture(folder))  # every key is there, and none too many
         dtype = getattr(torch, self.settings.precision.params_dtype)
         self._model: Any = load_reference_model(folder, dtype).to(device.current())
-        return Ready(0, self.context.world_size, 0, device.memory_bytes() / 2**30)
+        return Ready(self.context.world_size)
 
     def offload(self, *parts: str) -> int:
         """Move the model to the host's memory; returns the bytes of the device that are free now."""

@@ -6,7 +6,6 @@ reads the source of a function, or compares an object that the program made with
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import collections
 import datetime
@@ -14,12 +13,12 @@ import decimal
 import enum
 import fractions
 import functools
-import inspect
 import io
 import json
 import operator
 import socket
 import sys
+import types
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -208,6 +207,8 @@ class Peer:
         if what == "call":
             return held(*args, **named)
         if what == "await":
+            import asyncio  # half of what an interpreter would take to start, once for every program
+
             return asyncio.run(held)
         if what == "isinstance":
             return isinstance(args[0], held)
@@ -249,7 +250,7 @@ class Peer:
             if isinstance(value, base):
                 return {name: write(value)}
         self._objects.append(value)
-        return {"coroutine" if inspect.iscoroutine(value) else "mine": len(self._objects) - 1}
+        return {"coroutine" if isinstance(value, types.CoroutineType) else "mine": len(self._objects) - 1}
 
     def _type(self, value: type) -> Any:
         if getattr(builtins, value.__name__, None) is value:
