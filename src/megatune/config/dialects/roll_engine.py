@@ -38,9 +38,9 @@ def sections() -> dict[str, Section]:
     """Return the mappings of a role whose keys are settings here, by where they stand."""
     names = {
         section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
-        for section in ("model_args", "training_args")
+        for section in ("model_args", "training_args", _STRATEGY)
     }
-    names[_STRATEGY] = [*(info.name for info in all_settings().values() if info.group in _OF_STRATEGY), *_BATCH]
+    names[_STRATEGY] += [*(info.name for info in all_settings().values() if info.group in _OF_STRATEGY), *_BATCH]
     return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 

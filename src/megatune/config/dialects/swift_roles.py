@@ -153,6 +153,8 @@ def write_roles(keys: Keys) -> None:
         for name in _LORA:
             if value := keys.setting(f"finetuning.{name}"):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
+        if keys.setting("checkpoint.merge_lora"):
+            keys.put("actor_train.strategy_args.strategy_config.save_merged_model", True, "checkpoint.merge_lora")
     _encoder(keys, is_lora=is_lora)
     if (model := keys.value("ref_model")) is not None:
         if reference:
