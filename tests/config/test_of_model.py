@@ -32,7 +32,15 @@ def weight(loaded: Loaded) -> float | None:
     return loaded.settings.experts.moe_aux_loss_coeff
 
 
-@pytest.mark.parametrize("words", [[], ["stage=pt"], *([f"stage={stage}"] for stage in ("dpo", "kto", "rm")), ["moe_aux_loss_coeff=null"], ["finetuning_type=lora"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        *([f"stage={stage}"] for stage in ("pt", "dpo", "kto", "rm")),
+        ["moe_aux_loss_coeff=null"],
+        ["finetuning_type=lora"],
+    ],
+)
 def test_config_json_decides_where_no_weight_is_written(words: list[str]) -> None:
     """As mcore_adapter, LLaMA-Factory's Megatron path, and Megatron-SWIFT 3."""
     loaded, lines = completed(*words)

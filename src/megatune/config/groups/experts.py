@@ -53,8 +53,8 @@ class ExpertSettings(Group):
     moe_aux_loss_coeff: Annotated[NonNegative, _EXPERTS, _BALANCED] | None = None
     """Weight of the load-balancing loss. null takes router_aux_loss_coef of the model's config.json.
     How: The loss is summed over layers; the log shows its mean without the weight: 1 where experts are equally busy.
-    LLaMA-Factory's moe_aux_loss_coef weighs Transformers' loss, which pools layers: it is multiplied by the experts of a
-    token, and divided by the sparse layers.
+    LLaMA-Factory's moe_aux_loss_coef weighs Transformers' loss, which pools layers: it is multiplied by the experts of
+    a token, and divided by the sparse layers.
     When: 1e-3 keeps experts busy in long runs. 0 trains on the language-model loss alone, as Transformers does by
     default, which is enough for a short fine-tuning."""
     moe_z_loss_coeff: Annotated[NonNegative, _EXPERTS] | None = None
