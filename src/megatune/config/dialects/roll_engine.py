@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.roll_reader import Part, Reader, Section
+from megatune.config.dialects.roll_reader import Part, Section
 from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.dialects.table import rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
-from megatune.config.settings import Settings, all_settings
+from megatune.config.settings import all_settings
 from megatune.config.values import Value
 
 _STRATEGY = "strategy_args.strategy_config"
@@ -44,60 +43,49 @@ def sections() -> dict[str, Section]:
     return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 
-def read_engine(part: Part, reader: Reader, *, trains: bool) -> Loaded:
+def read_engine(part: Part, *, trains: bool) -> Loaded:
     """Read model_args, training_args and strategy_config of a role; later ones win, as in ROLL.
 
     Args:
         trains: whether the role trains: training_args and adapters do nothing otherwise.
     """
-    model, training = (_entries(part, reader, section) for section in ("model_args", "training_args"))
+    model, training = (_entries(part, section) for section in ("model_args", "training_args"))
     if not trains:
         for entry in training:
-            reader.ignore(f"{part.name}.training_args.{entry.key}", f"{part.name} does not train")
+            part.ignore(f"training_args.{entry.key}", f"{part.name} does not train")
         training = []
-    strategy = _entries(part, reader, _STRATEGY)
-    model = [*_adapters(model, part, reader, trains=trains)]
-    entries = [*model, *training, *strategy]
-    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in entries):
+    strategy = _entries(part, _STRATEGY)
+    model = [*_adapters(model, part, trains=trains)]
+    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in (*model, *training, *strategy)):
         model.append(_default_dtype(part))
-    if not any(entry.key == "expert_tensor_parallel_size" for entry in entries):
-        model.append(SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default"))
-    return _loaded(reader, model, training, strategy)
+    whole_experts = SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default")
+    return _loaded(part, [whole_experts], model, training, strategy)
 
 
-def check_engine(
-    loaded: Loaded, settings: Settings, reader: Reader, architecture: Architecture | None, world_size: int
-) -> None:
-    """Report what is wrong between the settings of a role's engine."""
-    found = replace(loaded, settings=settings).check_rules(architecture, world_size, rules=RULES)
-    reader.findings += [each for each in found if each not in reader.findings]
-
-
-def sampled_model(part: Part, reader: Reader) -> Loaded:
+def sampled_model(part: Part) -> Loaded:
     """Read model_args of a role that samples: which model, and its dtype."""
     model = []
-    for entry in _entries(part, reader, "model_args"):
+    for entry in _entries(part, "model_args"):
         if entry.key in ("model_name_or_path", "dtype"):
             model.append(entry)
         else:
-            why = "engines sample with whole weights, adapters merged into them"
-            reader.ignore(f"{part.name}.model_args.{entry.key}", why)
+            part.ignore(f"model_args.{entry.key}", "engines sample with whole weights, adapters merged into them")
     if not any(entry.key == "dtype" for entry in model):
         model.append(_default_dtype(part))
-    return _loaded(reader, model)
+    return _loaded(part, model)
 
 
 def _default_dtype(part: Part) -> SettingEntry:
     return SettingEntry("dtype", Value("bf16", "bf16"), part.at, "default")
 
 
-def _loaded(reader: Reader, *layers: list[SettingEntry]) -> Loaded:
+def _loaded(part: Part, *layers: list[SettingEntry]) -> Loaded:
     loaded = load_entries(layers, ROLL)
-    reader.findings += [each for each in loaded.findings if each not in reader.findings]
+    part.reader.findings += [each for each in loaded.findings if each not in part.reader.findings]
     return loaded
 
 
-def _entries(part: Part, reader: Reader, section: str) -> list[SettingEntry]:
+def _entries(part: Part, section: str) -> list[SettingEntry]:
     """Return the entries of a mapping that are settings, by their own names; report or note the others."""
     tree: Tree = part.mapping(*section.split("."))
     if section == _STRATEGY:
@@ -105,18 +93,16 @@ def _entries(part: Part, reader: Reader, section: str) -> list[SettingEntry]:
         if isinstance(tree.get("additional_configs"), dict):
             del tree["additional_configs"]
     written = {key: node for key, node in tree.items() if data_of(node) is not None}
-    return reader.read(written, sections()[section], part.key(section)).entries
+    return part.reader.read(written, sections()[section], part.key(section)).entries
 
 
-def _adapters(entries: list[SettingEntry], part: Part, reader: Reader, *, trains: bool) -> Iterator[SettingEntry]:
+def _adapters(entries: list[SettingEntry], part: Part, *, trains: bool) -> Iterator[SettingEntry]:
     """Turn adapters on where lora_target is written; without it the other keys of LoRA do nothing, as in ROLL."""
     target = next((entry for entry in entries if entry.key == "lora_target"), None)
     for entry in entries:
         if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
-            why = (
-                "adapters are on with lora_target, as in ROLL" if trains else f"{part.name} has no adapters of its own"
-            )
-            reader.ignore(f"{part.name}.model_args.{entry.key}", why)
+            on = "adapters are on with lora_target, as in ROLL"
+            part.ignore(f"model_args.{entry.key}", on if trains else f"{part.name} has no adapters of its own")
         elif entry is target and entry.value.text == "all-linear":
             yield replace(entry, value=Value("all", "all"))
         else:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.roll_engine import check_engine, read_engine
+from megatune.config.dialects.roll_engine import RULES, read_engine
 from megatune.config.dialects.roll_reader import Part
-from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_roles import NO_PROMPTS, Roles, no_model
 from megatune.config.dialects.roll_run import profiled, reported
 from megatune.config.dialects.table import AUX_LOSS
 from megatune.config.load import Loaded
@@ -20,27 +20,29 @@ from megatune.config.settings import Settings, with_settings
 
 def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool) -> ModelRole | None:
     """Make a role with a model of our engine; None where its strategy is not one."""
-    strategy = roles.strategy(part, ("megatron_train",) if trains else ("megatron_infer", "hf_infer"), trains)
-    roles.check_class(part)
-    roles.leave_out(part, ("generating_args",) if name == "actor_train" else ("data_args", "generating_args"))
+    unread = {"generating_args": f"{part.name} samples nothing"}
+    unread = unread if name == "actor_train" else {**NO_PROMPTS, **unread}
+    valid = ("megatron_train",) if trains else ("megatron_infer", "hf_infer")
+    strategy = roles.begin(part, name, valid, unread, trains=trains)
     if strategy is None:
         return None
     if strategy == "hf_infer":
         part = replace(part, tree={key: node for key, node in part.tree.items() if key != "strategy_args"})
-    loaded, keys = read_engine(part, roles.reader, trains=trains), part.of(RoleSettings)
-    devices = roles.devices(part, name)
+    loaded, keys = read_engine(part, trains=trains), part.of(RoleSettings)
+    devices = roles.devices(part)
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
     has_name = bool(settings.model.model_name_or_path)
     architecture = roles.model_of(settings) if roles.model_of is not None and has_name else None
     if AUX_LOSS not in loaded.entries and trains and architecture is not None:
-        settings = _with_aux_loss(roles, settings, architecture)
+        settings = _with_aux_loss(part, settings, architecture)
     if trains and architecture is not None and architecture.vision is not None:
         settings = _with_encoder(loaded, settings)
-    check_engine(loaded, settings, roles.reader, architecture, len(devices))
+    found = replace(loaded, settings=settings).check_rules(architecture, len(devices), rules=RULES)
+    part.reader.findings += [each for each in found if each not in part.reader.findings]
     _positions(roles, architecture)
-    _world(roles, settings, part, devices)
+    _world(settings, part, devices)
     role = ModelRole(
-        **{**dict(keys), "system_envs": roles.environment_of(part), "pg_variant": _variant(roles, part, name)},
+        **{**dict(keys), "system_envs": roles.environment_of(part), "pg_variant": _variant(part, name)},
         name=name,
         settings=settings,
         strategy="hf" if strategy == "hf_infer" else "megatron",
@@ -48,9 +50,9 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     )
     if keys.router_replay.mode == "R2":
         why = "the trainer's forward pass before its updates chooses the same experts as training does, at once"
-        where = part.where("router_replay.mode")
-        roles.reader.find(part.key("router_replay.mode is R2"), where, why, "write mode: R3, or disable")
-    return role.model_copy(update=_micro_batches(roles, role, part))
+        fix = "write mode: R3, or disable"
+        part.find(part.key("router_replay.mode is R2"), "router_replay.mode", why=why, fix=fix)
+    return role.model_copy(update=_micro_batches(roles.lengths.max_sequence_length, role, part))
 
 
 def _settings(
@@ -71,10 +73,10 @@ def _settings(
     }
     if settings.model.model_name_or_path is None:
         if default_model is None:
-            roles.no_model(part, name)
+            no_model(part, name)
         changes["model.model_name_or_path"] = default_model
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        roles.reader.ignore(f"{part.name}.sequence_parallel", "tensor_model_parallel_size is 1")
+        part.ignore("sequence_parallel", "tensor_model_parallel_size is 1")
         changes["parallel.sequence_parallel"] = False
     if trains:
         changes |= reported(top) | {"optimizer.max_grad_norm": roles.top.of(AlgorithmSettings).max_grad_norm}
@@ -84,17 +86,17 @@ def _settings(
         changes["batch.gradient_accumulation_steps"] = parallel.pipeline_model_parallel_size
     if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
         line = "lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
-        roles.reader.lines.append(f"{part.name}: {line}")
+        part.reader.lines.append(f"{part.name}: {line}")
         changes["optimizer.lr_scheduler_type"] = "constant_with_warmup"
     return with_settings(settings, changes)
 
 
-def _with_aux_loss(roles: Roles, settings: Settings, architecture: Architecture) -> Settings:
+def _with_aux_loss(part: Part, settings: Settings, architecture: Architecture) -> Settings:
     """Take the weight of the balancing loss from config.json, as ROLL does."""
     weight = 0.0 if architecture.moe is None else architecture.moe.aux_loss_coeff
     if not weight:
         return settings
-    roles.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
+    part.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
     return with_settings(settings, {AUX_LOSS: weight})
 
 
@@ -113,12 +115,11 @@ def _positions(roles: Roles, architecture: Architecture | None) -> None:
         positions = architecture.max_position_embeddings
         what = f"sequence_length {longest} is more than the {positions} positions of the model"
         why = "the rotary embeddings of its config.json were made for no more"
-        where = roles.top.where("sequence_length", "response_length", "val_sequence_length")
         fix = f"write a prompt_length and a response_length of {positions} or less together"
-        roles.reader.find(what, where, why, fix)
+        roles.top.find(what, "sequence_length", "response_length", "val_sequence_length", why=why, fix=fix)
 
 
-def _world(roles: Roles, settings: Settings, part: Part, devices: tuple[int, ...]) -> None:
+def _world(settings: Settings, part: Part, devices: tuple[int, ...]) -> None:
     parallel = settings.parallel
     for size, what, why in (
         (
@@ -135,50 +136,52 @@ def _world(roles: Roles, settings: Settings, part: Part, devices: tuple[int, ...
         if devices and len(devices) % size:
             text = f"{part.name} has {len(devices)} devices, not a multiple of the {size} that {what} takes"
             fix = f"write a device_mapping of a multiple of {parallel.smallest_world} devices, or another layout"
-            roles.reader.find(text, part.where("device_mapping"), f"{why} is {size}", fix)
+            part.find(text, "device_mapping", why=f"{why} is {size}", fix=fix)
             return
 
 
-def _micro_batches(roles: Roles, role: ModelRole, part: Part) -> dict[str, int | None]:
-    """Return how samples of a role become micro-batches."""
-    longest, find = roles.lengths.max_sequence_length, roles.reader.find
+def _micro_batches(longest: int, role: ModelRole, part: Part) -> dict[str, int | None]:
+    """Return how samples of a role become micro-batches.
+
+    Args:
+        longest: tokens of a sample.
+    """
     found: dict[str, int | None] = {}
+    switches = {"train": "use_dynamic_batching_in_train", "forward": "use_dynamic_batching_in_infer"}
     if role.use_sequence_packing:
-        if role.use_dynamic_batching_in_train or role.use_dynamic_batching_in_infer:
-            fix = "remove use_dynamic_batching_in_train and use_dynamic_batching_in_infer"
-            where = part.where("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer")
-            find(f"{part.name} has use_sequence_packing and dynamic batching", where, "", fix)
+        if any(getattr(role, switch) for switch in switches.values()):
+            what, fix = f"{part.name} has use_sequence_packing and dynamic batching", " and ".join(switches.values())
+            part.find(what, *switches.values(), fix=f"remove {fix}")
         rows = {"train": role.settings.batch.per_device_train_batch_size, "forward": role.infer_batch_size}
         for phase, count in rows.items():
             key = f"max_packed_sequence_length_{phase}"
             tokens = getattr(role.sequence_packing_args, key) or max(1, count) * longest
-            _long_enough(roles, part, f"sequence_packing_args.{key}", tokens)
+            _long_enough(longest, part, f"sequence_packing_args.{key}", tokens)
             found[f"packed_tokens_{phase}"] = tokens
         return found
-    for theirs, phase in (("train", "train"), ("infer", "forward")):
-        key, switch = f"max_tokens_per_microbatch_in_{theirs}", f"use_dynamic_batching_in_{theirs}"
+    for phase, switch in switches.items():
+        key = switch.replace("use_dynamic_batching", "max_tokens_per_microbatch")
         if getattr(role, switch) and not getattr(role, key):
-            find(f"{part.name} has {switch} without {key}", part.where(switch), fix=f"write {key}: {2 * longest}")
+            part.find(f"{part.name} has {switch} without {key}", switch, fix=f"write {key}: {2 * longest}")
         elif getattr(role, switch):
-            _long_enough(roles, part, key, getattr(role, key))
+            _long_enough(longest, part, key, getattr(role, key))
             found[f"dynamic_tokens_{phase}"] = getattr(role, key)
     return found
 
 
-def _long_enough(roles: Roles, part: Part, key: str, tokens: int) -> None:
-    longest, name = roles.lengths.max_sequence_length, key.rpartition(".")[2]
+def _long_enough(longest: int, part: Part, key: str, tokens: int) -> None:
     if tokens < longest:
-        what = f"{part.key(key)} {tokens} is less than sequence_length {longest}"
-        roles.reader.find(what, part.where(key), "the longest sample would fit nowhere", f"write {name}: {longest}")
+        what, fix = f"{part.key(key)} {tokens} is less than sequence_length {longest}", key.rpartition(".")[2]
+        part.find(what, key, why="the longest sample would fit nowhere", fix=f"write {fix}: {longest}")
 
 
-def _variant(roles: Roles, part: Part, name: str) -> str | None:
+def _variant(part: Part, name: str) -> str | None:
     keys = part.of(RoleSettings)
     is_pg = (keys.worker_cls or "").endswith("ActorPGWorker")
     if keys.pg_variant and not is_pg and name == "actor_train":
-        roles.reader.ignore(part.key("pg_variant"), "it takes effect with worker_cls of ActorPGWorker, as in ROLL")
+        part.ignore("pg_variant", "it takes effect with worker_cls of ActorPGWorker, as in ROLL")
     variant = (keys.pg_variant or "vanilla") if is_pg else None
     for key in ("pg_ratio_low", "pg_ratio_high"):
         if key in part.places and variant not in ("tis", "topr", "cispo"):
-            roles.reader.ignore(part.key(key), "it is of pg_variant tis, topr and cispo")
+            part.ignore(key, "it is of pg_variant tis, topr and cispo")
     return variant
