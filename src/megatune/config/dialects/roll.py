@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.config.dialects.roll_checks import check_roles
+from megatune.config.dialects.roll_models import infer_role, model_role, sampling_of
 from megatune.config.dialects.roll_reader import ROLE, TOP, Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, sampling_of
+from megatune.config.dialects.roll_roles import ModelOf, Roles
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
-from megatune.config.dialects.roll_trainers import model_role
 from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree, tree_of
 from megatune.config.dialects.table import read_part
 from megatune.config.entry import RL_ROLES, SettingEntry

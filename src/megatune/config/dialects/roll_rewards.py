@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.config.dialects.roll_models import infer_role, sampling_of
 from megatune.config.dialects.roll_reader import REWARD, Part, place_of
-from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
+from megatune.config.dialects.roll_roles import Roles
 from megatune.config.dialects.table import read_part
 from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings

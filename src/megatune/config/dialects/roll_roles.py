@@ -1,28 +1,44 @@
-"""What roles of both kinds have in common, and those that sample responses: their engines, and how they sample."""
+"""What roles have in common: strategy, devices, and what they say of a model and its engine, as settings of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.roll_engine import sampled_model
-from megatune.config.dialects.roll_reader import SAMPLER, Part, place_of
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.roll_reader import Part, Section
 from megatune.config.dialects.roll_run import environment
 from megatune.config.dialects.roll_tree import Tree, data_of
-from megatune.config.dialects.table import read_part
-from megatune.config.rl.role import RoleSettings, SamplerSettings
-from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.dialects.table import rows_below, table
+from megatune.config.entry import SettingEntry
+from megatune.config.load import Loaded, load_entries
+from megatune.config.rl.role import RoleSettings
+from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.rl.settings import InferRole
-from megatune.config.settings import Settings
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
+from megatune.config.settings import Settings, all_settings
+from megatune.config.values import Value
 
 # Settings of a role's engine -> the model's numbers; None where they cannot be read.
 ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
-_CONFIG = "strategy_args.strategy_config"
+STRATEGY = "strategy_args.strategy_config"
+_OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target")
+# What is refused or does nothing is found with its place in the file, before.
+_SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
+ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
+
+RULES = (
+    *finetuning.RULES,
+    *(rule for rule in layout.RULES if rule is not layout.world),
+    *(*pipeline.RULES, *experts.RULES, *memory.RULES),
+    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup),
+)
 
 
 @dataclass(slots=True)
@@ -89,101 +105,80 @@ def no_model(part: Part, name: str) -> None:
     part.find(f"{part.name} has no model", fix=fix)
 
 
-def infer_role(
-    roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
-) -> InferRole | None:
-    """Make a role that samples; None where its strategy is none that does."""
-    strategy = roles.begin(part, name, ("vllm", "sglang", "hf_infer", "builtin"), NO_PROMPTS, trains=False)
-    if strategy is None:
-        return None
-    for key in part.mapping("training_args"):
-        part.ignore(f"training_args.{key}", f"{part.name} does not train")
-    settings, keys = sampled_model(part).settings, part.of(RoleSettings)
-    devices, model = roles.devices(part), settings.model.model_name_or_path or default_model
-    if model is None:
-        no_model(part, name)
-    tree = part.mapping("strategy_args", "strategy_config")
-    ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
-    sampler = part.reader.read(ours, SAMPLER, part.key(_CONFIG)).of(SamplerSettings)
-    config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
-    engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
-    if engine == "builtin":
-        _unused(tree, part, strategy)
-        config = {}
-    each = 1 if engine == "builtin" else _per_engine(engine, config, part, tree)
-    if devices and len(devices) % each:
-        what = f"{name} has {len(devices)} devices, and one engine takes {each}"
-        fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
-        part.find(what, "device_mapping", why="engines are all alike", fix=fix)
-    if keys.num_gpus_per_worker != each and "num_gpus_per_worker" in part.places:
-        part.ignore("num_gpus_per_worker", f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}")
-    _lengths(roles.lengths, engine, config, part, tree)
-    own = {"system_envs": roles.environment_of(part), "generating_args": generating}
-    return InferRole(
-        **{**dict(keys), **dict(sampler), **own},
-        name=name,
-        model_name_or_path=model or "",
-        engine=engine,
-        dtype="fp16" if settings.precision.fp16 else "bf16" if settings.precision.bf16 else "fp32",
-        devices_per_engine=each,
-        config=config,
-    )
+@cache
+def sections() -> dict[str, Section]:
+    """Return the mappings of a role whose keys are settings here, by where they stand."""
+    names = {
+        section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
+        for section in ("model_args", "training_args", STRATEGY)
+    }
+    names[STRATEGY] += [*(info.name for info in all_settings().values() if info.group in _OF_STRATEGY), *_BATCH]
+    return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 
-def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
-    """Return how responses are sampled, with what counts in place of its keys."""
-    return generating.model_copy(
-        update={
-            "top_k": max(0, generating.top_k),
-            "max_new_tokens": max_new_tokens,
-            "num_return_sequences": responses or generating.num_return_sequences,
-            "do_sample": generating.do_sample and generating.temperature > 0,
-        }
-    )
+def read_engine(part: Part, *, trains: bool) -> Loaded:
+    """Read model_args, training_args and strategy_config of a role; later ones win, as in ROLL.
+
+    Args:
+        trains: whether the role trains: training_args and adapters do nothing otherwise.
+    """
+    model, training = (_entries(part, section) for section in ("model_args", "training_args"))
+    if not trains:
+        for entry in training:
+            part.ignore(f"training_args.{entry.key}", f"{part.name} does not train")
+        training = []
+    strategy = _entries(part, STRATEGY)
+    model = [*_adapters(model, part, trains=trains)]
+    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in (*model, *training, *strategy)):
+        model.append(_default_dtype(part))
+    whole_experts = SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default")
+    return _loaded(part, [whole_experts], model, training, strategy)
 
 
-def _per_engine(engine: str, config: dict[str, Any], part: Part, tree: Tree) -> int:
-    """Return the devices of one engine."""
-    find = part.reader.find
-    if config.get("data_parallel_size", 1) not in (1, None):
-        what, where = f"{part.name}: data_parallel_size above 1", place_of(tree["data_parallel_size"])
-        find(what, where, "the number of engines follows from device_mapping", "remove data_parallel_size")
-    tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
-    devices = 1
-    for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
-        size = config.get(key, default)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            what, where = f"{part.name}: {key} is {size}", place_of(tree[key])
-            find(what, where, "expected a whole number", f"write {key}: 1")
-            size = 1
-        devices *= size
-    if engine == "sglang":
-        if "mem_fraction_static" not in config:
-            fix = "write mem_fraction_static: 0.8 in strategy_config"
-            part.find(f"{part.name} has no mem_fraction_static", why="ROLL requires it of sglang", fix=fix)
-        if config.pop("grpc_mode", None):
-            where = place_of(tree["grpc_mode"])
-            find(f"{part.name}: grpc_mode is true", where, "ROLL refuses it, too", "remove grpc_mode")
-    return devices
-
-
-def _unused(tree: Tree, part: Part, strategy: str) -> None:
-    known = read_part("roll", "engines")
-    for key, node in tree.items():
-        if key in SAMPLER.names or key in known:
-            part.ignore(f"{_CONFIG}.{key}", f"strategy_name is {strategy}")
+def sampled_model(part: Part) -> Loaded:
+    """Read model_args of a role that samples: which model, and its dtype."""
+    model = []
+    for entry in _entries(part, "model_args"):
+        if entry.key in ("model_name_or_path", "dtype"):
+            model.append(entry)
         else:
-            part.unknown(key, sorted(known), f"{_CONFIG}.", place_of(node))
+            part.ignore(f"model_args.{entry.key}", "engines sample with whole weights, adapters merged into them")
+    if not any(entry.key == "dtype" for entry in model):
+        model.append(_default_dtype(part))
+    return _loaded(part, model)
 
 
-def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:
-    key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
-    if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
-        return
-    longest, prompt = lengths.longest_sequence, lengths.prompt_length
-    if config[key] <= prompt:
-        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
-        part.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
-    elif config[key] < longest:
-        said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
-        part.reader.lines.append(f"{said}: longer responses are cut there")
+def _default_dtype(part: Part) -> SettingEntry:
+    return SettingEntry("dtype", Value("bf16", "bf16"), part.at, "default")
+
+
+def _loaded(part: Part, *layers: list[SettingEntry]) -> Loaded:
+    loaded = load_entries(layers, ROLL)
+    part.reader.findings += [each for each in loaded.findings if each not in part.reader.findings]
+    return loaded
+
+
+def _entries(part: Part, section: str) -> list[SettingEntry]:
+    """Return the entries of a mapping that are settings, by their own names; report or note the others."""
+    tree: Tree = part.mapping(*section.split("."))
+    if section == STRATEGY:
+        tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
+        if isinstance(tree.get("additional_configs"), dict):
+            del tree["additional_configs"]
+    written = {key: node for key, node in tree.items() if data_of(node) is not None}
+    return part.reader.read(written, sections()[section], part.key(section)).entries
+
+
+def _adapters(entries: list[SettingEntry], part: Part, *, trains: bool) -> Iterator[SettingEntry]:
+    """Turn adapters on where lora_target is written; without it the other keys of LoRA do nothing, as in ROLL."""
+    target = next((entry for entry in entries if entry.key == "lora_target"), None)
+    for entry in entries:
+        if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
+            on = "adapters are on with lora_target, as in ROLL"
+            part.ignore(f"model_args.{entry.key}", on if trains else f"{part.name} has no adapters of its own")
+        elif entry is target and entry.value.text == "all-linear":
+            yield replace(entry, value=Value("all", "all"))
+        else:
+            yield entry
+    if target is not None and trains:
+        yield replace(target, key="finetuning_type", value=Value("lora", "lora"))

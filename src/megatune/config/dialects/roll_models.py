@@ -1,20 +1,23 @@
-"""Roles with a model of our engine: their settings, and how their samples become micro-batches."""
+"""Roles with a model: those that compute with our engine, with how their samples become micro-batches, and those that
+sample responses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.roll_engine import RULES, read_engine
-from megatune.config.dialects.roll_reader import Part
-from megatune.config.dialects.roll_roles import NO_PROMPTS, Roles, no_model
+from megatune.config.dialects.roll_reader import SAMPLER, Part, place_of
+from megatune.config.dialects.roll_roles import NO_PROMPTS, RULES, STRATEGY, Roles, no_model, read_engine, sampled_model
 from megatune.config.dialects.roll_run import profiled, reported
-from megatune.config.dialects.table import AUX_LOSS
+from megatune.config.dialects.roll_tree import Tree, data_of
+from megatune.config.dialects.table import read_part
 from megatune.config.load import Loaded
+from megatune.config.of_model import of_model
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.settings import ModelRole
+from megatune.config.rl.role import RoleSettings, SamplerSettings
+from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings, with_settings
 
 
@@ -31,13 +34,13 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     loaded, keys = read_engine(part, trains=trains), part.of(RoleSettings)
     devices = roles.devices(part)
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
-    has_name = bool(settings.model.model_name_or_path)
-    architecture = roles.model_of(settings) if roles.model_of is not None and has_name else None
-    if AUX_LOSS not in loaded.entries and trains and architecture is not None:
-        settings = _with_aux_loss(part, settings, architecture)
-    if trains and architecture is not None and architecture.vision is not None:
-        settings = _with_encoder(loaded, settings)
-    found = replace(loaded, settings=settings).check_rules(architecture, len(devices), rules=RULES)
+    loaded, architecture = replace(loaded, settings=settings), None
+    if roles.model_of is not None and settings.model.model_name_or_path:
+        architecture = roles.model_of(settings)
+    if trains and architecture is not None:
+        loaded, lines = of_model(_with_encoder(loaded, architecture), architecture)
+        part.reader.lines += lines
+    settings, found = loaded.settings, loaded.check_rules(architecture, len(devices), rules=RULES)
     part.reader.findings += [each for each in found if each not in part.reader.findings]
     _positions(roles, architecture)
     _world(settings, part, devices)
@@ -91,21 +94,13 @@ def _settings(
     return with_settings(settings, changes)
 
 
-def _with_aux_loss(part: Part, settings: Settings, architecture: Architecture) -> Settings:
-    """Take the weight of the balancing loss from config.json, as ROLL does."""
-    weight = 0.0 if architecture.moe is None else architecture.moe.aux_loss_coeff
-    if not weight:
-        return settings
-    part.reader.lines.append(f"moe_aux_loss_coeff {weight:g}: router_aux_loss_coef of config.json, as in ROLL")
-    return with_settings(settings, {AUX_LOSS: weight})
-
-
-def _with_encoder(loaded: Loaded, settings: Settings) -> Settings:
+def _with_encoder(loaded: Loaded, architecture: Architecture) -> Loaded:
     """Train the encoder of pictures too where nothing freezes it, as ROLL does; adapters are of the language model."""
     frozen = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
-    if settings.finetuning.finetuning_type == "lora" or not loaded.entries.keys().isdisjoint(frozen):
-        return settings
-    return with_settings(settings, dict.fromkeys(frozen, False))
+    is_lora = loaded.settings.finetuning.finetuning_type == "lora"
+    if architecture.vision is None or is_lora or not loaded.entries.keys().isdisjoint(frozen):
+        return loaded
+    return replace(loaded, settings=with_settings(loaded.settings, dict.fromkeys(frozen, False)))
 
 
 def _positions(roles: Roles, architecture: Architecture | None) -> None:
@@ -185,3 +180,103 @@ def _variant(part: Part, name: str) -> str | None:
         if key in part.places and variant not in ("tis", "topr", "cispo"):
             part.ignore(key, "it is of pg_variant tis, topr and cispo")
     return variant
+
+
+def infer_role(
+    roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
+) -> InferRole | None:
+    """Make a role that samples; None where its strategy is none that does."""
+    strategy = roles.begin(part, name, ("vllm", "sglang", "hf_infer", "builtin"), NO_PROMPTS, trains=False)
+    if strategy is None:
+        return None
+    for key in part.mapping("training_args"):
+        part.ignore(f"training_args.{key}", f"{part.name} does not train")
+    settings, keys = sampled_model(part).settings, part.of(RoleSettings)
+    devices, model = roles.devices(part), settings.model.model_name_or_path or default_model
+    if model is None:
+        no_model(part, name)
+    tree = part.mapping("strategy_args", "strategy_config")
+    ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
+    sampler = part.reader.read(ours, SAMPLER, part.key(STRATEGY)).of(SamplerSettings)
+    config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
+    engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
+    if engine == "builtin":
+        _unused(tree, part, strategy)
+        config = {}
+    each = 1 if engine == "builtin" else _per_engine(engine, config, part, tree)
+    if devices and len(devices) % each:
+        what = f"{name} has {len(devices)} devices, and one engine takes {each}"
+        fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
+        part.find(what, "device_mapping", why="engines are all alike", fix=fix)
+    if keys.num_gpus_per_worker != each and "num_gpus_per_worker" in part.places:
+        part.ignore("num_gpus_per_worker", f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}")
+    _lengths(roles.lengths, engine, config, part, tree)
+    own = {"system_envs": roles.environment_of(part), "generating_args": generating}
+    return InferRole(
+        **{**dict(keys), **dict(sampler), **own},
+        name=name,
+        model_name_or_path=model or "",
+        engine=engine,
+        dtype="fp16" if settings.precision.fp16 else "bf16" if settings.precision.bf16 else "fp32",
+        devices_per_engine=each,
+        config=config,
+    )
+
+
+def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
+    """Return how responses are sampled, with what counts in place of its keys."""
+    return generating.model_copy(
+        update={
+            "top_k": max(0, generating.top_k),
+            "max_new_tokens": max_new_tokens,
+            "num_return_sequences": responses or generating.num_return_sequences,
+            "do_sample": generating.do_sample and generating.temperature > 0,
+        }
+    )
+
+
+def _per_engine(engine: str, config: dict[str, Any], part: Part, tree: Tree) -> int:
+    """Return the devices of one engine."""
+    find = part.reader.find
+    if config.get("data_parallel_size", 1) not in (1, None):
+        what, where = f"{part.name}: data_parallel_size above 1", place_of(tree["data_parallel_size"])
+        find(what, where, "the number of engines follows from device_mapping", "remove data_parallel_size")
+    tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
+    devices = 1
+    for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
+        size = config.get(key, default)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            what, where = f"{part.name}: {key} is {size}", place_of(tree[key])
+            find(what, where, "expected a whole number", f"write {key}: 1")
+            size = 1
+        devices *= size
+    if engine == "sglang":
+        if "mem_fraction_static" not in config:
+            fix = "write mem_fraction_static: 0.8 in strategy_config"
+            part.find(f"{part.name} has no mem_fraction_static", why="ROLL requires it of sglang", fix=fix)
+        if config.pop("grpc_mode", None):
+            where = place_of(tree["grpc_mode"])
+            find(f"{part.name}: grpc_mode is true", where, "ROLL refuses it, too", "remove grpc_mode")
+    return devices
+
+
+def _unused(tree: Tree, part: Part, strategy: str) -> None:
+    known = read_part("roll", "engines")
+    for key, node in tree.items():
+        if key in SAMPLER.names or key in known:
+            part.ignore(f"{STRATEGY}.{key}", f"strategy_name is {strategy}")
+        else:
+            part.unknown(key, sorted(known), f"{STRATEGY}.", place_of(node))
+
+
+def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:
+    key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
+    if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
+        return
+    longest, prompt = lengths.longest_sequence, lengths.prompt_length
+    if config[key] <= prompt:
+        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
+        part.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
+    elif config[key] < longest:
+        said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
+        part.reader.lines.append(f"{said}: longer responses are cut there")
