@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,9 +201,8 @@ class Part:
                     self.places[above + key] = where
             elif key in section.settings:
                 if not is_null:
-                    is_entry = isinstance(node, SettingEntry)
-                    value, origin = (node.value, node.origin) if is_entry else (as_read(data), where)
-                    self.entries.append(SettingEntry(key, value, where, origin))
+                    entry = node if isinstance(node, SettingEntry) else SettingEntry(key, as_read(data), where, where)
+                    self.entries.append(replace(entry, key=key))
             elif key in section.inner or key in section.parts:
                 if isinstance(node, dict) and node:
                     self.places[above + key] = where
