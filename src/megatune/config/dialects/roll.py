@@ -89,7 +89,8 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     if not top.places and not reader.findings:
         reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
     findings = tuple(in_order(reader.findings))
-    lines = (*reader.lines, *_ignored_lines(reader))
+    ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items())
+    lines = (*reader.lines, *ignored)
     return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
 
 
@@ -253,11 +254,6 @@ def _scheduled(role: ModelRole, samples: int) -> ModelRole:
     """Return the role with a schedule as long as its updates on all samples of the run."""
     updates = max(1, samples // role.samples_per_update)
     return role.model_copy(update={"settings": with_settings(role.settings, {"optimizer.max_steps": updates})})
-
-
-def _ignored_lines(reader: Reader) -> list[str]:
-    """Say what does nothing, one line for each reason."""
-    return [f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items()]
 
 
 def _few(keys: list[str]) -> list[str]:
