@@ -248,6 +248,16 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
 
 
+def test_a_merged_model_is_written_of_adapters_alone(read):
+    merged = f"{STRATEGY}.save_merged_model=true"
+    whole = read(SMALL, merged)
+    assert not whole.settings.actor_train.settings.checkpoint.merge_lora
+    assert f"{STRATEGY}.save_merged_model: there is no adapter to merge" in whole.lines
+    adapted = read(SMALL, merged, "actor_train.model_args.lora_target=all-linear")
+    assert adapted.settings.actor_train.settings.checkpoint.merge_lora
+    assert adapted.lines == ()
+
+
 @pytest.mark.parametrize(("kind", "weight"), [("aux_loss", 0.001), ("sinkhorn", 0.0), ("none", 0.0)])
 def test_experts_are_balanced_as_their_config_json_says(read, kind, weight):
     """The critic's, too; what balances without a loss has no weight, and nothing is refused that nobody wrote."""

@@ -128,6 +128,10 @@ def read_engine(part: Part, *, trains: bool) -> Loaded:
             part.ignore(f"training_args.{entry.key}", f"{part.name} does not train")
         training = []
     strategy = _entries(part, STRATEGY)
+    if not trains or all(entry.key != "lora_target" for entry in model):
+        for entry in [each for each in strategy if each.key == "save_merged_model"]:
+            part.ignore(f"{STRATEGY}.{entry.key}", "there is no adapter to merge")
+            strategy.remove(entry)
     model = [*_adapters(model, part, trains=trains)]
     if not any(entry.key in ("dtype", "bf16", "fp16") for entry in (*model, *training, *strategy)):
         model.append(_default_dtype(part))
