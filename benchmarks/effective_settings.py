@@ -17,11 +17,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatune.architecture import Architecture
 from megatune.config.dialects.roll import read_roll
 from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, load
-from megatune.errors import Finding
+from megatune.config.settings import Settings
+from megatune.errors import Finding, MegatuneError
+from megatune.families import as_trained, read_architecture
+from megatune.plan.catalogue.models import model_config
 
 ROOT = Path(__file__).parents[1]
 DENSE = {"num_hidden_layers": 28, "dtype": "bfloat16", "max_position_embeddings": 32768}
@@ -30,16 +34,19 @@ MODELS = {
     "moe": {**DENSE, "num_experts": 128, "router_aux_loss_coef": 0.001},
     "vision": {"model_type": "qwen3_vl", "vision_config": {}, "text_config": DENSE},
 }
+PUBLISHED = ("Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen3-VL-8B-Instruct")
 
 
 def dump() -> dict[str, Any]:
     """Read every file and script; values are plain data, by name of the file."""
     found: dict[str, Any] = {}
-    for path in sorted((ROOT / "examples").rglob("*.yaml")):
-        if path.parent.name != "templates":
-            found[str(path.relative_to(ROOT))] = _rl(path) if is_rl_file(path) else _loaded(load(path))
-    for path in sorted((ROOT / "tests" / "config" / "roll_files").glob("*.yaml")):
-        found[str(path.relative_to(ROOT))] = _rl(path)
+    files = [path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "templates"]
+    for path in sorted([*files, *(ROOT / "tests" / "config" / "roll_files").glob("*.yaml")]):
+        name = str(path.relative_to(ROOT))
+        if is_rl_file(path):
+            found |= {f"{name} ({model})": _rl(path, model) for model in ("unknown", *PUBLISHED)}
+        else:
+            found[name] = _loaded(load(path))
     with tempfile.TemporaryDirectory() as folder:
         for example in runpy.run_path(str(ROOT / "tests" / "llamafactory_kit.py"))["examples"]():
             path = example.write(Path(folder))
@@ -60,8 +67,17 @@ def _loaded(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _rl(path: Path) -> dict[str, Any]:
-    read = read_roll(path)
+def _rl(path: Path, model: str) -> dict[str, Any]:
+    """Read a file whose models are all a published one; "unknown" leaves out the rules that need its numbers."""
+
+    def model_of(settings: Settings) -> Architecture | None:
+        config, where = model_config(model, asks_hub=False)
+        try:
+            return as_trained(read_architecture(config, where), settings.run.stage, where)
+        except MegatuneError:  # there is no critic of it
+            return None
+
+    read = read_roll(path, model_of=None if model == "unknown" else model_of)
     return {"settings": repr(read.settings), "findings": _texts(read.findings), "lines": list(read.lines)}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
-from megatune.config.dialects.roll_schema import TOP
+from megatune.config.dialects.roll_reader import TOP
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -32,7 +32,15 @@ def weight(loaded: Loaded) -> float | None:
     return loaded.settings.experts.moe_aux_loss_coeff
 
 
-@pytest.mark.parametrize("words", [[], ["stage=pt"], ["moe_aux_loss_coeff=null"], ["finetuning_type=lora"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        *([f"stage={stage}"] for stage in ("pt", "dpo", "kto", "rm")),
+        ["moe_aux_loss_coeff=null"],
+        ["finetuning_type=lora"],
+    ],
+)
 def test_config_json_decides_where_no_weight_is_written(words: list[str]) -> None:
     """As mcore_adapter, LLaMA-Factory's Megatron path, and Megatron-SWIFT 3."""
     loaded, lines = completed(*words)
@@ -48,14 +56,6 @@ def test_a_written_weight_wins(value: float) -> None:
     loaded, lines = completed(f"moe_aux_loss_coeff={value}")
     assert (weight(loaded), lines) == (value, [])
     assert loaded.origins["experts.moe_aux_loss_coeff"] == "override"
-
-
-@pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
-def test_stages_that_count_pairs_and_answers_have_no_balancing_loss(stage: str) -> None:
-    loaded, lines = completed(f"stage={stage}")
-    assert weight(loaded) == 0
-    assert lines == [f"moe_aux_loss_coeff 0: stage {stage} has no balancing loss (config.json says 0.001)"]
-    assert loaded.check(SPARSE) == []
 
 
 @pytest.mark.parametrize("kind", ["sinkhorn", "none"])
@@ -87,7 +87,5 @@ def test_a_written_weight_is_judged_as_it_was_written(words: str) -> None:
     name = words.partition("=")[0]
     (finding,) = completed(words, architecture=DENSE)[0].check(DENSE)
     assert finding.what == "moe_aux_loss_coeff: 0.1 with a dense model"
-    (finding,) = completed(words, "stage=dpo")[0].check(SPARSE)
-    assert finding.what.startswith("moe_aux_loss_coeff: ")
     (finding,) = completed(f"{name}=-1")[0].check(SPARSE)
     assert finding.what.startswith(name)

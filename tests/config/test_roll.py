@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from test_of_model import SPARSE
 
 from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
 from megatune.config.entry import is_rl_file
 
+ROLES = ("actor_train", "critic")
 FILES = Path(__file__).with_name("roll_files")
 STRATEGY = "actor_train.strategy_args.strategy_config"
 JUDGED = (
@@ -245,6 +247,30 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.reference is None
     assert adapters.settings.algorithm.enable_reference
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
+
+
+def test_a_merged_model_is_written_of_adapters_alone(read):
+    merged = f"{STRATEGY}.save_merged_model=true"
+    whole = read(SMALL, merged)
+    assert not whole.settings.actor_train.settings.checkpoint.merge_lora
+    assert f"{STRATEGY}.save_merged_model: there is no adapter to merge" in whole.lines
+    adapted = read(SMALL, merged, "actor_train.model_args.lora_target=all-linear")
+    assert adapted.settings.actor_train.settings.checkpoint.merge_lora
+    assert adapted.lines == ()
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("aux_loss", 0.001), ("sinkhorn", 0.0), ("none", 0.0)])
+def test_experts_are_balanced_as_their_config_json_says(read, kind, weight):
+    """The critic's, too; what balances without a loss has no weight, and nothing is refused that nobody wrote."""
+    read(SMALL)
+    engine = "strategy_args: {strategy_name: megatron_train}"
+    critic = f"critic={{device_mapping: [0, 1], model_args: {{model_name_or_path: M}}, {engine}}}"
+    balancing = [f"{role}.strategy_args.strategy_config.moe_router_load_balancing_type={kind}" for role in ROLES]
+    found = read_roll("run.yaml", ["adv_estimator=gae", critic, *balancing], lambda settings: SPARSE)
+    assert found.findings == ()
+    roles = (found.settings.actor_train, found.settings.critic)
+    assert [role.settings.experts.moe_aux_loss_coeff for role in roles] == [weight, weight]
+    assert found.lines.count("moe_aux_loss_coeff 0.001: router_aux_loss_coef of config.json") == 2 * bool(weight)
 
 
 def test_trackers_get_what_the_file_says(read):

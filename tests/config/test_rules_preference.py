@@ -34,7 +34,7 @@ def messages(*overrides: str) -> list[str]:
         [DPO, "pref_loss=simpo,sigmoid", "ref_model=r", "dpo_label_smoothing=0.2"],
         [DPO, "pref_loss=exo_pair", "dpo_label_smoothing=0.001"],
         [DPO, "pref_loss=discopop", "discopop_tau=0.1"],
-        [DPO, "moe_aux_loss_coeff=0", "moe_router_load_balancing_type=aux_loss"],
+        *([stage, "moe_aux_loss_coeff=0.001", "moe_z_loss_coeff=0.001"] for stage in (DPO, KTO, RM)),
         [RM, "center_rewards_coefficient=0.01", "packing=true"],
         [RM, LORA, *STREAMED],
         [RM, *STREAMED],
@@ -84,12 +84,6 @@ WRONG = [
         "center_rewards_coefficient: 0.01 with stage: dpo\n"
         "    why: it holds the scores of a reward model around 0\n"
         "    fix: write stage: rm, or remove center_rewards_coefficient",
-    ),
-    (
-        [RM, "moe_aux_loss_coeff=0.001"],
-        "moe_aux_loss_coeff: 0.001 with stage: rm\n"
-        "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
-        "    fix: write moe_aux_loss_coeff: 0, or remove it",
     ),
     (
         [RM, "mask_history=true"],
@@ -170,15 +164,6 @@ WRONG = [
     ),
     *(
         (
-            [DPO, f"{name}=0.001"],
-            f"{name}: 0.001 with stage: dpo\n"
-            "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
-            f"    fix: write {name}: 0, or remove it",
-        )
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-    ),
-    *(
-        (
             [f"stage={stage}", *needed, f"{setting}"],
             f"{setting.replace('=', ': ')} with stage: {stage}\n"
             "    why: it says how answers are weighed that are wanted or not, one by one\n"
@@ -216,12 +201,6 @@ WRONG = [
         "streaming: true with stage: kto\n"
         "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
         "    fix: remove streaming",
-    ),
-    (
-        [KTO, "moe_z_loss_coeff=0.001"],
-        "moe_z_loss_coeff: 0.001 with stage: kto\n"
-        "    why: the loss is divided by the number of pairs or answers, and this one is a mean over tokens\n"
-        "    fix: write moe_z_loss_coeff: 0, or remove it",
     ),
 ]
 

@@ -25,11 +25,12 @@ from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator, DocumentValues
-from megatune.data.rows import IGNORE_INDEX, MARGIN
+from megatune.data.rows import DESIRABLE, IGNORE_INDEX, MARGIN
 from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards
 from megatune.families.weights import Segment
+from megatune.objectives.kto import KTO
 from megatune.objectives.pair_losses import SEPARABLE, Pairs
 from megatune.objectives.preference import REFERENCE, Preference
 from megatune.objectives.reward import Reward
@@ -97,7 +98,7 @@ class Case:
     settings: Settings
     pairs: Sequence[SamplePair]
     reference: Sequence[float] | None
-    objective: Preference | Reward
+    objective: Preference | Reward | KTO  # of KTO the chosen answers are the desirable ones
     micro_batch_size: int = 1
     ld_alpha: float | None = None
     pad_token_id: int = 0
@@ -139,6 +140,9 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         if case.reference is not None:
             values[: 2 * len(chosen)] = [case.reference[2 * number + side] for number in chosen for side in (0, 1)]
         batch = with_reference(batch, torch.from_numpy(values))
+        if isinstance(case.objective, KTO):
+            desirable = torch.arange(len(batch.lengths)) % 2 == 0
+            batch = replace(batch, extras={**batch.extras, DESIRABLE: DocumentValues(desirable)})
         if case.margins is not None:
             of_documents = np.zeros(len(batch.lengths), np.float32)
             of_documents[: 2 * len(chosen)] = np.repeat([case.margins[number] for number in chosen], 2)

@@ -89,6 +89,8 @@ MEANINGS = [
     ("", "actor_infer.generating_args.temperature", 0.9),
     ("--tuner_type lora --lora_rank 4", "actor_train.settings.finetuning.lora_rank", 4),
     ("--tuner_type lora", "reference", None),
+    ("--tuner_type lora", "actor_train.settings.checkpoint.merge_lora", True),
+    ("--tuner_type lora --merge_lora false", "actor_train.settings.checkpoint.merge_lora", False),
     ("--tensor_model_parallel_size 2", "actor_train.settings.parallel.tensor_model_parallel_size", 2),
     ("--micro_batch_size 2", "actor_train.samples_per_update", 16),
     ("--lr 3e-6 --lr_warmup_fraction 0.1", "actor_train.settings.optimizer.warmup_ratio", 0.1),
@@ -318,7 +320,8 @@ def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Path, tuner: str) -> None:
     make_checkpoint("qwen3", tmp_path / "Qwen3-tiny")
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
@@ -331,7 +334,7 @@ def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Pa
     --reward_funcs even accuracy --reward_weights 1 2 --external_plugins {plugin} --lr 1e-3 --fp16 false --bf16 false
     --output_dir {tmp_path}/out
     --logging_steps 1 --tensor_model_parallel_size 2 --vllm_mode colocate --temperature 1.0 --beta 0.1
-    --max_length 64"""
+    --max_length 64 --tuner_type {tuner} --merge_lora {str(tuner == "lora").lower()}"""
     done = subprocess.run(
         [sys.executable, "-m", "megatune", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": ""},
@@ -343,7 +346,8 @@ def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Pa
     assert len(steps) == 2
     assert all(0 <= line["reward"] <= 1 for line in steps)
     assert any(line["grad_norm"] > 0 for line in steps)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    whole, merged = (tmp_path / "out" / name / "model.safetensors" for name in ("", "merged"))
+    assert (whole.is_file(), merged.is_file()) == (tuner == "full", tuner == "lora")
     # The file in the output folder is one of `megatune rl`, and says the same.
     again = read_file(str(tmp_path / "out" / "run.yaml"), [])
     assert again.require_valid().rewards["grpo"].arguments["reward_weights"] == [1.0, 2.0]

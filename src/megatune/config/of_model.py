@@ -8,7 +8,6 @@ from megatune.config.load import Loaded
 
 CONFIG = "config.json"
 _ROUTED = ("aux_loss", "seq_aux_loss")  # the kinds of balancing that have a loss
-_STAGES = ("pt", "sft")  # those whose loss is divided by tokens, as this one is
 
 
 def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[str]]:
@@ -45,9 +44,6 @@ def pooled_factor(moe: MixtureOfExperts) -> float:
 
 
 def _published(loaded: Loaded, moe: MixtureOfExperts) -> tuple[Loaded, list[str]]:
-    stage, kind = loaded.settings.run.stage, loaded.settings.experts.moe_router_load_balancing_type
-    value = moe.aux_loss_coeff if stage in _STAGES and kind in _ROUTED else 0.0
+    value = moe.aux_loss_coeff if loaded.settings.experts.moe_router_load_balancing_type in _ROUTED else 0.0
     lines = [f"moe_aux_loss_coeff {value:g}: router_aux_loss_coef of {CONFIG}"] if value else []
-    if moe.aux_loss_coeff and stage not in _STAGES:
-        lines = [f"moe_aux_loss_coeff 0: stage {stage} has no balancing loss ({CONFIG} says {moe.aux_loss_coeff:g})"]
     return loaded.taking({AUX_LOSS: value}, CONFIG, CONFIG), lines

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.config.dialects.roll_checks import check_roles
-from megatune.config.dialects.roll_reader import Part, Reader, place_of
+from megatune.config.dialects.roll_models import infer_role, model_role, sampling_of
+from megatune.config.dialects.roll_reader import ROLE, TOP, Part, Reader, place_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, sampling_of
+from megatune.config.dialects.roll_roles import ModelOf, Roles
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
-from megatune.config.dialects.roll_schema import ROLE, TOP
-from megatune.config.dialects.roll_trainers import model_role
 from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree, tree_of
 from megatune.config.dialects.table import read_part
 from megatune.config.entry import RL_ROLES, SettingEntry
@@ -85,12 +84,13 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
         return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
     tree = _with_preset(_understood(reading.tree, reader), reader)
     top = reader.read(tree, TOP)
-    settings = _settings(top, reader, model_of) if top.places or not reader.findings else None
-    variables = tracker_variables(top, reader)
+    settings = _settings(top, model_of) if top.places or not reader.findings else None
+    variables = tracker_variables(top)
     if not top.places and not reader.findings:
         reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
     findings = tuple(in_order(reader.findings))
-    lines = (*reader.lines, *_ignored_lines(reader))
+    ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items())
+    lines = (*reader.lines, *ignored)
     return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
 
 
@@ -140,17 +140,17 @@ def _with_preset(tree: Tree, reader: Reader) -> Tree:
     return {**tree, **tree_of(missing, asked.where, name)}
 
 
-def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings | None:
+def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     """Make the settings of the parts; None where a role could not be made."""
-    lengths, run, asked = rollout_settings(top, reader), run_settings(top, reader), top.of(AlgorithmSettings)
-    roles = Roles(reader, top, run, lengths, model_of)
+    lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
+    roles = Roles(top, run, lengths, model_of)
     who = "student" if asked.is_pure_opd else "actor"
     trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
     for part in (trained, sampled):
         if not part.at:
             fix = f"write {part.name}: with device_mapping and strategy_args"
-            reader.find(f"the role {part.name} is missing", fix=fix)
-    rewards = read_rewards(top.mapping("rewards"), roles)
+            part.find(f"the role {part.name} is missing", fix=fix)
+    rewards = read_rewards(roles)
     if not trained.at or not sampled.at:
         return None
     group = lengths.num_return_sequences_in_group
@@ -159,7 +159,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
     generating = sampling_of(sampled.of(RoleSettings).generating_args, lengths.max_response_length, group)
     actor_infer = infer_role(roles, sampled, "actor_infer", run.pretrain, generating)
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
-    algorithm = algorithm_settings(top, reader, updates)
+    algorithm = algorithm_settings(top, updates)
     adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
     reference = _reference(top, roles, algorithm, has_adapters=adapters)
     critic = _critic(top, roles, algorithm.adv_estimator)
@@ -189,7 +189,7 @@ def _settings(top: Part, reader: Reader, model_of: ModelOf | None) -> RLSettings
         teachers=teachers,
         validation=validation,
     )
-    check_roles(settings, top, trained, sampled, roles)
+    check_roles(settings, trained, sampled, roles)
     return settings
 
 
@@ -201,29 +201,29 @@ def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_ada
             uses = [name for name in ("use_kl_loss", "add_token_level_kl") if getattr(algorithm, name)]
             name = (*uses, "enable_reference")[0]
             what, why = f"{name} without the role reference", "the divergence is from it"
-            roles.reader.find(what, top.where(name), why, "add the role reference")
+            top.find(what, name, why=why, fix="add the role reference")
         return None
     role = model_role(roles, part, "reference", roles.run.pretrain, trains=False)
     if has_adapters:
-        roles.reader.lines.append("reference is not loaded: it is the model without its adapters, as in ROLL")
+        top.reader.lines.append("reference is not loaded: it is the model without its adapters, as in ROLL")
         return None
     if not needed:
         why = "neither use_kl_loss nor add_token_level_kl is on; enable_reference: true runs it for its metric"
-        roles.reader.lines.append(f"reference is not loaded: {why}")
+        top.reader.lines.append(f"reference is not loaded: {why}")
         return None
     return role
 
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.parts["critic"]
-    if estimator == "gae" and not part.at and "adv_estimator" not in roles.reader.refused:
+    if estimator == "gae" and not part.at and "adv_estimator" not in top.reader.refused:
         why = "it subtracts the values of a critic"
         fix = "add the role critic, or write adv_estimator: grpo"
-        roles.reader.find("adv_estimator gae without the role critic", top.where("adv_estimator"), why, fix)
+        top.find("adv_estimator gae without the role critic", "adv_estimator", why=why, fix=fix)
     if not part.at:
         return None
     if estimator != "gae":
-        roles.reader.ignore("critic", f"adv_estimator {estimator} needs none")
+        top.ignore("critic", f"adv_estimator {estimator} needs none")
         return None
     return model_role(roles, part, "critic", roles.run.reward_pretrain, trains=True)
 
@@ -234,15 +234,15 @@ def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
     found: dict[str, ModelRole] = {}
     if not (algorithm.use_opd or algorithm.is_pure_opd):
         if tree:
-            roles.reader.ignore("teacher", "neither use_opd nor is_pure_opd is on")
+            top.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
     if not tree:
         name = "use_opd" if algorithm.use_opd else "is_pure_opd"
-        roles.reader.find(f"{name} without the role teacher", top.where(name), "it teaches", "add the role teacher")
+        top.find(f"{name} without the role teacher", name, why="it teaches", fix="add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
             dotted = "teacher" if trees is not tree else f"teacher.{name}"
-            part = roles.reader.read(node, ROLE, dotted, place_of(node))
+            part = top.reader.read(node, ROLE, dotted, place_of(node))
             role = model_role(roles, part, f"teacher.{name}", None, trains=False)
             if role is not None:
                 coef = 1.0 if role.opd_kl_coef is None else role.opd_kl_coef
@@ -254,11 +254,6 @@ def _scheduled(role: ModelRole, samples: int) -> ModelRole:
     """Return the role with a schedule as long as its updates on all samples of the run."""
     updates = max(1, samples // role.samples_per_update)
     return role.model_copy(update={"settings": with_settings(role.settings, {"optimizer.max_steps": updates})})
-
-
-def _ignored_lines(reader: Reader) -> list[str]:
-    """Say what does nothing, one line for each reason."""
-    return [f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items()]
 
 
 def _few(keys: list[str]) -> list[str]:

@@ -13,26 +13,26 @@ _BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
 _UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-def check_roles(settings: RLSettings, top: Part, trained: Part, sampled: Part, roles: Roles) -> None:
+def check_roles(settings: RLSettings, trained: Part, sampled: Part, roles: Roles) -> None:
     """Report everything that is wrong between roles, and say how responses are sampled."""
-    _batches(settings, top, roles)
-    _devices(settings, top, roles)
-    _partial(settings, top, roles)
-    _models(settings, sampled, roles)
-    _domains(settings, top, trained, roles)
-    _groups(settings, top, roles)
-    _sampling(settings, sampled, roles)
-    _functions(settings, top, roles)
-    _turns(settings, trained, roles)
-    _engines(settings, sampled, roles)
+    _batches(settings, roles.top)
+    _devices(settings, roles)
+    _partial(settings, roles.top)
+    _models(settings, sampled)
+    _domains(settings, roles.top, trained)
+    _groups(settings, roles.top)
+    _sampling(settings, sampled)
+    _functions(settings, roles.top)
+    _turns(settings, trained)
+    _engines(settings, sampled)
 
 
-def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
+def _batches(settings: RLSettings, top: Part) -> None:
     """Updates are of whole mini-batches, and every replica has as many samples."""
-    if not roles.reader.refused.isdisjoint(_BATCH):
+    refused = top.reader.refused
+    if not refused.isdisjoint(_BATCH):
         return
     samples = settings.samples_per_step
-    where = top.where("rollout_batch_size", "num_return_sequences_in_group")
     said = (
         f"rollout_batch_size {settings.rollout.rollout_batch_size} × num_return_sequences_in_group "
         f"{settings.rollout.num_return_sequences_in_group} is {samples} samples"
@@ -40,7 +40,7 @@ def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
     for role in (settings.actor_train, settings.critic, settings.reference, *settings.teachers.values()):
         if role is None or not role.devices:
             continue
-        if role.training and not roles.reader.refused.isdisjoint(f"{role.name}.training_args.{key}" for key in _UPDATE):
+        if role.training and not refused.isdisjoint(f"{role.name}.training_args.{key}" for key in _UPDATE):
             continue
         size, parts = _whole(role)
         group = settings.rollout.num_return_sequences_in_group
@@ -48,7 +48,7 @@ def _batches(settings: RLSettings, top: Part, roles: Roles) -> None:
             fix = f"write rollout_batch_size: {either(_prompts(samples, size, group))}"
             if role.training:
                 fix += ", or another gradient_accumulation_steps"
-            roles.reader.find(f"{said}, not a multiple of {size}", where, f"{role.name} takes {parts}", fix)
+            top.find(f"{said}, not a multiple of {size}", *_BATCH, why=f"{role.name} takes {parts}", fix=fix)
 
 
 def _whole(role: ModelRole) -> tuple[int, str]:
@@ -68,76 +68,74 @@ def _prompts(samples: int, size: int, group: int) -> list[int]:
     return list(multiples_around(samples // group, step))
 
 
-def _devices(settings: RLSettings, top: Part, roles: Roles) -> None:
+def _devices(settings: RLSettings, roles: Roles) -> None:
     """Roles that work at the same time have devices of their own."""
-    infer = set(settings.actor_infer.devices)
+    infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
     ahead = settings.rollout.async_generation_ratio > 0
     others = {role.name: role.devices for role in (settings.actor_train, settings.reference, settings.critic) if role}
     for name, devices in others.items():
-        if ahead and infer & set(devices):
-            what = f"async_generation_ratio above 0, and actor_infer shares devices with {name}"
-            why = f"{_numbers(infer & set(devices))}: what runs at the same time cannot take turns on a device"
-            fix = "write async_generation_ratio: 0, or a device_mapping of actor_infer of its own"
-            roles.reader.find(what, top.where("async_generation_ratio"), why, fix)
-    judges = [role.judge for role in settings.rewards.values() if role.judge]
-    for judge in (*judges, *([settings.reward_model] if settings.reward_model else [])):
+        if ahead and (shared := infer & set(devices)):
+            why = f"{_numbers(shared)}: what runs at the same time cannot take turns on a device"
+            fix = f"write {ratio}: 0, or a device_mapping of actor_infer of its own"
+            roles.top.find(f"{ratio} above 0, and actor_infer shares devices with {name}", ratio, why=why, fix=fix)
+    judges = [role.judge for role in settings.rewards.values()]
+    for judge in filter(None, (*judges, settings.reward_model)):
+        own, part = f"a device_mapping of {judge.name} of its own", roles.parts[judge.name]
         if shared := infer & set(judge.devices):
             what = f"{judge.name} shares devices with actor_infer"
             why = f"{_numbers(shared)}: responses are judged while others are still sampled"
-            fix = f"write a device_mapping of {judge.name} of its own"
-            roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+            part.find(what, "device_mapping", why=why, fix=f"write {own}")
         for name, devices in others.items():
             if ahead and (shared := {*judge.devices} & {*devices}):
-                what = f"async_generation_ratio above 0, and {judge.name} shares devices with {name}"
+                what = f"{ratio} above 0, and {judge.name} shares devices with {name}"
                 why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
-                fix = f"write async_generation_ratio: 0, or a device_mapping of {judge.name} of its own"
-                roles.reader.find(what, roles.places.get(judge.name, ""), why, fix)
+                part.find(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
 
 
-def _partial(settings: RLSettings, top: Part, roles: Roles) -> None:
+def _partial(settings: RLSettings, top: Part) -> None:
     """What a synchronous run continues is what it has sampled too much of."""
-    rollout = settings.rollout
+    rollout, key = settings.rollout, "partial_rollout_steps"
     if not rollout.partial_rollout_steps:
         return
-    where = top.where("partial_rollout_steps")
+    what = f"{key} has no effect"
     if rollout.async_generation_ratio > 0:
         why = "with async_generation_ratio above 0 no step waits, and responses continue anyway"
-        roles.reader.find("partial_rollout_steps has no effect", where, why, "write partial_rollout_steps: 0")
+        top.find(what, key, why=why, fix=f"write {key}: 0")
     elif not (rollout.is_use_additional_prompts and rollout.max_additional_running_prompts):
         why = "a step needs all prompts that it samples"
         fix = "write is_use_additional_prompts: true, and max_additional_running_prompts above 0"
-        roles.reader.find("partial_rollout_steps has no effect", where, why, fix)
+        top.find(what, key, why=why, fix=fix)
 
 
-def _models(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+def _models(settings: RLSettings, sampled: Part) -> None:
     """The model that samples is the one that is trained."""
     trained, infer = settings.actor_train.settings.model.model_name_or_path, settings.actor_infer.model_name_or_path
     if trained and infer and trained != infer:
         what = f"actor_infer samples with {infer}, and actor_train trains {trained}"
         fix = f"write pretrain: {trained}, and no model_name_or_path in actor_infer"
-        roles.reader.find(what, sampled.at, "weights go from the one to the other", fix)
+        sampled.find(what, why="weights go from the one to the other", fix=fix)
 
 
-def _domains(settings: RLSettings, top: Part, trained: Part, roles: Roles) -> None:
+def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
     """Every domain that is trained has a reward, files and a share."""
-    shares, reader, keys = settings.data.domain_interleave_probs, roles.reader, trained.key("data_args")
+    key = "data_args.domain_interleave_probs"
+    shares, dotted = settings.data.domain_interleave_probs, trained.key(key)
     if not settings.data.file_name:
-        fix = "write file_name: [data/problems.jsonl] below data_args"
-        reader.find(f"{keys}.file_name is missing", trained.at, "there are no problems to train on", fix)
+        what, why = f"{trained.key('data_args.file_name')} is missing", "there are no problems to train on"
+        trained.find(what, why=why, fix="write file_name: [data/problems.jsonl] below data_args")
     if not settings.rewards and not settings.algorithm.is_pure_opd:
-        reader.find("there are no rewards", fix="write rewards: with one domain at least")
-    where = trained.where("data_args.domain_interleave_probs", "data_args")
+        top.find("there are no rewards", fix="write rewards: with one domain at least")
     if not shares and len(settings.rewards) > 1:
         equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
-        what = f"{keys}.domain_interleave_probs is missing"
         why, fix = "it says which rewards are trained on, and how much", f"write domain_interleave_probs: {{{equal}}}"
-        reader.find(what, where, why, fix)
+        trained.find(f"{dotted} is missing", key, "data_args", why=why, fix=fix)
     for domain, share in shares.items():
         if domain not in settings.rewards and settings.rewards:
-            what = f"domain_interleave_probs has {domain}, and rewards has not"
-            reader.find(what, where, fix=f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}")
+            fix = f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}"
+            trained.find(f"domain_interleave_probs has {domain}, and rewards has not", key, "data_args", fix=fix)
         if share < 0:
-            reader.find(f"the share of {domain} is {share:g}", where, "expected a number from 0 to 1")
+            what = f"the share of {domain} is {share:g}"
+            trained.find(what, key, "data_args", why="expected a number from 0 to 1")
     left, counts = settings.rollout.rollout_batch_size, {}
     for domain, share in [*shares.items()][:-1]:
         counts[domain] = int(share * settings.rollout.rollout_batch_size)
@@ -145,86 +143,76 @@ def _domains(settings: RLSettings, top: Part, trained: Part, roles: Roles) -> No
     if shares:
         counts[[*shares][-1]] = left
     if left < 0:
-        reader.find("shares of domain_interleave_probs are more than 1", where, "the last domain has what is left")
+        what, why = "shares of domain_interleave_probs are more than 1", "the last domain has what is left"
+        trained.find(what, key, "data_args", why=why)
     if empty := [domain for domain, count in counts.items() if count == 0]:
         prompts = settings.rollout.rollout_batch_size
-        reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
+        top.reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
     if settings.validation and not settings.validation.data_args.file_name:
-        fix = "write file_name below data_args, or remove validation"
-        reader.find(
-            "validation.data_args.file_name is missing",
-            top.parts["validation"].at,
-            "there is nothing to validate on",
-            fix,
-        )
+        why, fix = "there is nothing to validate on", "write file_name below data_args, or remove validation"
+        top.parts["validation"].find("validation.data_args.file_name is missing", why=why, fix=fix)
 
 
-def _groups(settings: RLSettings, top: Part, roles: Roles) -> None:
+def _groups(settings: RLSettings, top: Part) -> None:
     """What compares responses to the same prompt has several."""
     algorithm, key = settings.algorithm, "num_return_sequences_in_group"
     compares = algorithm.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus")
     if settings.rollout.num_return_sequences_in_group == 1 and (compares or algorithm.norm_mean_type == "group"):
         name = "adv_estimator" if compares else "norm_mean_type"
         value = algorithm.adv_estimator if compares else "group"
-        what, why = f"{name} {value} with {key} 1", "a response alone has nothing to be compared with"
-        roles.reader.find(what, top.where(name, key), why, f"write {key}: 8")
+        why = "a response alone has nothing to be compared with"
+        top.find(f"{name} {value} with {key} 1", name, key, why=why, fix=f"write {key}: 8")
 
 
-def _sampling(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+def _sampling(settings: RLSettings, sampled: Part) -> None:
     """Responses that are trained on are sampled from what the trainer computes."""
     generating, keys = settings.actor_infer.generating_args, "generating_args"
     if generating.repetition_penalty != 1:
-        what = f"{sampled.key(keys)}.repetition_penalty is {generating.repetition_penalty:g}"
-        why, where = "the trainer's log-probabilities know of no penalty", sampled.where(f"{keys}.repetition_penalty")
-        roles.reader.find(what, where, why, "write repetition_penalty: 1.0")
+        key, why = f"{keys}.repetition_penalty", "the trainer's log-probabilities know of no penalty"
+        what = f"{sampled.key(key)} is {generating.repetition_penalty:g}"
+        sampled.find(what, key, why=why, fix="write repetition_penalty: 1.0")
     if not generating.do_sample and settings.rollout.num_return_sequences_in_group > 1:
         why = "all responses of a group would be the same, and have nothing to be judged against"
-        where, fix = (
-            sampled.where(f"{keys}.temperature", f"{keys}.do_sample"),
-            "write temperature: 1.0 and do_sample: true",
-        )
-        roles.reader.find(f"{sampled.key(keys)} takes the likeliest tokens", where, why, fix)
+        what, fix = f"{sampled.key(keys)} takes the likeliest tokens", "write temperature: 1.0 and do_sample: true"
+        sampled.find(what, f"{keys}.temperature", f"{keys}.do_sample", why=why, fix=fix)
         return
     tokens = sampled.of(RoleSettings).generating_args.max_new_tokens
     if tokens is not None and tokens != generating.max_new_tokens:
         left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
-        roles.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
+        sampled.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
 
 
-def _functions(settings: RLSettings, top: Part, roles: Roles) -> None:
+def _functions(settings: RLSettings, top: Part) -> None:
     """Functions of a user's take the place of what other keys name."""
     algorithm, variant = settings.algorithm, settings.actor_train.pg_variant
     if algorithm.advantage_function and (algorithm.adv_estimator == "gae" or algorithm.is_pure_opd):
         what = "advantage_function with " + ("is_pure_opd" if algorithm.is_pure_opd else "adv_estimator: gae")
-        why = "one of the two computes advantages"
-        roles.reader.find(
-            what, top.where("advantage_function"), why, "write adv_estimator: reinforce, without is_pure_opd"
-        )
+        why, fix = "one of the two computes advantages", "write adv_estimator: reinforce, without is_pure_opd"
+        top.find(what, "advantage_function", why=why, fix=fix)
     if algorithm.loss_function and variant:
-        what = f"loss_function with pg_variant: {variant}"
-        roles.reader.find(what, top.where("loss_function"), "one of the two computes losses", "remove one of them")
+        what, why = f"loss_function with pg_variant: {variant}", "one of the two computes losses"
+        top.find(what, "loss_function", why=why, fix="remove one of them")
 
 
-def _turns(settings: RLSettings, trained: Part, roles: Roles) -> None:
+def _turns(settings: RLSettings, trained: Part) -> None:
     """Observations are written by the template of the prompts, which knows nothing of ms-swift's rules."""
     playing = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
     if playing and settings.data.conversation_rules:
         what = f"rewards.{playing[0]} has an environment, and the data conversation_rules"
         why = "turns after the first are not written by ms-swift's templates"
-        roles.reader.find(what, trained.where("data_args.conversation_rules"), why, "remove conversation_rules")
+        trained.find(what, "data_args.conversation_rules", why=why, fix="remove conversation_rules")
 
 
-def _engines(settings: RLSettings, sampled: Part, roles: Roles) -> None:
+def _engines(settings: RLSettings, sampled: Part) -> None:
     """Experts are replayed from an engine that tells them."""
     infer = settings.actor_infer
     if not settings.actor_train.replays_routing or infer.engine != "vllm":
         return
     for key, needed in (("pipeline_parallel_size", 1), ("enable_prefix_caching", True)):
         if (value := infer.config.get(key, needed)) != needed:
-            what = f"router_replay R3 with {key} {shown(value)} of vllm"
             why = "vLLM tells which experts it took without pipeline parallelism alone, and with its prefix cache"
             fix = f"write {key}: {shown(needed)}, or router_replay: {{mode: disable}}"
-            roles.reader.find(what, sampled.at, why, fix)
+            sampled.find(f"router_replay R3 with {key} {shown(value)} of vllm", why=why, fix=fix)
 
 
 def _numbers(devices: set[int]) -> str:

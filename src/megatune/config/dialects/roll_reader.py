@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from megatune.config.dialects.roll_tree import Tree, data_of, entries_of
-from megatune.config.dialects.table import Row, rows_below
+from megatune.config.dialects.roll_tree import Node, Tree, data_of, entries_of
+from megatune.config.dialects.table import Row, rows_below, table
 from megatune.config.entry import SettingEntry
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.data import RewardSettings
 from megatune.config.rl.pages import keys_of, lists_of, mappings_of
+from megatune.config.rl.role import RoleSettings, SamplerSettings, Validation
+from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.run import RLRunSettings
 from megatune.config.setting import G, Group, SettingInfo, fitted
 from megatune.config.values import as_read, coerce, quoted, wrong_value
 from megatune.errors import Finding, closest
@@ -45,11 +50,11 @@ class Section:
     @cached_property
     def inner(self) -> dict[str, Section]:
         """Mappings that are fields of its groups."""
-        found = {name: kind for group in self.groups for name, kind in mappings_of(group).items()}
         parts = {"strategy_args": {"strategy_config": None}}
         return {
             name: Section((kind,), tuple(f"{above}.{name}".strip(".") for above in self.above), parts.get(name, {}))
-            for name, kind in found.items()
+            for group in self.groups
+            for name, kind in mappings_of(group).items()
         }
 
     @cached_property
@@ -57,23 +62,73 @@ class Section:
         return {name: kind for group in self.groups for name, kind in lists_of(group).items()}
 
     @cached_property
-    def ignored(self) -> dict[str, str]:
-        """Keys that do nothing, and why."""
-        return {**{key: row.ignored for key, row in self._rows.items() if row.ignored}, **self.others}
-
-    @cached_property
-    def refused(self) -> dict[str, Row]:
-        """Keys, or values of them, that are not supported."""
-        return {key: row for key, row in self._rows.items() if row.unsupported}
+    def rows(self) -> dict[str, Row]:
+        """Keys that do nothing, or that are not supported, or some values of them."""
+        found = {name: row for above in self.above for name, row in rows_below(above).items()}
+        found = {name: row for name, row in found.items() if row.ignored or row.unsupported}
+        return found | {name: Row(ignored=why) for name, why in self.others.items()}
 
     @property
     def names(self) -> list[str]:
         """Every key that is known here."""
-        return [*self.infos, *self.settings, *self.inner, *self.parts, *self.lists, *self.ignored, *self.refused]
+        return [*self.infos, *self.settings, *self.inner, *self.parts, *self.lists, *self.rows]
 
-    @property
-    def _rows(self) -> dict[str, Row]:
-        return {name: row for above in self.above for name, row in rows_below(above).items()}
+
+_ENGINE = ("model_args", "training_args")
+ROLE = Section((RoleSettings,), ("ROLE",), dict.fromkeys(_ENGINE))
+REWARD = Section((RoleSettings, RewardSettings), ("ROLE", "rewards.DOMAIN"), dict.fromkeys(_ENGINE))
+SAMPLER = Section((SamplerSettings,))
+_IGNORED = [key.removeprefix("ROLE.") for key, row in table("roll").items() if row.ignored]
+_OF_ROLES = (*_IGNORED, *keys_of(RoleSettings), *_ENGINE, "strategy_args")
+_SAMPLED = dict.fromkeys(_OF_ROLES, "validation is sampled by actor_infer")
+VALIDATION = Section(
+    (Validation,), ("ROLE",), others={**_SAMPLED, "eval_steps": "the top level's eval_steps is meant, as in ROLL"}
+)
+_ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward_model", "student_train", "student_infer")
+TOP = Section(
+    (RLRunSettings, RolloutSettings, AlgorithmSettings),
+    ("",),
+    {**dict.fromkeys(_ROLES, ROLE), "validation": VALIDATION, "rewards": None, "teacher": None},
+)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Keeps what was found in a file.
+
+    Attributes:
+        ignored: reason -> dotted keys.
+        refused: dotted keys whose value is not valid, or that are misspelt.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+
+    def add(self, finding: Finding, refused: str = "") -> None:
+        """Note a finding.
+
+        Args:
+            refused: the dotted key that has no valid value, so that nothing should follow from its default.
+        """
+        self.refused.add(refused)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
+        self.add(Finding(what, where, why, fix))
+
+    def read(self, tree: Tree, section: Section, name: str = "", at: str = "") -> Part:
+        """Read a mapping."""
+        part = Part(self, name, tree, at)
+        values = part.values(tree, section, "")
+        for group in section.groups:
+            part.groups[group] = group(**{key: value for key, value in values.items() if key in group.model_fields})
+        for key, inner in section.parts.items():
+            if inner is not None:
+                part.parts[key] = self.read(part.mapping(key), inner, part.key(key), part.places.get(key, ""))
+        return part
 
 
 @dataclass(slots=True)
@@ -90,6 +145,7 @@ class Part:
         entries: its settings of training.
     """
 
+    reader: Reader
     name: str
     tree: Tree
     at: str = ""
@@ -103,12 +159,15 @@ class Part:
         assert isinstance(found, group)
         return found
 
-    def where(self, *keys: str) -> str:
-        """Return the first place where one of the keys was written, or where the mapping begins."""
-        return next((self.places[key] for key in keys if key in self.places), self.at)
-
     def key(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
+
+    def find(self, what: str, *keys: str, why: str = "", fix: str = "") -> None:
+        """Note a finding at the first place where one of the keys was written, or where the mapping begins."""
+        self.reader.find(what, next((self.places[key] for key in keys if key in self.places), self.at), why, fix)
+
+    def ignore(self, key: str, why: str) -> None:
+        self.reader.ignored.setdefault(why, []).append(self.key(key))
 
     def mapping(self, *keys: str) -> Tree:
         """Return a mapping in it as it was written."""
@@ -118,138 +177,85 @@ class Part:
             tree = node if isinstance(node, dict) else {}
         return tree
 
-
-@dataclass(slots=True)
-class Reader:
-    """Reads parts, and keeps what was found."""
-
-    findings: list[Finding] = field(default_factory=list)
-    ignored: dict[str, list[str]] = field(default_factory=dict)  # reason -> dotted keys
-    lines: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)  # dotted keys whose value is not valid, or that are misspelt
-
-    def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
-        self.add(Finding(what, where, why, fix))
-
-    def add(self, finding: Finding, refused: str = "") -> None:
-        """Note a finding.
-
-        Args:
-            refused: the dotted key that has no valid value, so that nothing should follow from its default.
-        """
-        self.refused.add(refused)
-        if finding not in self.findings:
-            self.findings.append(finding)
-
-    def ignore(self, key: str, why: str) -> None:
-        self.ignored.setdefault(why, []).append(key)
-
-    def read(self, tree: Tree, section: Section, name: str = "", at: str = "") -> Part:
-        """Read a mapping."""
-        part = Part(name, tree, at)
-        values = self._values(part, tree, section, "")
-        for group in section.groups:
-            part.groups[group] = group(**{key: value for key, value in values.items() if key in group.model_fields})
-        for key, inner in section.parts.items():
-            if inner is not None:
-                part.parts[key] = self.read(part.mapping(key), inner, part.key(key), part.places.get(key, ""))
-        return part
-
-    def unknown(self, key: str, names: list[str], dotted: str, where: str) -> None:
-        near = closest(key, names)
+    def unknown(self, key: str, names: list[str], above: str, where: str) -> None:
+        """Note a key that nobody knows, of a mapping that stands at `above`."""
+        dotted, near = self.key(above + key), closest(key, names)
         meant = f"{dotted.removesuffix(key)}{near}" if near else ""
         fix = f"did you mean {meant}?" if near else "remove it; docs/rl-settings.md lists every key"
         why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
-        self.add(Finding(f"unknown key {dotted!r}", where, why, fix), meant)
+        self.reader.add(Finding(f"unknown key {dotted!r}", where, why, fix), meant)
 
-    def refuses(self, refused: Row, key: str, dotted: str, node: Tree | SettingEntry) -> bool:
-        """Report a value that is not supported; tell whether it is one."""
-        data = data_of(node)
-        if not refused.is_refused(data):
-            return False
-        what, why, fix = refused.refusal(key, data)
-        self.add(Finding(what.replace(key, dotted, 1), place_of(node), why, fix), dotted)
-        return True
-
-    def _values(self, part: Part, tree: Tree, section: Section, above: str) -> dict[str, Any]:
-        """Return valid values by their keys, of a mapping that stands at `above` in a part."""
+    def values(self, tree: Tree, section: Section, above: str) -> dict[str, Any]:
+        """Return valid values by their keys, of a mapping that stands at `above`."""
         values: dict[str, Any] = {}
-        nodes: dict[str, Tree | SettingEntry] = {}
+        nodes: dict[str, Node] = {}
         for key, node in tree.items():
-            dotted, where = part.key(above + key), place_of(node)
-            is_null = isinstance(node, SettingEntry) and node.value.data is None
-            refused = section.refused.get(key)
-            if refused is not None and not is_null and self.refuses(refused, key, dotted, node):
-                continue
-            if key in section.infos:
+            dotted, where, data = self.key(above + key), place_of(node), data_of(node)
+            is_null, row = data is None, section.rows.get(key)
+            if row is not None and not is_null and row.is_refused(data):
+                what, why, fix = row.refusal(key, data)
+                self.reader.add(Finding(what.replace(key, dotted, 1), where, why, fix), dotted)
+            elif key in section.infos:
                 if not is_null:
                     nodes[key] = node
-                    part.places[above + key] = where
+                    self.places[above + key] = where
             elif key in section.settings:
                 if not is_null:
-                    value = as_read(data_of(node)) if isinstance(node, dict) else node.value
-                    origin = node.origin if isinstance(node, SettingEntry) else where
-                    part.entries.append(SettingEntry(key, value, where, origin))
+                    entry = node if isinstance(node, SettingEntry) else SettingEntry(key, as_read(data), where, where)
+                    self.entries.append(replace(entry, key=key))
             elif key in section.inner or key in section.parts:
                 if isinstance(node, dict) and node:
-                    part.places[above + key] = where
+                    self.places[above + key] = where
                     if key in section.inner:
                         inner = section.inner[key]
-                        values[key] = inner.groups[0](**self._values(part, node, inner, f"{above}{key}."))
+                        values[key] = inner.groups[0](**self.values(node, inner, f"{above}{key}."))
                 elif not is_null and node != {}:
-                    self.find(
-                        f"{dotted} is {_said(node)}",
-                        where,
-                        "expected a mapping",
-                        f"write the keys below {key}:",
-                    )
+                    fix = f"write the keys below {key}:"
+                    self.reader.find(f"{dotted} is {quoted(data)}", where, "expected a mapping", fix)
             elif key in section.lists:
                 values[key] = self._rows(section.lists[key], node, dotted)
-                part.places[above + key] = where
-            elif key in section.ignored:
-                if not is_null:
-                    self.ignore(dotted, section.ignored[key])
-            elif key not in section.refused:
-                self.unknown(key, section.names, dotted, where)
-        return values | self._valid(part, nodes, section, above)
+                self.places[above + key] = where
+            elif row is None:
+                self.unknown(key, section.names, above, where)
+            elif row.ignored and not is_null:
+                self.ignore(above + key, row.ignored)
+        return values | self._valid(nodes, section, above)
 
-    def _valid(
-        self, part: Part, nodes: Mapping[str, Tree | SettingEntry], section: Section, above: str
-    ) -> dict[str, Any]:
+    def _valid(self, nodes: Mapping[str, Node], section: Section, above: str) -> dict[str, Any]:
+        """Return the values of keys that fit, and note the others."""
         values: dict[str, Any] = {}
         for key, node in nodes.items():
-            if key == "device_mapping":
-                try:
-                    values[key] = [*read_devices(data_of(node))]
-                except ValueError as error:
-                    fix = "write device_mapping: list(range(0,8))"
-                    dotted = part.key(above + key)
-                    self.add(Finding(f"{dotted} is {_said(node)}", place_of(node), f"expected {error}", fix), dotted)
-            else:
+            if key != "device_mapping":
                 values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, section.infos[key])
+                continue
+            try:
+                values[key] = [*read_devices(data_of(node))]
+            except ValueError as error:
+                what, why = f"{self.key(above + key)} is {quoted(data_of(node))}", f"expected {error}"
+                fix = "write device_mapping: list(range(0,8))"
+                self.reader.add(Finding(what, place_of(node), why, fix), self.key(above + key))
         for group in section.groups:
             own = {key: value for key, value in values.items() if key in group.model_fields}
             for key in fitted(group, own)[1]:
-                node, dotted = nodes[key], part.key(above + key)
-                self.add(
-                    wrong_value(dotted, values.pop(key), section.infos[key], place_of(node), said=data_of(node)), dotted
-                )
+                node, dotted, info = nodes[key], self.key(above + key), section.infos[key]
+                wrong = wrong_value(dotted, values.pop(key), info, place_of(node), said=data_of(node))
+                self.reader.add(wrong, dotted)
         return values
 
-    def _rows(self, group: type[Group], node: Tree | SettingEntry, dotted: str) -> list[Group]:
+    def _rows(self, group: type[Group], node: Node, dotted: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""
         data = data_of(node)
         if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
             if data is not None:
-                self.find(f"{dotted} is {_said(node)}", place_of(node), "expected a list of mappings")
+                self.reader.find(f"{dotted} is {quoted(data)}", place_of(node), "expected a list of mappings")
             return []
         items: list[Tree] = [
             {key: SettingEntry(key, as_read(value), place_of(node), "") for key, value in item.items()} for item in data
         ]
-        return [self.read(item, Section((group,)), dotted).of(group) for item in items]
+        return [self.reader.read(item, Section((group,)), dotted).of(group) for item in items]
 
 
-def place_of(node: Tree | SettingEntry) -> str:
+def place_of(node: Node) -> str:
     """Return where a node was written: of a mapping, where its first entry was."""
     if isinstance(node, SettingEntry):
         return node.where
@@ -306,7 +312,3 @@ def _number(node: ast.expr) -> int:
                 return a // b
             return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
     raise ValueError(_WHOLE)
-
-
-def _said(node: Tree | SettingEntry) -> str:
-    return quoted(data_of(node))

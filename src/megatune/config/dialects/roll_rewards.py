@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatune.config.dialects.roll_reader import Part, place_of
-from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
-from megatune.config.dialects.roll_schema import REWARD
-from megatune.config.dialects.roll_tree import Tree
+from megatune.config.dialects.roll_models import infer_role, sampling_of
+from megatune.config.dialects.roll_reader import REWARD, Part, place_of
+from megatune.config.dialects.roll_roles import Roles
 from megatune.config.dialects.table import read_part
 from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
@@ -21,18 +20,24 @@ _OF_MODELS = (
 )
 
 
-def read_rewards(trees: Tree, roles: Roles) -> dict[str, RewardRole]:
+def read_rewards(roles: Roles) -> dict[str, RewardRole]:
     """Make the rewards of a file, by domain."""
-    found, places = {}, {}
-    for domain, node in trees.items():
-        if isinstance(node, dict):
-            part = roles.reader.read(node, REWARD, f"rewards.{domain}", place_of(node))
-            if (role := _reward(domain, part, roles)) is not None:
-                found[domain], places[domain] = role, part.where("tag_included")
-        else:
+    found, reader = {}, roles.top.reader
+    owners: dict[str, str] = {}
+    for domain, node in roles.top.mapping("rewards").items():
+        if not isinstance(node, dict):
             fix = "write worker_cls, tag_included and the other keys below it"
-            roles.reader.find(f"rewards.{domain} is not a mapping", place_of(node), fix=fix)
-    _tags(found, places, roles)
+            reader.find(f"rewards.{domain} is not a mapping", place_of(node), fix=fix)
+            continue
+        part = reader.read(node, REWARD, f"rewards.{domain}", place_of(node))
+        found[domain] = _reward(domain, part, roles)
+        for tag in found[domain].tag_included:
+            if tag in owners:
+                what = f"the tag {tag!r} is in tag_included of rewards.{owners[tag]} and rewards.{domain}"
+                part.find(
+                    what, "tag_included", why="one reward scores a row; ROLL takes the last", fix="keep one of the two"
+                )
+            owners[tag] = domain
     return found
 
 
@@ -47,12 +52,12 @@ def _judging(part: Part) -> Generating:
     return sampling_of(asked, asked.max_tokens)
 
 
-def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
-    (kind, function), keys, own = _kind(part, roles), part.of(RoleSettings), part.of(RewardSettings)
+def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
+    (kind, function), keys, own = _kind(part), part.of(RoleSettings), part.of(RewardSettings)
     if not keys.tag_included:
         why = "a row's tag says which reward scores it"
-        roles.reader.find(f"{part.name} has no tag_included", part.at, why, f"write tag_included: [{domain}]")
-    arguments = _arguments(kind, part, roles) | _environment(kind, part, roles)
+        part.find(f"{part.name} has no tag_included", why=why, fix=f"write tag_included: [{domain}]")
+    arguments = _arguments(kind, part) | _environment(kind, part)
     judge = None
     if kind == "llm_judge":
         judge = _judge(part, roles)
@@ -60,10 +65,10 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
     else:
         for name in _OF_MODELS:
             if name in part.places:
-                roles.reader.ignore(part.key(name), "text is scored as it is, without a model or tokenizer")
+                part.ignore(name, "text is scored as it is, without a model or tokenizer")
     if kind == "code_sandbox" and not own.use_local and not own.code_url:
         fix = "write code_url: URL, or use_local: true"
-        roles.reader.find(f"{part.name} has use_local: false without code_url", part.where("use_local"), fix=fix)
+        part.find(f"{part.name} has use_local: false without code_url", "use_local", fix=fix)
     return RewardRole(
         domain,
         kind,
@@ -71,19 +76,19 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole | None:
         workers=keys.world_size or 1,
         function=function,
         arguments=arguments,
-        group_filter=_group_filter(part, roles),
+        group_filter=_group_filter(part),
         judge=judge,
     )
 
 
-def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
+def _kind(part: Part) -> tuple[str, str | None]:
     """Return which reward a class is, or the user's function."""
     path, kinds = part.of(RoleSettings).worker_cls, read_part("roll", "classes")
     if path is None and part.of(RewardSettings).environment:
         return "environment", None
     if path is None:
         fix = f"write worker_cls: one of {', '.join(kinds)}, or package.module.function of your own"
-        roles.reader.find(f"{part.name} has no worker_cls", part.at, "it says what scores", fix)
+        part.find(f"{part.name} has no worker_cls", why="it says what scores", fix=fix)
         return "math_rule", None
     name = path.rpartition(".")[2]
     if path in read_part("roll", "rewards"):
@@ -92,17 +97,20 @@ def _kind(part: Part, roles: Roles) -> tuple[str, str | None]:
         return kinds[name], None
     if path.startswith("roll."):
         fix = f"one of {', '.join(kinds)}, or a function of your own"
-        roles.reader.find(f"{part.name}.worker_cls {name} is not supported", part.where("worker_cls"), fix=fix)
+        part.find(f"{part.name}.worker_cls {name} is not supported", "worker_cls", fix=fix)
         return "math_rule", None
+    return "python", _own_path(part, "worker_cls", path, "function", "write worker_cls: package.module.function")
+
+
+def _own_path(part: Part, key: str, path: str, what: str, fix: str) -> str:
+    """Return "module:name" of a user's function or class, which may be written as module.name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     if not module or not attribute.isidentifier():
-        fix = "write worker_cls: package.module.function"
-        roles.reader.find(f"{part.name}.worker_cls is {path!r}", part.where("worker_cls"), "no function's path", fix)
-        return "python", None
-    return "python", f"{module}:{attribute}"
+        part.find(f"{part.key(key)} is {path!r}", key, why=f"no {what}'s path", fix=fix)
+    return f"{module}:{attribute}"
 
 
-def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
+def _arguments(kind: str, part: Part) -> dict[str, Any]:
     """Return what a reward is made with; what other kinds take does nothing to it."""
     found: dict[str, Any] = {}
     takes: Mapping[str, list[str]] = read_part("roll", "rewards")
@@ -111,68 +119,53 @@ def _arguments(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
             value = getattr(part.of(RewardSettings), name)
             found |= value if name == "arguments" else {name: value} if name in part.places else {}
         elif name in part.places:
-            roles.reader.ignore(part.key(name), f"{kind} does not take it")
+            part.ignore(name, f"{kind} does not take it")
     return found
 
 
-def _environment(kind: str, part: Part, roles: Roles) -> dict[str, Any]:
+def _environment(kind: str, part: Part) -> dict[str, Any]:
     """Return what a reward that plays is made with, under its own name."""
-    own, find = part.of(RewardSettings), roles.reader.find
-    if not own.environment:
-        for name in ("environment_arguments", "max_turns"):
-            if name in part.places:
-                roles.reader.ignore(part.key(name), "the reward has no environment")
+    own = part.of(RewardSettings)
+    if not (name := own.environment):
+        for key in ("environment_arguments", "max_turns"):
+            if key in part.places:
+                part.ignore(key, "the reward has no environment")
         return {}
-    name, where = own.environment, part.where("environment")
     if kind == "llm_judge":
-        why, fix = "a judge has no processes that could play", "score by another worker_cls"
-        find(f"{part.name} has an environment and a judge", where, why, fix)
+        what, why = f"{part.name} has an environment and a judge", "a judge has no processes that could play"
+        part.find(what, "environment", why=why, fix="score by another worker_cls")
     if name not in ENVIRONMENTS:
-        module, _, attribute = name.rpartition(":" if ":" in name else ".")
-        if not module or not attribute.isidentifier():
-            fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or package.module.Class of your own"
-            find(f"{part.name}.environment is {name!r}", where, "no class's path", fix)
-        name = f"{module}:{attribute}"
+        fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or package.module.Class of your own"
+        name = _own_path(part, "environment", name, "class", fix)
     return {"environment": {"name": name, "arguments": own.environment_arguments, "max_turns": own.max_turns}}
 
 
 def _judge(part: Part, roles: Roles) -> InferRole | None:
-    keys, find = part.of(RewardSettings), roles.reader.find
+    keys, key = part.of(RewardSettings), "judge_model_type"
     kind = keys.judge_model_type or "api"
     if kind == "inference":
         return infer_role(roles, part, part.name, None, _judging(part))
     if kind == "cluster" and not roles.top.parts["reward_model"].at:
-        where = part.where("judge_model_type")
-        find(f"{part.name} has judge_model_type: cluster without the role reward_model", where, fix="add reward_model")
+        what = f"{part.name} has judge_model_type: cluster without the role reward_model"
+        part.find(what, key, fix="add reward_model")
     if kind == "api":
         for name in ("judge_api_url", "judge_model_name"):
             if not getattr(keys, name):
                 fix = f"write {name}, or judge_model_type: inference with a model and devices"
-                find(f"{part.name} has no {name}", part.where("judge_model_type"), "judge_model_type is api", fix)
+                part.find(f"{part.name} has no {name}", key, why="judge_model_type is api", fix=fix)
     return None
 
 
-def _group_filter(part: Part, roles: Roles) -> GroupFilter:
+def _group_filter(part: Part) -> GroupFilter:
     asked, key = part.of(RewardSettings).query_filter_config, "query_filter_config.filter_args"
     valid, given = read_part("roll", "filters")[asked.type], {}
     for name, value in asked.filter_args.items():
-        what, where = part.key(key), part.where(key)
         if name not in valid:
             fix = f"remove {name}" + (f"; {asked.type} takes {', '.join(valid)}" if valid else "")
-            roles.reader.find(f"{what}: {asked.type} does not take {name!r}", where, fix=fix)
+            part.find(f"{part.key(key)}: {asked.type} does not take {name!r}", key, fix=fix)
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            roles.reader.find(f"{what}.{name} is {value!r}", where, "expected a number", f"write {name}: 0.5")
+            what = f"{part.key(key)}.{name} is {value!r}"
+            part.find(what, key, why="expected a number", fix=f"write {name}: 0.5")
         else:
             given[name] = float(value)
     return asked.model_copy(update={"filter_args": given})
-
-
-def _tags(rewards: dict[str, RewardRole], places: dict[str, str], roles: Roles) -> None:
-    owners: dict[str, Any] = {}
-    for domain, role in rewards.items():
-        for tag in role.tag_included:
-            if tag in owners:
-                what = f"the tag {tag!r} is in tag_included of rewards.{owners[tag]} and rewards.{domain}"
-                why = "one reward scores a row; ROLL takes the last"
-                roles.reader.find(what, places[domain], why, "keep one of the two")
-            owners[tag] = domain

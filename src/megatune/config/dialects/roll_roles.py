@@ -1,29 +1,44 @@
-"""What roles of both kinds have in common, and those that sample responses: their engines, and how they sample."""
+"""What roles have in common: strategy, devices, and what they say of a model and its engine, as settings of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.roll_engine import sampled_model
-from megatune.config.dialects.roll_reader import Part, Reader, place_of
+from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.roll_reader import Part, Section
 from megatune.config.dialects.roll_run import environment
-from megatune.config.dialects.roll_schema import SAMPLER
 from megatune.config.dialects.roll_tree import Tree, data_of
-from megatune.config.dialects.table import read_part
-from megatune.config.rl.role import RoleSettings, SamplerSettings
-from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.dialects.table import rows_below, table
+from megatune.config.entry import SettingEntry
+from megatune.config.load import Loaded, load_entries
+from megatune.config.rl.role import RoleSettings
+from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.rl.settings import InferRole
-from megatune.config.settings import Settings
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
+from megatune.config.settings import Settings, all_settings
+from megatune.config.values import Value
 
 # Settings of a role's engine -> the model's numbers; None where they cannot be read.
 ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
-_CONFIG = "strategy_args.strategy_config"
+STRATEGY = "strategy_args.strategy_config"
+_OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target")
+# What is refused or does nothing is found with its place in the file, before.
+_SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
+ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
+
+RULES = (
+    *finetuning.RULES,
+    *(rule for rule in layout.RULES if rule is not layout.world),
+    *(*pipeline.RULES, *experts.RULES, *memory.RULES),
+    *(run.scheduler_kwargs, run.scheduler_needs, run.warmup),
+)
 
 
 @dataclass(slots=True)
@@ -32,160 +47,142 @@ class Roles:
 
     Attributes:
         run, lengths: keys of the top level, as far as they are valid.
-        places: "actor_train.device_mapping" -> where it was written, for what is checked between roles.
+        parts: of the roles that have devices, by the names of the roles.
     """
 
-    reader: Reader
     top: Part
     run: RLRunSettings
     lengths: RolloutSettings
     model_of: ModelOf | None = None
-    places: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
 
-    def strategy(self, part: Part, valid: tuple[str, ...], trains: bool) -> str | None:
-        """Return what computes a role; None, and a finding, where it is none of the valid ones."""
-        name, key = part.of(RoleSettings).strategy_args.strategy_name, part.key("strategy_args.strategy_name")
-        if name in valid:
-            return name
-        if name is not None:
+    def begin(
+        self, part: Part, name: str, valid: tuple[str, ...], unread: dict[str, str], *, trains: bool
+    ) -> str | None:
+        """Check what computes a role, and note what of it is not read.
+
+        Args:
+            valid: names of strategies.
+            unread: mappings of the role, and why nobody reads them.
+
+        Returns:
+            The strategy; None, and a finding, where it is none of the valid ones.
+        """
+        keys, key, self.parts[name] = part.of(RoleSettings), "strategy_args.strategy_name", part
+        strategy, path = keys.strategy_args.strategy_name, keys.worker_cls
+        if strategy is None and part.key(key) not in part.reader.refused:
+            fix = f"write strategy_args: {{strategy_name: {valid[0]}}}"
+            part.find(f"{part.name} has no {key}", why=f"it says what computes {part.name}", fix=fix)
+        elif strategy is not None and strategy not in valid:
             why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
-            where = part.where("strategy_args.strategy_name")
-            self.reader.find(f"{key} is {name}", where, why, f"write strategy_name: {valid[0]}")
-        elif key not in self.reader.refused:
-            what, fix = f"{part.name} has no strategy_args.strategy_name", f"{{strategy_name: {valid[0]}}}"
-            self.reader.find(what, part.at, f"it says what computes {part.name}", f"write strategy_args: {fix}")
-        return None
+            part.find(f"{part.key(key)} is {strategy}", key, why=why, fix=f"write strategy_name: {valid[0]}")
+        if path and not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS:
+            what, fix = f"{part.name}.worker_cls is {path}", "remove worker_cls"
+            part.find(what, "worker_cls", why="roles are built in", fix=fix)
+        for section, why in unread.items():
+            if section in part.places:
+                part.ignore(section, why)
+        return strategy if strategy in valid else None
 
-    def devices(self, part: Part, name: str) -> tuple[int, ...]:
+    def devices(self, part: Part) -> tuple[int, ...]:
         devices = part.of(RoleSettings).devices
-        self.places[name] = part.where("device_mapping")
-        if not devices and part.key("device_mapping") not in self.reader.refused:
+        if not devices and part.key("device_mapping") not in part.reader.refused:
             fix = "write device_mapping: list(range(0,8))"
-            self.reader.find(f"{part.name} has no device_mapping", part.at, "a model needs devices", fix)
+            part.find(f"{part.name} has no device_mapping", why="a model needs devices", fix=fix)
         return devices
 
-    def check_class(self, part: Part) -> None:
-        path = part.of(RoleSettings).worker_cls
-        if path and not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS:
-            fix = "remove worker_cls"
-            self.reader.find(f"{part.name}.worker_cls is {path}", part.where("worker_cls"), "roles are built in", fix)
-
-    def leave_out(self, part: Part, sections: tuple[str, ...]) -> None:
-        """Say which mappings of a role nobody reads."""
-        for name in sections:
-            if name in part.places:
-                why = "prompts are made with actor_train's" if name == "data_args" else f"{part.name} samples nothing"
-                self.reader.ignore(part.key(name), why)
-
     def environment_of(self, part: Part) -> dict[str, str]:
-        return {**environment(self.top, self.reader), **environment(part, self.reader)}
-
-    def no_model(self, part: Part, name: str) -> None:
-        keys = {**dict.fromkeys(("actor_train", "actor_infer", "reference"), "pretrain"), "critic": "reward_pretrain"}
-        fix = f"write model_args: {{model_name_or_path: MODEL}} in {part.name}"
-        fix += f", or {keys[name]}: MODEL at the top level" if name in keys else ""
-        self.reader.find(f"{part.name} has no model", part.at, fix=fix)
+        return {**environment(self.top), **environment(part)}
 
 
-def infer_role(
-    roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
-) -> InferRole | None:
-    """Make a role that samples; None where its strategy is none that does."""
-    strategy = roles.strategy(part, ("vllm", "sglang", "hf_infer", "builtin"), False)
-    roles.check_class(part)
-    roles.leave_out(part, ("data_args",))
-    if strategy is None:
-        return None
-    for key in part.mapping("training_args"):
-        roles.reader.ignore(f"{part.name}.training_args.{key}", f"{part.name} does not train")
-    settings, keys = sampled_model(part, roles.reader).settings, part.of(RoleSettings)
-    devices, model = roles.devices(part, name), settings.model.model_name_or_path or default_model
-    if model is None:
-        roles.no_model(part, name)
-    tree = part.mapping("strategy_args", "strategy_config")
-    ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
-    sampler = roles.reader.read(ours, SAMPLER, part.key(_CONFIG)).of(SamplerSettings)
-    config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
-    engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
-    if engine == "builtin":
-        _unused(roles, tree, part, strategy)
-        config = {}
-    each = 1 if engine == "builtin" else _per_engine(roles, engine, config, part, tree)
-    if devices and len(devices) % each:
-        what = f"{name} has {len(devices)} devices, and one engine takes {each}"
-        fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
-        roles.reader.find(what, part.where("device_mapping"), "engines are all alike", fix)
-    if keys.num_gpus_per_worker != each and "num_gpus_per_worker" in part.places:
-        why = f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}"
-        roles.reader.ignore(f"{part.name}.num_gpus_per_worker", why)
-    _lengths(roles, engine, config, part, tree)
-    own = {"system_envs": roles.environment_of(part), "generating_args": generating}
-    return InferRole(
-        **{**dict(keys), **dict(sampler), **own},
-        name=name,
-        model_name_or_path=model or "",
-        engine=engine,
-        dtype="fp16" if settings.precision.fp16 else "bf16" if settings.precision.bf16 else "fp32",
-        devices_per_engine=each,
-        config=config,
-    )
+NO_PROMPTS = {"data_args": "prompts are made with actor_train's"}
 
 
-def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
-    """Return how responses are sampled, with what counts in place of its keys."""
-    return generating.model_copy(
-        update={
-            "top_k": max(0, generating.top_k),
-            "max_new_tokens": max_new_tokens,
-            "num_return_sequences": responses or generating.num_return_sequences,
-            "do_sample": generating.do_sample and generating.temperature > 0,
-        }
-    )
+def no_model(part: Part, name: str) -> None:
+    keys = {**dict.fromkeys(("actor_train", "actor_infer", "reference"), "pretrain"), "critic": "reward_pretrain"}
+    fix = f"write model_args: {{model_name_or_path: MODEL}} in {part.name}"
+    fix += f", or {keys[name]}: MODEL at the top level" if name in keys else ""
+    part.find(f"{part.name} has no model", fix=fix)
 
 
-def _per_engine(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> int:
-    """Return the devices of one engine."""
-    if config.get("data_parallel_size", 1) not in (1, None):
-        why = "the number of engines follows from device_mapping"
-        where = place_of(tree["data_parallel_size"])
-        roles.reader.find(f"{part.name}: data_parallel_size above 1", where, why, "remove data_parallel_size")
-    tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
-    devices = 1
-    for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
-        size = config.get(key, default)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            fix = f"write {key}: 1"
-            roles.reader.find(f"{part.name}: {key} is {size}", place_of(tree[key]), "expected a whole number", fix)
-            size = 1
-        devices *= size
-    if engine == "sglang":
-        if "mem_fraction_static" not in config:
-            fix = "write mem_fraction_static: 0.8 in strategy_config"
-            roles.reader.find(f"{part.name} has no mem_fraction_static", part.at, "ROLL requires it of sglang", fix)
-        if config.pop("grpc_mode", None):
-            where = place_of(tree["grpc_mode"])
-            roles.reader.find(f"{part.name}: grpc_mode is true", where, "ROLL refuses it, too", "remove grpc_mode")
-    return devices
+@cache
+def sections() -> dict[str, Section]:
+    """Return the mappings of a role whose keys are settings here, by where they stand."""
+    names = {
+        section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
+        for section in ("model_args", "training_args", STRATEGY)
+    }
+    names[STRATEGY] += [*(info.name for info in all_settings().values() if info.group in _OF_STRATEGY), *_BATCH]
+    return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 
-def _unused(roles: Roles, tree: Tree, part: Part, strategy: str) -> None:
-    known = read_part("roll", "engines")
-    for key, node in tree.items():
-        dotted = part.key(f"{_CONFIG}.{key}")
-        if key in SAMPLER.names or key in known:
-            roles.reader.ignore(dotted, f"strategy_name is {strategy}")
+def read_engine(part: Part, *, trains: bool) -> Loaded:
+    """Read model_args, training_args and strategy_config of a role; later ones win, as in ROLL.
+
+    Args:
+        trains: whether the role trains: training_args and adapters do nothing otherwise.
+    """
+    model, training = (_entries(part, section) for section in ("model_args", "training_args"))
+    if not trains:
+        for entry in training:
+            part.ignore(f"training_args.{entry.key}", f"{part.name} does not train")
+        training = []
+    strategy = _entries(part, STRATEGY)
+    if not trains or all(entry.key != "lora_target" for entry in model):
+        for entry in [each for each in strategy if each.key == "save_merged_model"]:
+            part.ignore(f"{STRATEGY}.{entry.key}", "there is no adapter to merge")
+            strategy.remove(entry)
+    model = [*_adapters(model, part, trains=trains)]
+    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in (*model, *training, *strategy)):
+        model.append(_default_dtype(part))
+    whole_experts = SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default")
+    return _loaded(part, [whole_experts], model, training, strategy)
+
+
+def sampled_model(part: Part) -> Loaded:
+    """Read model_args of a role that samples: which model, and its dtype."""
+    model = []
+    for entry in _entries(part, "model_args"):
+        if entry.key in ("model_name_or_path", "dtype"):
+            model.append(entry)
         else:
-            roles.reader.unknown(key, sorted(known), dotted, place_of(node))
+            part.ignore(f"model_args.{entry.key}", "engines sample with whole weights, adapters merged into them")
+    if not any(entry.key == "dtype" for entry in model):
+        model.append(_default_dtype(part))
+    return _loaded(part, model)
 
 
-def _lengths(roles: Roles, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:
-    key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
-    if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
-        return
-    longest, prompt = roles.lengths.longest_sequence, roles.lengths.prompt_length
-    if config[key] <= prompt:
-        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
-        roles.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
-    elif config[key] < longest:
-        said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
-        roles.reader.lines.append(f"{said}: longer responses are cut there")
+def _default_dtype(part: Part) -> SettingEntry:
+    return SettingEntry("dtype", Value("bf16", "bf16"), part.at, "default")
+
+
+def _loaded(part: Part, *layers: list[SettingEntry]) -> Loaded:
+    loaded = load_entries(layers, ROLL)
+    part.reader.findings += [each for each in loaded.findings if each not in part.reader.findings]
+    return loaded
+
+
+def _entries(part: Part, section: str) -> list[SettingEntry]:
+    """Return the entries of a mapping that are settings, by their own names; report or note the others."""
+    tree: Tree = part.mapping(*section.split("."))
+    if section == STRATEGY:
+        tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
+        if isinstance(tree.get("additional_configs"), dict):
+            del tree["additional_configs"]
+    written = {key: node for key, node in tree.items() if data_of(node) is not None}
+    return part.reader.read(written, sections()[section], part.key(section)).entries
+
+
+def _adapters(entries: list[SettingEntry], part: Part, *, trains: bool) -> Iterator[SettingEntry]:
+    """Turn adapters on where lora_target is written; without it the other keys of LoRA do nothing, as in ROLL."""
+    target = next((entry for entry in entries if entry.key == "lora_target"), None)
+    for entry in entries:
+        if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
+            on = "adapters are on with lora_target, as in ROLL"
+            part.ignore(f"model_args.{entry.key}", on if trains else f"{part.name} has no adapters of its own")
+        elif entry is target and entry.value.text == "all-linear":
+            yield replace(entry, value=Value("all", "all"))
+        else:
+            yield entry
+    if target is not None and trains:
+        yield replace(target, key="finetuning_type", value=Value("lora", "lora"))

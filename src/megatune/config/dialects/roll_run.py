@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatune.config.dialects.roll_reader import Part, Reader
+from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.table import read_part
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
@@ -13,68 +13,68 @@ from megatune.config.rl.run import RLRunSettings
 from megatune.config.values import is_variable
 
 
-def run_settings(top: Part, reader: Reader) -> RLRunSettings:
+def run_settings(top: Part) -> RLRunSettings:
     """Return the keys of the run, without secrets, and with variables as the environment has them."""
     run = top.of(RLRunSettings)
     copies = run.checkpoint_config
     if copies.type and not copies.output_dir:
         fix = "write output_dir: FOLDER below checkpoint_config, or remove it"
-        where = top.where("checkpoint_config")
-        reader.find("checkpoint_config has no output_dir", where, "it says where checkpoints are copied to", fix)
-    variables, hub = environment(top, reader), run.model_download_type
+        why = "it says where checkpoints are copied to"
+        top.find("checkpoint_config has no output_dir", "checkpoint_config", why=why, fix=fix)
+    variables, hub = environment(top), run.model_download_type
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"
     trackers = run.tracker_kwargs.model_copy(update={"api_key": None})  # `tracker_variables` has it
     return run.model_copy(update={"system_envs": variables, "tracker_kwargs": trackers})
 
 
-def environment(part: Part, reader: Reader) -> dict[str, str]:
+def environment(part: Part) -> dict[str, str]:
     """Write a part's system_envs as variables of the environment have them."""
     written = part.of(RoleSettings).system_envs if part.name else part.of(RLRunSettings).system_envs
     said = {str(key): str(value) for key, value in written.items() if value is not None}
     for name in said:
         if not is_variable(name):
             what, fix = f"{part.key('system_envs')}: {name!r} is not a valid name of a variable", "write NAME: value"
-            reader.find(what, part.where("system_envs"), fix=fix)
+            part.find(what, "system_envs", fix=fix)
     return said
 
 
-def rollout_settings(top: Part, reader: Reader) -> RolloutSettings:
+def rollout_settings(top: Part) -> RolloutSettings:
     """Return the keys of rollouts, with lengths that leave tokens for a response."""
     asked = top.of(RolloutSettings)
     prompt, response, whole = asked.prompt_length, asked.response_length, asked.sequence_length
     longest, val_prompt, val_whole = asked.max_sequence_length, asked.val_prompt_length, asked.val_sequence_length
     if response is None and whole is None:
         if not {"response_length", "sequence_length"} & top.places.keys():
-            reader.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
+            top.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
     elif response is not None and whole is not None and whole != prompt + response:
-        reader.lines.append(
+        top.reader.lines.append(
             f"response_length {response} has no effect with sequence_length {whole}: {whole - prompt} tokens are left"
         )
     if longest <= prompt:
         what = f"sequence_length {longest} leaves no token for a response after prompt_length {prompt}"
-        where = top.where("sequence_length", "prompt_length")
-        reader.find(what, where, fix=f"write sequence_length: {2 * prompt}, or response_length: {prompt}")
+        fix = f"write sequence_length: {2 * prompt}, or response_length: {prompt}"
+        top.find(what, "sequence_length", "prompt_length", fix=fix)
         longest = 2 * prompt
     if (val_prompt is None) != (val_whole is None):
         names = ("val_prompt_length", "val_sequence_length")
         written, other = names if val_whole is None else names[::-1]
-        where, fix = top.where(written), f"write {other}, too"
-        reader.find(f"{written} without {other}", where, "ROLL takes both or neither", fix)
+        why, fix = "ROLL takes both or neither", f"write {other}, too"
+        top.find(f"{written} without {other}", written, why=why, fix=fix)
         val_prompt = val_whole = None
     if val_prompt is not None and val_whole is not None and val_whole <= val_prompt:
         what = f"val_sequence_length {val_whole} leaves no token after val_prompt_length {val_prompt}"
-        reader.find(what, top.where("val_sequence_length"), fix=f"write val_sequence_length: {2 * val_prompt}")
+        top.find(what, "val_sequence_length", fix=f"write val_sequence_length: {2 * val_prompt}")
         val_prompt = val_whole = None
     ratio = asked.async_generation_ratio
     if 0 < ratio < 1:
-        what, where = f"async_generation_ratio {ratio:g} is between 0 and 1", top.where("async_generation_ratio")
-        reader.find(what, where, "a rollout is whole updates ahead, or none", "write async_generation_ratio: 1, or 0")
+        what, why = f"async_generation_ratio {ratio:g} is between 0 and 1", "a rollout is whole updates ahead, or none"
+        top.find(what, "async_generation_ratio", why=why, fix="write async_generation_ratio: 1, or 0")
     lengths = {"sequence_length": longest, "val_prompt_length": val_prompt, "val_sequence_length": val_whole}
     return asked.model_copy(update=lengths)
 
 
-def algorithm_settings(top: Part, reader: Reader, updates: int) -> AlgorithmSettings:
+def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
     """Return the keys of the algorithm, as they count.
 
     Args:
@@ -84,31 +84,31 @@ def algorithm_settings(top: Part, reader: Reader, updates: int) -> AlgorithmSett
     changes: dict[str, Any] = {}
     if asked.is_pure_opd and asked.use_opd:
         what, why = "is_pure_opd and use_opd", "one has rewards in addition to the teacher, the other has none"
-        reader.find(what, top.where("use_opd"), why, "keep one")
+        top.find(what, "use_opd", why=why, fix="keep one")
     if asked.is_pure_opd:
         changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}
         changes["add_token_level_kl"] = False
     elif asked.adv_estimator == "grpo":
         for name in ("norm_mean_type", "norm_std_type"):
             if getattr(asked, name) not in (None, "group"):
-                reader.lines.append(f"{name} {getattr(asked, name)} is group with adv_estimator grpo, as in ROLL")
+                top.reader.lines.append(f"{name} {getattr(asked, name)} is group with adv_estimator grpo, as in ROLL")
             changes[name] = "group"
     if not asked.use_pg_clip_range:
         changes |= {"pg_clip_low": asked.pg_clip, "pg_clip_high": asked.pg_clip}
     low, high = asked.difficulty_low_threshold, asked.difficulty_high_threshold
     if asked.difficulty_mask and low >= high:
         what = f"difficulty_low_threshold {low:g} is not below difficulty_high_threshold {high:g}"
-        where = top.where("difficulty_low_threshold", "difficulty_high_threshold")
-        reader.find(what, where, "every group would be left out", "write 0.1 and 0.95")
+        keys, why = ("difficulty_low_threshold", "difficulty_high_threshold"), "every group would be left out"
+        top.find(what, *keys, why=why, fix="write 0.1 and 0.95")
     settings = asked.model_copy(update=changes)
     needs_reference = settings.use_kl_loss or settings.rewards_kl or settings.enable_reference
-    recomputes = _recomputes(settings, top, reader, updates)
+    recomputes = _recomputes(settings, top, updates)
     return settings.model_copy(
         update={"enable_reference": needs_reference, "enable_old_logprobs_recompute": recomputes}
     )
 
 
-def _recomputes(settings: AlgorithmSettings, top: Part, reader: Reader, updates: int) -> bool:
+def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
     """Tell whether the trainer computes log-probabilities before its updates."""
     corrects = settings.train_infer_correction.corrects  # otherwise in the loss, where filters change no divisors
     needs = {
@@ -116,19 +116,16 @@ def _recomputes(settings: AlgorithmSettings, top: Part, reader: Reader, updates:
         "use_opd": settings.use_opd,
         "is_pure_opd": settings.is_pure_opd,
     }
-    needing = [name for name, needed in needs.items() if needed]
+    needing, switch = [name for name, needed in needs.items() if needed], "force_disable_old_logprobs_recompute"
     if not settings.force_disable_old_logprobs_recompute:
         return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
     if updates > 1:
-        what = f"force_disable_old_logprobs_recompute with {updates} updates a step"
         why = "each would compute its ratio to itself: it is always 1, and nothing bounds later updates"
-        fix = "remove force_disable_old_logprobs_recompute, or write ppo_epochs: 1 and one update a step"
-        reader.find(what, top.where("force_disable_old_logprobs_recompute"), why, fix)
+        fix = f"remove {switch}, or write ppo_epochs: 1 and one update a step"
+        top.find(f"{switch} with {updates} updates a step", switch, why=why, fix=fix)
     if needing:
-        what = f"force_disable_old_logprobs_recompute with {needing[0]}"
         why = "it is computed from the trainer's log-probabilities before its updates"
-        fix = f"remove force_disable_old_logprobs_recompute, or {needing[0]}"
-        reader.find(what, top.where("force_disable_old_logprobs_recompute"), why, fix)
+        top.find(f"{switch} with {needing[0]}", switch, why=why, fix=f"remove {switch}, or {needing[0]}")
     return False
 
 
@@ -159,15 +156,15 @@ def profiled(run: RLRunSettings) -> dict[str, Any]:
     }
 
 
-def tracker_variables(top: Part, reader: Reader) -> dict[str, str]:
+def tracker_variables(top: Part) -> dict[str, str]:
     """Return variables of the environment that say the rest of it, the account's key among them."""
     run = top.of(RLRunSettings)
     keys, names = run.tracker_kwargs, run.track_with
     found = {}
     for tracker, modes in read_part("roll", "modes").items():
         if tracker in names and keys.mode and keys.mode not in modes:
-            fix = f"write mode: {' or '.join(modes)}"
-            reader.find(f"tracker_kwargs.mode {keys.mode} with {tracker}", top.where("tracker_kwargs.mode"), "", fix)
+            what, fix = f"tracker_kwargs.mode {keys.mode} with {tracker}", f"write mode: {' or '.join(modes)}"
+            top.find(what, "tracker_kwargs.mode", fix=fix)
         if tracker in names and keys.api_key:
             found[f"{tracker.upper()}_API_KEY"] = keys.api_key
     if "wandb" in names:

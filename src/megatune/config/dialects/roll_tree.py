@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Mappings are trees; scalars, and lists with all that is in them, are entries, whose keys are dotted.
 Tree: TypeAlias = "dict[str, Tree | SettingEntry]"
+Node: TypeAlias = "Tree | SettingEntry"
 Key: TypeAlias = "tuple[str, ...]"
 
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
@@ -68,7 +69,7 @@ def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
     return reading
 
 
-def entries_of(tree: Mapping[str, Tree | SettingEntry]) -> Iterator[SettingEntry]:
+def entries_of(tree: Mapping[str, Node]) -> Iterator[SettingEntry]:
     """List the entries of a tree, those of mappings in it as well."""
     for node in tree.values():
         if isinstance(node, dict):
@@ -86,7 +87,7 @@ def tree_of(data: Mapping[str, Any], where: str, origin: str) -> Tree:
     return found
 
 
-def data_of(node: Tree | SettingEntry) -> Any:
+def data_of(node: Node) -> Any:
     """Return what YAML makes of a node."""
     if isinstance(node, dict):
         return {key: data_of(each) for key, each in node.items()}

@@ -170,7 +170,7 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
         rows = count_rows(files)
         if isinstance(kept := keys.reading.tree.get("dataset_filter"), dict):
             rows = min(rows, *(node.value.data for node in kept.values() if isinstance(node, SettingEntry)))
-        epoch = max(1, rows // _number(keys, "rollout_batch_size"))
+        epoch = max(1, rows // keys.written("rollout_batch_size"))
     steps = math.ceil(asked / updates)
     if asked <= 0:
         steps = max(1, round(epoch * keys.setting("optimizer.num_train_epochs")))
@@ -267,14 +267,8 @@ def _loss(keys: Keys) -> None:
             keys.refuse("importance_sampling_level", "cispo has the ratios of tokens", "remove it")
     if kind == "dr_grpo":
         # There the sum over tokens is divided by responses × max_completion_length, here by sequence_length - 1.
-        whole = sum(_number(keys, name) for name in ("prompt_length", "response_length")) - 1
-        keys.put("rl_loss_coef", whole / (batch_of(keys) * _number(keys, "response_length")), "loss_type")
-
-
-def _number(keys: Keys, name: str) -> int:
-    entry = keys.reading.tree[name]
-    assert isinstance(entry, SettingEntry)
-    return int(entry.value.data)
+        prompt, response = keys.written("prompt_length"), keys.written("response_length")
+        keys.put("rl_loss_coef", (prompt + response - 1) / (batch_of(keys) * response), "loss_type")
 
 
 def _trackers(keys: Keys) -> None:

@@ -60,6 +60,11 @@ class Keys:
         self.refuse(flag, "", f"write --{flag} with a number")
         return 1
 
+    def written(self, key: str) -> Any:
+        """Return the value of a key of the top level that was put; None of one that was not."""
+        entry = self.reading.tree.get(key)
+        return entry.value.data if isinstance(entry, SettingEntry) else None
+
     def setting(self, path: str) -> Any:
         self.used.add(path)
         return setting_value(self.loaded.settings, path)
@@ -139,7 +144,7 @@ def write_roles(keys: Keys) -> None:
     keys.put("seed", keys.setting("run.seed"), "run.seed")
     if command.variables.get("USE_MODELSCOPE_HUB") == "1":
         keys.put("model_download_type", "MODELSCOPE")
-    reference = ["reference"] if keys.reading.tree.get("use_kl_loss") and _is_on(keys, "use_kl_loss") else []
+    reference = ["reference"] if keys.written("use_kl_loss") else []
     precision, is_lora = loaded.settings.precision, keys.setting("finetuning.finetuning_type") == "lora"
     if is_lora:
         reference = []  # the model without its adapters is one
@@ -153,6 +158,8 @@ def write_roles(keys: Keys) -> None:
         for name in _LORA:
             if value := keys.setting(f"finetuning.{name}"):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
+        if keys.setting("checkpoint.merge_lora"):
+            keys.put("actor_train.strategy_args.strategy_config.save_merged_model", True, "checkpoint.merge_lora")
     _encoder(keys, is_lora=is_lora)
     if (model := keys.value("ref_model")) is not None:
         if reference:
@@ -177,11 +184,6 @@ def _encoder(keys: Keys, *, is_lora: bool) -> None:
     elif not is_lora:
         value = "vision_model" if tower else "none"
         keys.put("actor_train.model_args.freeze_module_prefix", value, "finetuning.freeze_vision_tower")
-
-
-def _is_on(keys: Keys, name: str) -> bool:
-    entry = keys.reading.tree[name]
-    return isinstance(entry, SettingEntry) and bool(entry.value.data)
 
 
 def _engine(keys: Keys, role: str) -> None:

@@ -8,13 +8,6 @@ from megatune.config.setting import EXPERTS, Group, Needs, NonNegative, Positive
 
 _BALANCING, _BY_LOSS = "experts.moe_router_load_balancing_type", ("aux_loss", "seq_aux_loss")
 _EXPERTS = Needs(EXPERTS, why="the model has none", off=(0.0,))
-_NO_PREFERENCE = Needs(
-    "run.stage",
-    ("pt", "sft"),
-    "the loss is divided by the number of pairs or answers, and this one is a mean over tokens",
-    "write `{name}: 0`, or remove it",
-    off=(0.0,),
-)
 _WEIGHED = Needs("experts.moe_aux_loss_coeff", of=_BY_LOSS)
 _BALANCED = Needs(_BALANCING, _BY_LOSS, "there is no auxiliary loss to weigh", off=(0.0,))
 _TRAINED_BASE = Needs(
@@ -57,14 +50,14 @@ class ExpertSettings(Group):
     - seq_aux_loss: an auxiliary loss over each document
     - sinkhorn: balances the choice itself, without a loss
     - none: does nothing"""
-    moe_aux_loss_coeff: Annotated[NonNegative, _EXPERTS, _BALANCED, _NO_PREFERENCE] | None = None
+    moe_aux_loss_coeff: Annotated[NonNegative, _EXPERTS, _BALANCED] | None = None
     """Weight of the load-balancing loss. null takes router_aux_loss_coef of the model's config.json.
-    How: The loss is summed over layers; the log shows its mean without the weight: 1 where experts are equally busy. In
-    stages other than pt and sft null is 0. LLaMA-Factory's moe_aux_loss_coef weighs Transformers' loss, which pools
-    layers: it is multiplied by the experts of a token, and divided by the sparse layers.
+    How: The loss is summed over layers; the log shows its mean without the weight: 1 where experts are equally busy.
+    LLaMA-Factory's moe_aux_loss_coef weighs Transformers' loss, which pools layers: it is multiplied by the experts of
+    a token, and divided by the sparse layers.
     When: 1e-3 keeps experts busy in long runs. 0 trains on the language-model loss alone, as Transformers does by
     default, which is enough for a short fine-tuning."""
-    moe_z_loss_coeff: Annotated[NonNegative, _EXPERTS, _NO_PREFERENCE] | None = None
+    moe_z_loss_coeff: Annotated[NonNegative, _EXPERTS] | None = None
     """Weight of the router z-loss, which keeps the router's logits small; null is off.
     How: It is the mean square of the log-sum-exp of the router's logits.
     When: 1e-3 is usual where the router's logits grow without bound in 16 bits."""

@@ -82,7 +82,7 @@ class PromptData(Group):
     How: Each `<image>` in the messages stands for one of them, in order; without tags they go before the question.
     Parts of a content, {type: image, ...}, may name them, too.
     When: Where the data has another name for it."""
-    image_max_pixels: Annotated[Count, "pixels"] = 1024 * 1024
+    image_max_pixels: Annotated[Count, "pixels"] = 4096 * 4096
     """Images of more pixels are made smaller, to this area.
     How: An image is resized once, to whole tokens within the two bounds; those of the model's files do not count.
     When: So that prompts fit prompt_length, whose tokens count those of images."""

@@ -122,7 +122,7 @@ class Generating(Group):
     How: As for top_p.
     When: Write -1 in training, for the same reason."""
     max_new_tokens: Annotated[Count, "tokens"] | None = None
-    """The longest answer of a model that judges. null is 1024.
+    """The longest answer of a model that judges. null is 8192, as in ROLL.
     How: Of actor_infer and validation it is what sequence_length leaves beside prompt_length, whatever stands here, as
     in ROLL.
     When: Set it for judges: a score is short."""
@@ -146,4 +146,4 @@ class Generating(Group):
     @property
     def max_tokens(self) -> int:
         """The tokens of a response, or of an answer of a model that judges."""
-        return self.max_new_tokens or 1024
+        return self.max_new_tokens or 8192

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import ReadRL
-from megatune.config.dialects.roll_engine import sections
+from megatune.config.dialects.roll_roles import sections
 from megatune.config.dialects.roll_tree import data_of, entries_of
 from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded

@@ -34,6 +34,7 @@ from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.rl.rewards.pool import RewardPool, load_rewards
 from megatune.training.callbacks.base import TrainSummary
+from megatune.training.merge import merge_run
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import OutputLock, write_atomically, writing
 from megatune.training.storage.store import clean_partials, finalize_model
@@ -130,8 +131,11 @@ def drive(
         print(f"stopped on request after step {progress.step}; the same command{how} resumes from there", flush=True)
         return ExitCode.STOPPED
     finalize_model(output_dir / f"checkpoint-{progress.step}", output_dir)
-    what = "adapter" if settings.actor_train.settings.finetuning.finetuning_type == "lora" else "model"
+    trained = settings.actor_train.settings
+    what = "adapter" if trained.finetuning.finetuning_type == "lora" else "model"
     print(f"the {what} is in {output_dir}", flush=True)
+    if trained.checkpoint.merge_lora:
+        print(merge_run(trained, source, output_dir), flush=True)
     return ExitCode.DONE
 
 
