@@ -84,7 +84,9 @@ def run_ranks(
     _prepare_run_dir(request)
     started = time.time()
     with counted_signals() as signals, RankProcesses(request) as processes:
-        outcome = _watch(processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace, look=look)
+        outcome = _watch(
+            processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace, look=look
+        )
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
     report.print_outcome(outcome)
