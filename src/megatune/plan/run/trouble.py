@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.failure import read_failure
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, size
@@ -28,6 +27,7 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
 _LESS = 0.9  # of the memory at which a run ended, for what helps
+_KINDS = ("error", "unavailable", "collective", "relayed")  # what started the others first
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
@@ -74,16 +74,17 @@ def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         said = [Finding(**each) for each in report["findings"]]
         return int(report["exit_code"]), report["culprit"], said[0].what if said else ""
-    noted = []
+    noted: list[tuple[int, float, int, int, str]] = []
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            noted += [each for each in [read_failure(path)] if each is not None and each.rank < world_size]
-    if not noted:
-        return None, None, ""
-    first = min(noted, key=lambda each: (each.kind, each.time))
-    verb = "ran out of memory" if first.exit_code == ExitCode.OUT_OF_MEMORY else "failed"
-    what = f"rank {first.rank} on host {first.host} {verb} at step {first.step} ({first.phase}): {first.summary}"
-    return first.exit_code, first.rank, first.findings[0].what if first.findings else what
+            note = json.loads(path.read_text(encoding="utf-8"))
+            said = [Finding(**each).what for each in note["findings"]]
+            verb = "ran out of memory" if note["exit_code"] == ExitCode.OUT_OF_MEMORY else "failed"
+            what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
+            what = said[0] if said else f"rank {note['rank']} on host {note['host']} {what}"
+            if note["rank"] < world_size:
+                noted.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
+    return min(noted)[2:] if noted else (None, None, "")
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
