@@ -87,7 +87,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of each act, below those that failed what is wrong with its fix, and a summary."""
-    shown = []
+    shown: list[str] = []
     for one in outcomes:
         below = (line for finding in one.findings for line in str(finding).splitlines())
         shown += row(one.verdict, f"{one.act} ({one.seconds:.1f} s): {one.found}", below)

@@ -46,8 +46,10 @@ def diagnose(folder: Path) -> list[str]:
     is_run, launch = (folder / "run.yaml").is_file(), folder / "launch"
     if not is_run and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
-        finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
-        raise MegatuneError(finding, ExitCode.INPUT)
+        fix = "give the output_dir of a run, a settings file, or a setting"
+        if (folder.absolute().parent / "run.yaml").is_file():
+            fix = f"megatune explain {folder.parent}: that is the run's"
+        raise MegatuneError(Finding(f"{folder} is not the folder of a run", why=why, fix=fix), ExitCode.INPUT)
     try:
         record = read_records(folder)[-1]
     except MegatuneError as error:
