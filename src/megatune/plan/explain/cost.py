@@ -129,7 +129,7 @@ def against(case: Case, path: str, value: Any) -> Effect | None:
 def _effect(path: str, case: Case, value: Any) -> Effect | None:
     """Return what another value changes; None where it cannot be."""
     found = fix(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
-    return found and Effect(found.changes, found.before, found.after, path)
+    return None if found is None else Effect(found.changes, found.before, found.after, path)
 
 
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:

@@ -80,10 +80,10 @@ def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             note = json.loads(path.read_text(encoding="utf-8"))
-            said = [Finding(**each).what for each in note["findings"]]
+            words = [Finding(**each).what for each in note["findings"]]
             verb = "ran out of memory" if note["exit_code"] == ExitCode.OUT_OF_MEMORY else "failed"
             what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
-            what = said[0] if said else f"rank {note['rank']} on host {note['host']} {what}"
+            what = words[0] if words else f"rank {note['rank']} on host {note['host']} {what}"
             if note["rank"] < world_size:
                 noted.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
     return min(noted)[2:] if noted else (None, None, "")
