@@ -8,11 +8,11 @@ import pytest
 
 from megatune.config.load import load
 from megatune.config.settings import with_settings
+from megatune.plan.answer import Question
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import estimate
 from megatune.plan.pages.tables import time_lines
-from megatune.plan.question import Question
 from megatune.plan.time import answers, step_time
 
 

@@ -16,9 +16,10 @@ from megatune.config.rules import check
 from megatune.config.settings import all_settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
+from megatune.plan.changes.variation import value_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.base_case import BaseCase, case_of_file, default_cases
-from megatune.plan.explain.cost import against, impact_of, value_of
+from megatune.plan.explain.cost import against, impact_of, needed
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
 from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
 
@@ -235,6 +236,19 @@ def test_needs_no_slow_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_setting_is_compared_with_what_it_declares_to_need() -> None:
+    """What it needs is laid over the case, with what that needs in turn."""
+    case = CASES[0].case
+    assert case is not None
+    lora, bits = "finetuning.finetuning_type", "finetuning.quantization_bit"
+    assert needed(INFOS["finetuning.double_quantization"], case) == {lora: "lora", bits: 4}
+    assert needed(INFOS["preference.discopop_tau"], case) == {"run.stage": "dpo", "preference.pref_loss": ["discopop"]}
+    assert needed(INFOS["data.cutoff_len"], case) == {}
+    impact = impact_once("finetuning.double_quantization")
+    assert impact is not None
+    assert impact.companions == {lora: "lora", bits: 4}
 
 
 def test_values_that_are_compared_are_those_that_people_try() -> None:

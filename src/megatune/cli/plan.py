@@ -110,9 +110,9 @@ def run(verb: str, words: Sequence[str]) -> int:
 def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
     """Plan the run on each of several kinds of GPUs and print the table."""
     from megatune.launch.devices import count_gpus
+    from megatune.plan.answer import Question
     from megatune.plan.compare import document, offers, pages, prices_of
     from megatune.plan.pages.page import show_pages
-    from megatune.plan.question import Question
     from megatune.plan.read_question import PlannedRows, QuestionReader
     from megatune.training.rows_ahead import data_rows
     from megatune.training.this_machine import this_machine

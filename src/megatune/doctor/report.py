@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatune.doctor.check import Check, Verdict
 
@@ -23,10 +23,10 @@ def row(verdict: Verdict, text: str, below: Iterable[str] = ()) -> Iterator[str]
     yield from (f"{indent}{line}" for line in below)
 
 
-def summary(verdicts: Iterable[Verdict], words: Mapping[Verdict, str] = _WORDS) -> str:
-    """Count the verdicts, in the order of their words: "7 passed, 1 failed"."""
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """Count the verdicts: "7 passed, 1 failed"."""
     counts = Counter(verdicts)
-    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
+    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in _WORDS.items() if counts[verdict])
 
 
 def lines(checks: Sequence[Check]) -> list[str]:

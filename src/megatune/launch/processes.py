@@ -120,9 +120,9 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         limits = [state.beat.limit if state.beat else None for state in self.alive()]
         return bool(limits) and all(limit is None or math.isinf(limit) for limit in limits)
 
-    def send(self, signum: int) -> None:
-        """Signal each living rank; SIGKILL goes to its whole process group."""
-        for state in self.alive():
+    def send(self, signum: int, rank: int | None = None) -> None:
+        """Signal each living rank, or one of them; SIGKILL goes to its whole process group."""
+        for state in [each for each in self.alive() if rank in (None, each.rank)]:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if signum == signal.SIGKILL else os.kill)(state.pid, signum)
 

@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
@@ -28,6 +28,9 @@ GRACE_SECONDS = 600.0
 # collective operation broke off, the rank that broke it has longer to fail too.
 SETTLE_SECONDS = 0.3
 SETTLE_COLLECTIVE_SECONDS = 3.0
+_WATCHED_SECONDS = 0.02  # between two calls of `look`
+
+Look: TypeAlias = Callable[[RankProcesses], None]
 
 
 def run_ranks(
@@ -40,6 +43,7 @@ def run_ranks(
     grace: float = GRACE_SECONDS,
     start_timeout: float = START_SECONDS,
     stop_file: Path | None = None,
+    look: Look | None = None,
 ) -> int:
     """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
 
@@ -61,6 +65,7 @@ def run_ranks(
         start_timeout: seconds to import the target's module.
         stop_file: asks the ranks to save and stop when it appears; run_dir/STOP by default. One that an earlier run
             left behind is removed.
+        look: called with the processes while they run, several times a second; it may signal them.
 
     Returns:
         DONE; STOPPED if the ranks stopped on request; INTERRUPTED after Ctrl-C; else the exit code of the first
@@ -79,7 +84,9 @@ def run_ranks(
     _prepare_run_dir(request)
     started = time.time()
     with counted_signals() as signals, RankProcesses(request) as processes:
-        outcome = _watch(processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace)
+        outcome = _watch(
+            processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace, look=look
+        )
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
     report.print_outcome(outcome)
@@ -132,14 +139,22 @@ def _prepare_run_dir(request: StartRequest) -> None:
 
 
 def _watch(
-    processes: RankProcesses, signals: Counter[int], *, start_timeout: float, hang_timeout: float, grace: float
+    processes: RankProcesses,
+    signals: Counter[int],
+    *,
+    start_timeout: float,
+    hang_timeout: float,
+    grace: float,
+    look: Look | None,
 ) -> report.Outcome:
     """Follow the ranks until all have ended, ending them where that is needed."""
     begun = time.monotonic()
     stop_by: float | None = None
     kills = OomKills()
     while processes.pending:
-        processes.poll(POLL_SECONDS)
+        processes.poll(POLL_SECONDS if look is None else _WATCHED_SECONDS)
+        if look is not None:
+            look(processes)
         now = time.monotonic()
         kills.look(now)
         if signals.pop(signal.SIGUSR1, 0):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.answer import Question
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.page import Item, Page, Table
 from megatune.plan.pages.words import amount, bytes_unit, duration, layout_words, seconds
-from megatune.plan.question import Question
 from megatune.plan.search import search
 
 ANY = "any"

@@ -16,11 +16,11 @@ from megatune.config.settings import Settings, with_settings
 from megatune.config.values import counted
 from megatune.errors import Finding
 from megatune.hub.models import is_hub_id
+from megatune.plan.answer import Question
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import amount
-from megatune.plan.question import Question
 from megatune.plan.reader import PlanReader
 from megatune.plan.rows import RowLengths
 

@@ -35,13 +35,9 @@ def rehearsed_world(parallel: ParallelSettings, world_size: int) -> int:
 
 
 def layout_words(parallel: ParallelSettings, world_size: int) -> str:
-    """Name every size above 1: tp2 pp4 vpp2 ep8 dp4."""
-    words = [f"{name}{size}" for name, size in parallel.sizes(world_size).items() if size > 1]
-    if parallel.expert_tensor_parallel_size and parallel.expert_model_parallel_size > 1:
-        words.append(f"etp{parallel.expert_tensor_parallel_size}")
-    if parallel.sequence_parallel:
-        words.append("sp")
-    return " ".join(words) or "one process"
+    """Name every size above 1, as every plan does, and sequence parallelism: tp2 pp4 vpp2 ep8 dp4 sp."""
+    words = parallel.words(world_size, has_experts=parallel.expert_model_parallel_size > 1)
+    return f"{words} sp" if parallel.sequence_parallel else words or "one process"
 
 
 def other_layout(settings: Settings, world_size: int, architecture: Architecture) -> tuple[Settings, int] | None:

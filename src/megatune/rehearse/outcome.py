@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatune.config.values import counted
 from megatune.doctor.check import Verdict
-from megatune.doctor.report import summary
+from megatune.doctor.report import row, summary
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-_WIDTH = 118
-# What is skipped cannot be shown by this machine, this file or what is built.
+# In JSON. What is skipped cannot be shown by this machine, this file or what is built.
 _WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.SKIP: "not rehearsable"}
 
 
@@ -88,16 +86,12 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a row an act, below those that failed what is wrong with its fix, and a summary."""
-    wide, column = max(len(one.act) for one in outcomes), max(map(len, _WORDS.values()))
-    indent = wide + column + 15
-    shown = []
+    """Return the lines of each act, below those that failed what is wrong with its fix, and a summary."""
+    shown: list[str] = []
     for one in outcomes:
-        head = f"{one.act:<{wide}}  {_WORDS[one.verdict]:<{column}}  {one.seconds:7.1f} s  "
-        shown += textwrap.wrap(one.found, _WIDTH + 20, initial_indent=head, subsequent_indent=" " * indent)
-        for finding in one.findings:
-            shown += [f"    {line}" for line in str(finding).splitlines()]
-    counts, seconds = summary((one.verdict for one in outcomes), _WORDS), sum(one.seconds for one in outcomes)
+        below = (line for finding in one.findings for line in str(finding).splitlines())
+        shown += row(one.verdict, f"{one.act} ({one.seconds:.1f} s): {one.found}", below)
+    counts, seconds = summary(one.verdict for one in outcomes), sum(one.seconds for one in outcomes)
     return [*shown, "", f"{counts}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
 
 

@@ -39,8 +39,8 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     log.parent.mkdir(parents=True, exist_ok=True)
     watcher = Watcher(limit)
     try:
-        with output_into(log), watcher, with_adapters(proven, model_dir, scene.architecture) as adapted:
-            verdict = verify_layout(model_dir, adapted, samples, local_world(scene.world_size))
+        with output_into(log), with_adapters(proven, model_dir, scene.architecture) as adapted:
+            verdict = verify_layout(model_dir, adapted, samples, local_world(scene.world_size), look=watcher)
     except RanksFailed as ended:
         why = (
             too_late(limit)

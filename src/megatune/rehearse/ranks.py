@@ -7,20 +7,16 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatune.errors import ExitCode, Finding
+from megatune.launch.processes import RankProcesses
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
-
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +61,9 @@ def run_alone(
     world = local_world(processes)
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "output.log"
-    watcher = Watcher(limit, strike, f"megatune-rank{processes - 1}"[:15])
-    with output_into(log), watcher:
-        code = run_ranks(target, payload, world, run_dir, hang_timeout=limit)
+    watcher = Watcher(limit, strike, processes - 1)
+    with output_into(log):
+        code = run_ranks(target, payload, world, run_dir, hang_timeout=limit, look=watcher)
     if not watcher.late and not watcher.struck and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
         raise Interrupted(code)
     findings = _reported(run_dir)
@@ -114,50 +110,27 @@ def _reported(run_dir: Path) -> tuple[Finding, ...]:
     return ()
 
 
-class Watcher(contextlib.AbstractContextManager["Watcher"]):
-    """A thread beside the supervisor, which waits for its ranks.
+class Watcher:
+    """Looks at the ranks while their supervisor waits for them (`run_ranks`), and kills what is to be killed.
 
     Args:
         limit: seconds until all of them are killed.
         strike: one is killed once this returns True; None kills none.
-        name: of its process.
+        rank: which one.
 
     Attributes:
         struck: the rank was killed.
         late: all were, at the limit.
     """
 
-    def __init__(self, limit: float, strike: Callable[[], bool] | None = None, name: str = "") -> None:
-        self._deadline, self._strike, self._name = time.monotonic() + limit, strike, name
+    def __init__(self, limit: float, strike: Callable[[], bool] | None = None, rank: int = 0) -> None:
+        self._deadline, self._strike, self._rank = time.monotonic() + limit, strike, rank
         self.struck = self.late = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_POLL_SECONDS):
-            if time.monotonic() > self._deadline:
-                self.late = True
-                _kill(lambda name: name.startswith("megatune-rank"))
-                return
-            if self._strike is not None and not self.struck and self._strike():
-                self.struck = _kill(lambda name: name == self._name)
-
-
-def _kill(chosen: Callable[[str], bool]) -> bool:
-    """Kill processes that this one has started, by name; return whether there was one."""
-    found = False
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if chosen(child.name()):
-                    child.send_signal(signal.SIGKILL)
-                    found = True
-    return found
+    def __call__(self, processes: RankProcesses) -> None:
+        if time.monotonic() > self._deadline:
+            self.late = True
+            processes.kill()
+        elif self._strike is not None and not self.struck and self._strike():
+            self.struck = any(state.rank == self._rank for state in processes.alive())
+            processes.send(signal.SIGKILL, self._rank)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megatune.config.settings import PrecisionSettings, Settings
 from megatune.errors import ExitCode
-from megatune.launch.supervisor import run_ranks
+from megatune.launch.supervisor import Look, run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.compare import WHOLE_GRADIENT, Difference, compare, judge, judge_alike
 from megatune.verify.localize import LOGITS, LOSS, Location, locate
@@ -47,14 +47,14 @@ class _Side:
     payload: dict[str, Any]
     world: World
 
-    def numbers(self, folder: Path) -> Numbers:
+    def numbers(self, folder: Path, look: Look | None = None) -> Numbers:
         """Compute logits, loss, gradients and what every place puts out, in a folder of that one."""
         folder = folder / self.name
         folder.mkdir()
         world = replace(self.world, master_port=find_free_port())
         # Not inside the folder, which goes in the end: what is said of a failure names the ranks' logs.
         run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
-        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir)
+        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir, look=look)
         if code in (ExitCode.DONE, ExitCode.INPUT):  # a finding says all there is to say
             shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
@@ -69,6 +69,7 @@ def verify_layout(
     world: World,
     *,
     reference_dir: str | Path | None = None,
+    look: Look | None = None,
 ) -> Verdict:
     """Compute logits, loss and gradients in the layout of `settings` and with Transformers, and compare.
 
@@ -77,6 +78,7 @@ def verify_layout(
     Args:
         world: of this machine only.
         reference_dir: what Transformers loads; `model_dir` by default.
+        look: watches the processes, see `run_ranks`.
 
     Raises:
         RanksFailed: the numbers could not be computed.
@@ -89,10 +91,10 @@ def verify_layout(
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
         # The layout first: it names what is wrong with a checkpoint better than Transformers does.
-        computed, expected = layout.numbers(folder), truth.numbers(folder)
+        computed, expected = layout.numbers(folder, look), truth.numbers(folder, look)
         if stock is None:
             return _verdict(judge(compare(computed, expected)), computed, expected)
-        rounded = stock.numbers(folder)
+        rounded = stock.numbers(folder, look)
         errors, stock_errors = (compare(side, expected, experts_together=True) for side in (computed, rounded))
         return _verdict(judge(errors, stock_errors), computed, expected, rounded)
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue.own import user_folder
 from megatune.plan.machine import Calibration
 
 _HEAD = "# Written by megatune plan --calibrate; docs/trouble.md says what the numbers are.\n"
-_NAMES = tuple(field.name for field in fields(Calibration))
+_Factor = Annotated[float, Field(gt=0)]
+
+
+class _File(BaseModel):
+    """What a file has: the fields of `Calibration`, and the device that they were fitted to."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    device: str | None = None
+    compute: _Factor = 1.0
+    communication: _Factor = 1.0
+    activations: _Factor = 1.0
+    framework: int = 0
+    num_runs: int = 0
 
 
 def default_path(device: str, env: Mapping[str, str] = os.environ) -> Path:
@@ -41,60 +54,38 @@ def write(calibration: Calibration, path: str | Path, device: str) -> None:
         raise MegatuneError(Finding(f"cannot write: {error}", str(path)), ExitCode.CANNOT_WRITE) from None
 
 
-def read(path: str | Path) -> Calibration:
-    """Read the factors of a file.
-
-    Raises:
-        MegatuneError: INPUT, with everything that is wrong with it.
-    """
-    return _factors(_content(Path(path)), path)
-
-
 def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
     """Read the calibration of a device: of the file, or of the default one where that is there; the neutral one else.
 
     Raises:
-        MegatuneError: INPUT; a file that was asked for and is of another device, too.
+        MegatuneError: INPUT, with everything that is wrong with the file; also where it is of another device.
     """
-    if path is None:
-        default = default_path(device)
-        return read(default) if default.is_file() else Calibration()
-    content = _content(Path(path))
-    if content.get("device", device) != device:
-        fix = "leave --calibration out, or give the file of this device"
-        finding = Finding(f"was fitted to {content['device']}", str(path), f"this plan is for {device}", fix)
-        raise MegatuneError(finding, ExitCode.INPUT)
-    return _factors(content, path)
+    if path is None and not default_path(device).is_file():
+        return Calibration()
+    return read(path or default_path(device), device)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def read(path: str | Path, device: str | None = None) -> Calibration:
+    """Read the factors of a file, of a device where that is known; see `calibration_for`."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = _File.model_validate(content)
     except FileNotFoundError:
         finding = Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one")
         raise MegatuneError(finding, ExitCode.INPUT) from None
+    except ValidationError as error:
+        known = f"it has {', '.join(_File.model_fields)}"
+        problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        raise MegatuneError(
+            [Finding(f"{name}: {why}" if name else why, str(path), fix=known) for name, why in problems], ExitCode.INPUT
+        ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         fix = "megatune plan --calibrate RUN writes it again"
         raise MegatuneError(Finding("cannot be read", where, why, fix), ExitCode.INPUT) from None
-    if not isinstance(content, dict):
-        raise MegatuneError(Finding("is not a mapping of factors", str(path)), ExitCode.INPUT)
-    return content
-
-
-def _factors(content: Mapping[str, Any], path: str | Path) -> Calibration:
-    findings = [
-        Finding(f"unknown key {key!r}", str(path), fix=f"it has {', '.join(('device', *_NAMES))}")
-        for key in content
-        if key not in (*_NAMES, "device")
-    ]
-    for name in _NAMES:
-        value, whole = content.get(name, 1), name in ("framework", "num_runs")
-        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or (value <= 0 and not whole):
-            what = "a whole number" if whole else "a number above 0"
-            findings.append(Finding(f"{name} is {value!r}", str(path), f"expected {what}"))
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
-    return Calibration(**{name: content[name] for name in _NAMES if name in content})
+    if None not in (found.device, device) and found.device != device:
+        fix = "leave --calibration out, or give the file of this device"
+        finding = Finding(f"was fitted to {found.device}", str(path), f"this plan is for {device}", fix)
+        raise MegatuneError(finding, ExitCode.INPUT)
+    return Calibration(**found.model_dump(exclude={"device"}))

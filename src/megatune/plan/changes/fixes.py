@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
 from megatune.config.names import plain
+from megatune.config.rules import RULES
+from megatune.config.rules.problem import Rule
 from megatune.plan.case import Case
 from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
 from megatune.plan.changes.variation import ACCUMULATION, Changes, differences, named, varied
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import SearchRequest, search
 from megatune.plan.uncertainty import TIGHT, safe_bytes
@@ -42,6 +45,23 @@ class Fix:
     def gain(self) -> float:
         """Share of a step's time, for as many tokens."""
         return 1 - self.before.time.tokens_per_second / self.after.time.tokens_per_second
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether a step trains as many tokens; otherwise times are compared by the token."""
+        return self.before.time.tokens == self.after.time.tokens
+
+    @property
+    def part(self) -> tuple[str, int]:
+        """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
+        before, after = self.before.fullest, self.after.fullest
+        changes = ((part, getattr(after, part) - getattr(before, part)) for part in MEMORY_PARTS)
+        return max(changes, key=lambda change: abs(change[1]))
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the planner says the same."""
+        return self.before.stages == self.after.stages and self.before.time == self.after.time
 
     def __str__(self) -> str:
         return plain(self.text)
@@ -151,9 +171,9 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
     return list(first.values())
 
 
-def fix(before: Estimate, changes: Changes) -> Fix | None:
-    """Judge one change; None where it cannot be made."""
-    found = varied(before.case, changes)
+def fix(before: Estimate, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False) -> Fix | None:
+    """Judge one change, see `varied`; None where it cannot be made."""
+    found = varied(before.case, changes, rules=rules, repair=repair)
     return None if found is None else Fix(found[0], before, estimate(found[1]))
 
 

@@ -25,7 +25,7 @@ DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
 # For settings of experts, of shared ones, and of a bias on them; and of a vision encoder.
 _OTHERS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3", "Qwen3-VL-8B")
 # What keeps a case from being planned; the other rules are about data, schedules and folders.
-_RULES: tuple[Rule, ...] = (
+PLANNED_RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *pipeline.RULES,
     *experts.RULES,
@@ -55,35 +55,6 @@ _EXPERTS: Mapping[str, Any] = {
     "recompute.recompute_granularity": "selective",
     "recompute.recompute_modules": ["layernorm", "moe_act"],
 }
-# What some settings need beside them to have an effect at all. Each is laid over the case in turn.
-COMPANIONS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {_TP: 2, _SP: True},
-    {_PP: 2},
-    {_PP: 2, "parallel.virtual_pipeline_model_parallel_size": 2},
-    {_TP: 1, _SP: False, _PP: 8},
-    {"parallel.context_parallel_size": 2},
-    {"recompute.recompute_granularity": "full"},
-    {"recompute.recompute_granularity": "full", "recompute.recompute_method": "block"},
-    {"recompute.recompute_granularity": "full", "recompute.recompute_num_layers": 4},
-    {"recompute.recompute_granularity": "selective"},
-    {"optimizer.optimizer": "sgd"},
-    {"optimizer.optimizer": "muon"},
-    {"optimizer.optimizer_cpu_offload": True},
-    {"experts.moe_expert_capacity_factor": 1.5},
-    {"finetuning.finetuning_type": "lora"},
-    {"finetuning.finetuning_type": "lora", "finetuning.quantization_bit": 4},
-    {"finetuning.finetuning_type": "freeze"},
-)
-_DPO, _LOSS = {"run.stage": "dpo"}, "preference.pref_loss"
-COMPANIONS_OF_PREFERENCE: tuple[Mapping[str, Any], ...] = (
-    {},
-    _DPO,
-    {**_DPO, _LOSS: ["simpo"]},
-    {**_DPO, _LOSS: ["discopop"]},
-    {"run.stage": "kto"},
-    {"run.stage": "rm"},
-)
 Assumed: TypeAlias = Literal["", "case", "machines"]
 
 
@@ -189,4 +160,4 @@ def _plannable(case: Case, assumed: Assumed) -> BaseCase:
 def problems(case: Case) -> list[Problem]:
     """Return what the rules have against a case, as far as it is planned, with our own names of settings."""
     context = Context(case.settings, case.model.architecture, case.world_size)
-    return [replace(problem, what=plain(problem.what)) for rule in _RULES for problem in rule(context)]
+    return [replace(problem, what=plain(problem.what)) for rule in PLANNED_RULES for problem in rule(context)]

@@ -8,57 +8,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.setting import SettingInfo
-from megatune.config.settings import Settings, all_settings, setting_value, with_settings
+from megatune.config.rules.declared import is_met
+from megatune.config.setting import EXPERTS, SettingInfo
+from megatune.config.settings import all_settings, with_settings
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import differences
-from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.base_case import COMPANIONS, COMPANIONS_OF_PREFERENCE, BaseCase, problems
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.changes.fixes import Fix, fix
+from megatune.plan.changes.variation import value_of, varied
+from megatune.plan.estimate import estimate
+from megatune.plan.explain.base_case import PLANNED_RULES, BaseCase, problems
 
-_ACCUMULATION = "batch.gradient_accumulation_steps"
-_PROCESSES = "run.num_processes"
-_RESET_GROUPS = ("parallel", "recompute", "optimizer", "precision")
-_MOST_REPAIRS = 4
-
-
-@dataclass(frozen=True)
-class Effect:
-    """Another value of a setting, what else had to change beside it, by "group.name", and the plans of both."""
-
-    value: Any
-    beside: Mapping[str, Any]
-    before: Estimate
-    after: Estimate
-
-    @property
-    def memory(self) -> int:
-        """Bytes more on the fullest stage."""
-        return self.after.fullest.total - self.before.fullest.total
-
-    @property
-    def part(self) -> tuple[str, int]:
-        """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
-        before, after = self.before.fullest, self.after.fullest
-        changes = ((part, getattr(after, part) - getattr(before, part)) for part in MEMORY_PARTS)
-        return max(changes, key=lambda change: abs(change[1]))
-
-    @property
-    def same_rows(self) -> bool:
-        """Whether a step trains as many tokens; otherwise times are compared by the token."""
-        return self.before.time.tokens == self.after.time.tokens
-
-    @property
-    def time(self) -> float:
-        """Change of the time for as many tokens: 0.12 is 12 % more."""
-        return self.before.time.tokens_per_second / self.after.time.tokens_per_second - 1
-
-    @property
-    def is_none(self) -> bool:
-        """Whether the planner says the same."""
-        return self.before.stages == self.after.stages and self.before.time == self.after.time
-
-
+_TP, _SP, _PP = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel",
+    "parallel.pipeline_model_parallel_size",
+)
+# Laid over a case in turn, together with what a setting declares to need, until the setting has an effect.
+_OVERLAYS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {_TP: 2, _SP: True},
+    {_TP: 1, _SP: False, _PP: 8},
+    {"recompute.recompute_num_layers": 4},
+)
 # What lists of a model's modules, and of losses, are compared with.
 _NAMES: Mapping[str, list[list[str]]] = {
     "freeze_trainable_modules": [["mlp"], ["self_attn"]],
@@ -67,6 +37,32 @@ _NAMES: Mapping[str, list[list[str]]] = {
     "additional_target": [["embed_tokens"], ["lm_head"]],
     "pref_loss": [["orpo"], ["ipo"]],
 }
+
+
+@dataclass(frozen=True)
+class Effect(Fix):
+    """Another value of a setting with the plans before and after; `path` is its "group.name"."""
+
+    path: str
+
+    @property
+    def value(self) -> Any:
+        return value_of(self.after.case, self.path)
+
+    @property
+    def memory(self) -> int:
+        """Bytes more on the fullest stage."""
+        return -self.saving
+
+    @property
+    def time(self) -> float:
+        """Change of the time for as many tokens: 0.12 is 12 % more."""
+        return self.before.time.tokens_per_second / self.after.time.tokens_per_second - 1
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What else had to change, by "group.name"."""
+        return {path: value for path, value in self.changes.items() if path != self.path}
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,11 @@ def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | N
     for base in cases:
         if base.case is None:
             continue
-        for companions in COMPANIONS_OF_PREFERENCE if info.group == "preference" else COMPANIONS:
-            same = all(value_of(base.case, path) == value for path, value in companions.items())
-            if companions and (same or info.path in companions):
-                continue
-            if (case := _changed(base.case, companions)) is None:
+        has_needs = needed(info, base.case)
+        for companions in ({}, *({**has_needs, **overlay} for overlay in _OVERLAYS)):
+            changed = varied(base.case, companions, rules=PLANNED_RULES, repair=True)
+            case = base.case if changed is None else changed[1]
+            if companions and (info.path in companions or changed is None):
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
@@ -110,24 +106,30 @@ def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | N
     return replace(found, refused=refused or info.expected)
 
 
+def needed(info: SettingInfo, case: Case) -> dict[str, Any]:
+    """Return changes of a case after which a setting has what it declares to need, and these what they need."""
+    changes: dict[str, Any] = {}
+    for need in info.needs:
+        if need.path == EXPERTS or need.of or is_met(need, case.settings, case.model.architecture):
+            continue
+        other = all_settings()[need.path]
+        values = (need.least,) if need.least is not None else need.values or alternatives(other, case)[-1:]
+        if values:
+            is_list = list in other.kinds and not isinstance(values[0], list)
+            changes |= {**needed(other, case), need.path: [values[0]] if is_list else values[0]}
+    return changes
+
+
 def against(case: Case, path: str, value: Any) -> Effect | None:
     """Compare the case as it is with the same with `value`, whose `Effect.beside` is; None where that cannot be."""
-    found = _effect(case, path, value)
-    return found and replace(found, value=value_of(case, path), before=found.after, after=found.before)
+    found = _effect(path, case, value)
+    return found and replace(found, before=found.after, after=found.before)
 
 
-def _effect(case: Case, path: str, value: Any) -> Effect | None:
+def _effect(path: str, case: Case, value: Any) -> Effect | None:
     """Return what another value changes; None where it cannot be."""
-    if (other := _changed(case, {path: value})) is None:
-        return None
-    beside = differences(case.settings, other.settings)
-    beside.pop(path, None)
-    return Effect(value, beside, estimate(case), estimate(other))
-
-
-def value_of(case: Case, path: str) -> Any:
-    """Return a setting's value; the number of processes is that of the plan, and its model is the model."""
-    return case.world_size if path == _PROCESSES else setting_value(case.settings, path)
+    found = fix(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
+    return None if found is None else Effect(found.changes, found.before, found.after, path)
 
 
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
@@ -135,7 +137,7 @@ def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
     effects: list[Effect] = []
     refused = ""
     for value in alternatives(info, case):
-        if (effect := _effect(case, info.path, value)) is not None:
+        if (effect := _effect(info.path, case, value)) is not None:
             effects.append(effect)
         elif not refused:
             found = problems(replace(case, settings=with_settings(case.settings, {info.path: value})))
@@ -183,43 +185,6 @@ def _moved_layer(case: Case) -> list[str]:
     return ["E" + "|".join(f"t*{count}" for count in chunks) + "L"]
 
 
-def _changed(case: Case, changes: Mapping[str, Any]) -> Case | None:
-    """Return the case with other settings, and the same rows in a step where these can be split. A few settings at most
-    that a rule has against the new values go back to their defaults."""
-    if not changes:
-        return case
-    settings = with_settings(case.settings, changes)
-    for _ in range(_MOST_REPAIRS):
-        new = _same_rows(case, settings, changes)
-        if new is None:
-            return None
-        found = problems(new)
-        if not found:
-            return new
-        infos = all_settings()
-        resets = {
-            path: infos[path].default
-            for path in found[0].paths
-            if path not in changes and path in infos and setting_value(settings, path) != infos[path].default
-        }
-        if not resets or any(path.partition(".")[0] not in _RESET_GROUPS for path in resets):
-            return None
-        settings = with_settings(settings, resets)
-    return None
-
-
-def _same_rows(case: Case, settings: Settings, changes: Mapping[str, Any]) -> Case | None:
-    """Return the case with these settings, gradient_accumulation_steps such that a step has as many rows as before."""
-    world = changes.get(_PROCESSES, case.world_size)
-    if world % settings.parallel.smallest_world:
-        return None
-    new = replace(case, settings=settings, world_size=world)
-    rows = new.micro_batch_size * new.dp_size
-    if _ACCUMULATION in changes or case.global_batch_size % rows:
-        return new
-    return replace(new, settings=with_settings(settings, {_ACCUMULATION: case.global_batch_size // rows}))
-
-
 def _unread(info: SettingInfo, case: Case | None) -> bool:
     """Return whether the planner says the same with other text, or other names, that no rule has looked at."""
     samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
@@ -230,4 +195,4 @@ def _unread(info: SettingInfo, case: Case | None) -> bool:
         other = estimate(replace(case, settings=with_settings(case.settings, {info.path: sample})))
     except ValueError:
         return False
-    return Effect(None, {}, estimate(case), other).is_none
+    return Fix({}, estimate(case), other).is_none

@@ -58,7 +58,9 @@ def explain(
     if knows_rl(name):
         return explain_rl_key(name, language), ExitCode.DONE
     if path.is_dir() or path.name == PLAN_NAME:
-        return _of_run(path if path.is_dir() else path.parent), ExitCode.DONE
+        from megatune.plan.run.trouble import diagnose
+
+        return "\n".join(diagnose(path if path.is_dir() else path.parent)), ExitCode.DONE
     if name.endswith(_FILES) or path.is_file():
         if is_rl_file(name):
             read = read_roll(name, changes)
@@ -71,16 +73,3 @@ def explain(
         finding = Finding(f"there is no folder or file {path}", fix="name the output_dir of a run, or a file")
         raise MegatuneError(finding, ExitCode.INPUT)
     return explain_key(name, [], language), ExitCode.DONE
-
-
-def _of_run(folder: Path) -> str:
-    """Say what went wrong, or could be faster, in a run."""
-    from megatune.plan.run.trouble import diagnose
-
-    if not (folder / "run.yaml").is_file():
-        fix = "name the output_dir of a run, a settings file, or a setting"
-        if (folder.absolute().parent / "run.yaml").is_file():
-            fix = f"megatune explain {folder.parent}: that is the run's"
-        finding = Finding(f"{folder} is not the folder of a run: it has no run.yaml", fix=fix)
-        raise MegatuneError(finding, ExitCode.INPUT)
-    return "\n".join(diagnose(folder))

@@ -6,7 +6,6 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,7 +200,7 @@ def cost_lines(
     value = shown(impact.now) if impact.effects else case.model.name
     yield words.now.format(value=value, memory=fullest(before, words), seconds=seconds(before.time.total))
     for effect in impact.effects:
-        yield shown(effect.value) + words.colon + effect_words(effect, words)
+        yield shown(effect.value) + words.colon + effect_words(effect, words, effect.beside)
     yield words.uncertainty.format(percent=percent(before.time.uncertainty))
 
 
@@ -210,11 +209,11 @@ def against_words(effect: Effect, value: Any, words: Words) -> str:
     other = shown(value)
     if effect.beside:
         other += words.parentheses.format(words.beside.format(changes=written_changes(effect.beside)))
-    text = words.against.format(value=other, effect=effect_words(replace(effect, beside={}), words))
+    text = words.against.format(value=other, effect=effect_words(effect, words, beside={}))
     return text.replace("） ", "）")
 
 
-def effect_words(effect: Effect, words: Words) -> str:
+def effect_words(effect: Effect, words: Words, beside: Mapping[str, Any]) -> str:
     """Put an effect in a line: memory, time, what else had to change, and whether it fits."""
     memory = words.no_memory
     if abs(effect.memory) >= _HARDLY_BYTES:
@@ -228,8 +227,8 @@ def effect_words(effect: Effect, words: Words) -> str:
         share = f"×{1 + effect.time:.1f}" if effect.time >= 1 else share
         time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
     parts = [memory, time]
-    if effect.beside:
-        parts.append(words.beside.format(changes=written_changes(effect.beside)))
+    if beside:
+        parts.append(words.beside.format(changes=written_changes(beside)))
     if not effect.after.fits:
         parts.append(words.does_not_fit)
     return words.comma.join(parts)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from megatune.config.names import plain
 from megatune.config.values import counted
-from megatune.plan.answer import Answer
+from megatune.plan.answer import Answer, Question
 from megatune.plan.changes.fixes import warning
 from megatune.plan.changes.table import ACROSS_MACHINES, LOSSY
 from megatune.plan.changes.variation import written
@@ -38,7 +38,6 @@ from megatune.plan.pages.words import (
     trained_words,
     waiting_words,
 )
-from megatune.plan.question import Question
 from megatune.plan.search import equal_within
 from megatune.plan.uncertainty import memory_bound, safe_bytes
 

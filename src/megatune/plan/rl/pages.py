@@ -39,7 +39,7 @@ from megatune.plan.rl.answer import (
     plan_rl,
     sync_bytes,
 )
-from megatune.plan.rl.question import RLQuestion
+from megatune.plan.rl.question import RLQuestion, infer_roles, model_roles
 from megatune.plan.rl.roles import (
     GRAPHS,
     OLD_PASS,
@@ -95,15 +95,20 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
     """Yield a row for each role; where that is too wide, a paragraph."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
-    rows += [[role.name, _device_words(role.devices), *_layout(question, role)] for role in question.model_roles]
-    rows += [[role.name, _device_words(role.devices), *_engine(found, role)] for role in question.infer_roles]
+    rows += [
+        [role.name, _device_words(role.devices), *_layout(question, role)] for role in model_roles(question.settings)
+    ]
+    rows += [[role.name, _device_words(role.devices), *_engine(found, role)] for role in infer_roles(question.settings)]
     yield Table(rows, range(4), [f"{row[0]}: {'; '.join(row[1:])}" for row in rows[1:]])
 
 
 def _models(question: RLQuestion) -> str:
     """Write each model with its roles."""
     roles: dict[str, list[str]] = {}
-    roles_of_step: tuple[ModelRole | InferRole, ...] = (*question.model_roles, *question.infer_roles)
+    roles_of_step: tuple[ModelRole | InferRole, ...] = (
+        *model_roles(question.settings),
+        *infer_roles(question.settings),
+    )
     for role in roles_of_step:
         words = "not known"
         if model := question.models.get(role.name):

@@ -125,20 +125,10 @@ class RLQuestion:
     file: str | None = None
 
     @property
-    def model_roles(self) -> tuple[ModelRole, ...]:
-        """The roles with a model of the engine, see `model_roles`."""
-        return model_roles(self.settings)
-
-    @property
-    def infer_roles(self) -> tuple[InferRole, ...]:
-        """The roles that sample responses, see `infer_roles`."""
-        return infer_roles(self.settings)
-
-    @property
     def steps_ahead(self) -> float:
         """Steps that rollouts run ahead of training, on devices of their own; 0 where they take turns."""
         infer = self.settings.actor_infer.devices
-        apart = all(set(role.devices).isdisjoint(infer) for role in self.model_roles)
+        apart = all(set(role.devices).isdisjoint(infer) for role in model_roles(self.settings))
         return self.settings.rollout.async_generation_ratio if apart else 0.0
 
     @property

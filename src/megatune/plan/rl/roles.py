@@ -31,7 +31,7 @@ from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
 from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
-from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, Lengths, RLQuestion
+from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, Lengths, RLQuestion, infer_roles, model_roles
 
 SYNC, SAMPLE, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
     "sync", "rollout", "reference", "old log-probs", "values", "train critic", "train",
@@ -356,13 +356,16 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
 
 def shares(question: RLQuestion) -> list[RoleShares]:
     """Return what every role holds."""
-    roles = [_of_trainer(question, role) for role in question.model_roles]
-    return [*roles, *(_of_engine(question, role) for role in question.infer_roles if role.name in question.models)]
+    roles = [_of_trainer(question, role) for role in model_roles(question.settings)]
+    return [
+        *roles,
+        *(_of_engine(question, role) for role in infer_roles(question.settings) if role.name in question.models),
+    ]
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
     """Return devices that models, rollouts and judges take turns on."""
-    roles = (*question.model_roles, *question.infer_roles)
+    roles = (*model_roles(question.settings), *infer_roles(question.settings))
     counts = Counter(device for role in roles for device in set(role.devices))
     return frozenset(device for device, count in counts.items() if count > 1)
 

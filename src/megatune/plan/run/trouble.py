@@ -1,19 +1,17 @@
-"""What became of a run beside its plan, and what helps where it ran out of memory or is slow."""
+"""What became of a run compared with its plan, and what helps where it ran out of memory or is slow."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.changes.fixes import Fix, savings, speedups
 from megatune.plan.memory.estimate import StageMemory
-from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, seconds, size
+from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, size
 from megatune.plan.run.record import (
     PLAN_NAME,
     RankMemory,
@@ -29,127 +27,79 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
 _LESS = 0.9  # of the memory at which a run ended, for what helps
-_KINDS = ("error", "unavailable", "collective")  # what started the others first
+_KINDS = ("error", "unavailable", "collective", "relayed")  # what started the others first
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
     "failed": "failed",
     "running": "did not come to an end, or is still running",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a run ended: its exit code, the rank that failed first, and the failure in a sentence; all empty where nobody
-    noted it."""
-
-    exit_code: int | None = None
-    rank: int | None = None
-    what: str = ""
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether it ran out of memory, or was killed for it."""
-        return self.exit_code == ExitCode.OUT_OF_MEMORY
+_ENDINGS: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
 
 
 def diagnose(folder: Path) -> list[str]:
     """Say what became of a run, from its output_dir, as lines for a terminal.
 
     Raises:
-        MegatuneError: INPUT, where it is no run's, or nothing was planned for it.
+        MegatuneError: INPUT, where it is not a run's folder, or nothing was planned for it.
     """
-    is_run = (folder / "run.yaml").is_file()
+    is_run, launch = (folder / "run.yaml").is_file(), folder / "launch"
     if not is_run and not (folder / PLAN_NAME).is_file():
         why = "there is no run.yaml in it" if folder.is_dir() else "there is no such folder"
-        finding = Finding(f"{folder} is not the folder of a run", why=why, fix="give the output_dir of a run")
-        raise MegatuneError(finding, ExitCode.INPUT)
+        fix = "give the output_dir of a run, a settings file, or a setting"
+        if (folder.absolute().parent / "run.yaml").is_file():
+            fix = f"megatune explain {folder.parent}: that is the run's"
+        raise MegatuneError(Finding(f"{folder} is not the folder of a run", why=why, fix=fix), ExitCode.INPUT)
     try:
         record = read_records(folder)[-1]
     except MegatuneError as error:
         raise (_unplanned(folder, error) if is_run else error) from None
     world_size = record.case.world_size
-    ended = how_it_ended(folder / "launch", world_size)
-    head = f"{folder}: {ended.what or _OUTCOMES[record.outcome]}"
-    if ended.out_of_memory:
+    exit_code, rank, what = _ending(launch, world_size)
+    head = f"{folder}: {what or _OUTCOMES[record.outcome]}"
+    if exit_code == ExitCode.OUT_OF_MEMORY:
         # An earlier run of more ranks may have left notes of those that are not in this one.
-        memory = [each for each in read_rank_memory(folder / "launch") if each.rank < world_size]
-        return [head, *_out_of_memory(record, ended.rank, memory)]
+        memory = [each for each in read_rank_memory(launch) if each.rank < world_size]
+        return [head, *_out_of_memory(record, rank, memory)]
     return [head, *verdict(record), *_memory_apart(record), *_pace(folder, record)]
 
 
 def ran_out_of_memory(folder: Path) -> bool:
     """Return whether the run in this folder ended so, by its launcher's report."""
-    return how_it_ended(folder / "launch").out_of_memory
+    return _ending(folder / "launch")[0] == ExitCode.OUT_OF_MEMORY
 
 
-def how_it_ended(launch: Path, world_size: int | None = None) -> Ended:
-    """Read OUTPUT/launch/report.json, or where torchrun started the ranks what they noted themselves; those from
-    `world_size` on are of an earlier, larger run."""
-    try:
+def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int | None, str]:
+    """Return the exit code, the rank that failed first and the failure in a sentence, as OUTPUT/launch/report.json has
+    them, or where torchrun started the ranks what they noted themselves; None and "" where nobody noted it."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         said = [Finding(**each) for each in report["findings"]]
-        exit_code, rank = int(report["exit_code"]), report["culprit"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return min(_failures(launch, world_size), default=(0, 0.0, Ended()), key=lambda each: each[:2])[2]
-    return Ended(exit_code, rank, said[0].what if said else "")
-
-
-def _failures(launch: Path, world_size: int | None) -> Iterator[tuple[int, float, Ended]]:
-    """Yield of each rank that noted one (`launch.failure.Failure`) how likely it was the first, when, and what."""
+        return int(report["exit_code"]), report["culprit"], said[0].what if said else ""
+    noted: list[tuple[int, float, int, int, str]] = []
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            noted = json.loads(path.read_text(encoding="utf-8"))
-            exit_code, rank, step = int(noted["exit_code"]), int(noted["rank"]), int(noted["step"])
-            if noted["findings"]:
-                what = Finding(**noted["findings"][0]).what
-            else:
-                verb = "ran out of memory" if exit_code == ExitCode.OUT_OF_MEMORY else "failed"
-                place = f"at step {step}" if step else "before the first step"
-                what = f"rank {rank} on host {noted['host']} {verb} {place} ({noted['phase']}): {noted['summary']}"
-            order, when = _KINDS.index(noted["kind"]), float(noted["time"])
-            if world_size is None or rank < world_size:
-                yield order, when, Ended(exit_code, rank, what)
+            note = json.loads(path.read_text(encoding="utf-8"))
+            words = [Finding(**each).what for each in note["findings"]]
+            verb = "ran out of memory" if note["exit_code"] == ExitCode.OUT_OF_MEMORY else "failed"
+            what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
+            what = words[0] if words else f"rank {note['rank']} on host {note['host']} {what}"
+            if note["rank"] < world_size:
+                noted.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
+    return min(noted)[2:] if noted else (None, None, "")
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
-    """Say how the run in `folder` ended, what it measured, why there is no plan to compare with, and what can be done.
-
-    `error` is what reading its plan raised.
-    """
-    ended = how_it_ended(folder / "launch")
-    endings: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
-    what = f"{folder}: {ended.what or endings.get(ended.exit_code, 'how it ended is not recorded')}"
-    peaks = [each.peak for each in read_rank_memory(folder / "launch")]
-    measured = []
-    with contextlib.suppress(LookupError, TypeError, ArithmeticError, statistics.StatisticsError):
-        of_steps = [each["seconds"] / each["num_steps"] for each in _steps(folder)]
-        measured.append(f"{seconds(statistics.median(of_steps))} a step")
-    measured += [size(max(peaks))] if any(peaks) else []
-    if measured:
-        what += f"; it took {' and '.join(measured)}"
+    """Say how a run ended, the most that a rank held, why there is no plan to compare with, and what can be done."""
+    exit_code, _, what = _ending(folder / "launch")
+    what = f"{folder}: {what or _ENDINGS.get(exit_code, 'how it ended is not recorded')}"
+    if peak := max((each.peak for each in read_rank_memory(folder / "launch")), default=0):
+        what += f"; a rank held up to {size(peak)}"
     end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}; memory_check: off plans nothing"
     if (folder / PLAN_NAME).is_file():
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start records its plan"
     return MegatuneError(Finding(f"{what}; {end}", why=why, fix=fix), ExitCode.INPUT)
-
-
-def _steps(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of steps of the newest process in metrics.jsonl."""
-    records: list[dict[str, Any]] = []
-    text = ""
-    with contextlib.suppress(OSError):
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            # The clock of a process begins anew.
-            if records and record.get("elapsed_seconds", 0) < records[-1]["elapsed_seconds"]:
-                records = []
-            if "elapsed_seconds" in record:
-                records.append(record)
-    return [each for each in records if "grad_norm" in each]
 
 
 def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
@@ -214,14 +164,13 @@ def _memory_apart(record: RunRecord) -> Iterator[str]:
 
 
 def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
-    """Say whether it was slow, of what a step consists, what else took time, and what helps."""
+    """Say whether it was slow, of what a step consists, and what helps."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None or measured.step_seconds is None:
         yield "nothing    was measured: no step came to its end"
         return
     planned = trained[1]
     ratio = measured.step_seconds / planned.time.total
-    yield from _beside_steps(folder)
     if ratio <= max(_SLOW, 1 + planned.time.uncertainty):
         yield "it went as planned" if ratio > 1 / _SLOW else "it was faster than planned"
         return
@@ -233,19 +182,6 @@ def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
         fits = f"`megatune plan --calibrate {folder}` fits the planner to this machine"
         yield f"           {fits}; what stays slow after it is the run's"
     yield from _listed(speedups(planned))
-
-
-def _beside_steps(folder: Path) -> Iterator[str]:
-    """Say what share of the time went into anything but steps: data, evaluation, saving."""
-    steps = _steps(folder)
-    with contextlib.suppress(KeyError, TypeError, IndexError):
-        whole = steps[-1]["elapsed_seconds"] - steps[0]["elapsed_seconds"]
-        inside = sum(each["seconds"] for each in steps[1:])
-        each_step = [each["seconds"] / each["num_steps"] for each in steps[1:]]
-        if whole > 0 and 1 - inside / whole > 0.1:
-            yield f"other      {percent(1 - inside / whole)} of the time was not in steps: evaluation, saving"
-        if len(each_step) >= 5 and max(each_step) > 3 * (middle := statistics.median(each_step)):
-            yield f"uneven     the slowest step took {seconds(max(each_step))}, the median {seconds(middle)}"
 
 
 def _listed(fixes: list[Fix]) -> Iterator[str]:

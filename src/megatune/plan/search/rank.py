@@ -190,8 +190,9 @@ class _Search:
                 key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
                 if key not in whole:
                     whole[key] = micro_batch_seconds(self.space.candidate(layout, batch, None).case)
-                # The stages share the layers evenly at best.
-                yield _Point(layout, batch, state, batch.accumulation * whole[key] / layout.pp * _ROUNDING)
+                # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
+                waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
+                yield _Point(layout, batch, state, (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING)
 
     def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
