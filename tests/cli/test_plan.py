@@ -327,6 +327,14 @@ def test_everything_wrong_is_said(run: Run, words: tuple[str, ...], code: int, s
     assert [text for text in said if text not in err] == []
 
 
+def test_only_a_batch_that_was_asked_for_is_refused(run: Run) -> None:
+    words = ("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "7", "tensor_model_parallel_size=2")
+    _, _, err = run(*words)
+    assert "7 processes are not a multiple" in err
+    assert "global_batch" not in err
+    assert "--global_batch 70\n" in run(*words, "--global_batch", "70")[2]
+
+
 def test_what_cannot_be_written_is_told_after_the_plan(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, out, err = run("run.yaml", *GPUS, "--output", "file/best.yaml")

@@ -248,9 +248,10 @@ class QuestionReader(PlanReader):
             return settings, rows
         size = batch.per_device_train_batch_size if self.file or "batch" in self.written else 1
         if rows % (size * replicas):
-            near = max(1, round(rows / (size * replicas))) * size * replicas
-            why = f"{counted(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
-            self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
+            if self.options.global_batch is not None:  # else the processes are not a multiple, which is said
+                near = max(1, round(rows / (size * replicas))) * size * replicas
+                why = f"{counted(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
+                self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
             return settings, rows
         steps = rows // (size * replicas)
         changed = {"batch.per_device_train_batch_size": size, "batch.gradient_accumulation_steps": steps}
