@@ -74,7 +74,7 @@ def prepare(
     def build(folder: Path) -> None:
         _build(Pipeline.of(settings, tokenizer, vision), folder)
 
-    prepared = built(settings, kept_as(key.name), build, open_prepared)
+    prepared = built(settings, kept_as(key.name), build, open_prepared, key.made_of())
     # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
