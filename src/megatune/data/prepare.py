@@ -162,7 +162,6 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        assert sample.facts is not None
         builder.add(encoded.documents, encoded.margin, sample.facts.desirable)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)

@@ -18,7 +18,7 @@ from megatune.data.order import epoch_order
 from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
-from megatune.data.samples import NO_FACTS, RowReader, read_samples, replacements
+from megatune.data.samples import RowReader, read_samples
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput, load_vision_input
@@ -217,19 +217,17 @@ def _usable(
     settings: Settings, source: DatasetSource, encoder: Encoder, preview: Preview
 ) -> Iterator[tuple[RowDocument, ...]]:
     """Encode samples and yield the documents of those that can be trained on; the others are noted in the preview."""
-    data = settings.data
-    seed = settings.run.seed
-    samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
-    reader = RowReader(source, settings.run.stage, replacements(data), encoder.vision is not None)
-    for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1, reader):
+    samples = islice(read_samples(source, settings), MOST_READ)
+    reader = RowReader.of(source, settings, pictures=encoder.vision is not None)
+    for sample, encoded in encode_all(encoder, reader, samples):
         preview.read += 1
-        facts = sample.facts or NO_FACTS  # what has no value is shown as it is written; a run would end with it
-        preview.unfilled.update(facts.missing)
+        # What has no value is shown as it is written; a run would end with it.
+        preview.unfilled.update(sample.facts.missing)
         if isinstance(encoded, RowError):
-            preview.bad.append((sample.where, encoded))
+            preview.bad.append((sample.row.where, encoded))
         else:
-            tags = encoded.length, facts.desirable, encoded.margin
-            yield tuple(RowDocument(sample.where, each, 0, *tags) for each in encoded.documents)
+            tags = encoded.length, sample.facts.desirable, encoded.margin
+            yield tuple(RowDocument(sample.row.where, each, 0, *tags) for each in encoded.documents)
 
 
 def _held_out(
