@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError, no_rows
-from megatune.data.build import RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
@@ -76,12 +75,6 @@ class Pipeline:
         encoder = make_encoder(settings, tokenizer, vision)
         _check_cutoff(encoder)
         return cls(settings, encoder, training, evaluation)
-
-    @property
-    def shape(self) -> RowShape:
-        """How samples become rows."""
-        run = self.settings.run
-        return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
 
     def read(self, source: DatasetSource) -> Results:
         """Return every chosen row of a data set, encoded."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
-from megatune.data.build import RowsBuilder
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.cache.folder import built, stored_key
 from megatune.data.cache.key import kept_as, prepared_key
 from megatune.data.mismatched import MismatchedRows
@@ -115,7 +115,7 @@ def _build(pipeline: Pipeline, folder: Path) -> None:
     settings, data = pipeline.settings, pipeline.settings.data
     # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
     policy = "error" if data.on_bad_row == "error" else "quarantine"
-    with RowsBuilder(folder, pipeline.shape) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
+    with RowsBuilder(folder, RowShape.of(settings)) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
         lengths = array("i")  # before cutting, those that were too long included
         sources = (*pipeline.training, *pipeline.evaluation)
         collected = [_collect(pipeline, source, builder, bad_rows, lengths) for source in sources]

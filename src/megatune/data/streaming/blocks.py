@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from megatune.data.build import RowsBuilder
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.encode import Encoded
 from megatune.data.mixing import draws
 from megatune.data.order import block_order
@@ -169,7 +169,10 @@ class MixedStream:
     def write_part(self, folder: Path, part: str, samples: Iterable[Encoded], order: Order) -> TokenReport:
         """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()
-        with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
+        with (
+            RowsBuilder(folder, RowShape.of(self._pipeline.settings)) as builder,
+            self._pipeline.bad_rows(folder) as bad_rows,
+        ):
             for reader in self.sets:
                 reader.on_bad_row = bad_rows.add
             for encoded in samples:
