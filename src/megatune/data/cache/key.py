@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -77,12 +78,13 @@ def _sources() -> str:
     content = xxhash.xxh3_128(b"".join(f"{parts}".encode() + path.read_bytes() for path, parts in files.items()))
     note = cache_dir() / "digests" / f"{content.hexdigest()}.sources"
     with suppress(OSError, UnicodeDecodeError):
-        if remembered := note.read_text(encoding="ascii"):
-            return remembered
+        return note.read_text(encoding="ascii")
     said = xxhash.xxh3_64(repr([(parts, _said(path)) for path, parts in files.items()]).encode()).hexdigest()
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(said, encoding="ascii")
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(said, encoding="ascii")
+        partial.replace(note)
     return said
 
 
