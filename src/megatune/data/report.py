@@ -250,7 +250,7 @@ class DataReport:
     @classmethod
     def load(cls, path: Path) -> DataReport:
         """Read what `save` wrote."""
-        return adapter_of(cls).validate_json(path.read_text(encoding="utf-8"))
+        return adapter_of(DataReport).validate_json(path.read_text(encoding="utf-8"))
 
 
 def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None:
