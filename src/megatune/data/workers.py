@@ -51,8 +51,6 @@ class _Promise(Protocol):
     def result(self, timeout: float | None = None) -> list[Outcome] | None: ...
 
 
-_has_frozen = False  # this process, while it encodes
-
 Submit = Callable[[_Chunk], "Future[list[Outcome]]"]
 
 
@@ -77,12 +75,10 @@ def encode_all(
     chunks = _chunked(iter(samples), reader.pictures)
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
     # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
-    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared. Counting takes its time.
-    global _has_frozen
-    frozen_here = not _has_frozen and gc.get_freeze_count() == 0
+    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
+    frozen_here = gc.get_freeze_count() == 0
     if frozen_here:
         gc.freeze()
-        _has_frozen = True
     # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
@@ -93,7 +89,6 @@ def encode_all(
     finally:
         if frozen_here:
             gc.unfreeze()
-            _has_frozen = False
 
 
 @dataclass(frozen=True, slots=True)
