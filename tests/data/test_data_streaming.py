@@ -25,13 +25,13 @@ from megatune.config.settings import Settings
 from megatune.data import workers
 from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.batches import Batch, Collator
-from megatune.data.encode import Encoded, Encoder
+from megatune.data.encode import Encoder
 from megatune.data.loader import StepLoader
 from megatune.data.mixing import mixed_order
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
-from megatune.data.rows import Document, TokenRows
-from megatune.data.samples import NO_FACTS, Facts
+from megatune.data.rows import TokenRows
+from megatune.data.samples import Facts
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
@@ -340,16 +340,15 @@ def test_a_machine_that_read_other_rows_tokenises_them_itself(tmp_path: Path, mo
 
 def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     pictures = (DocumentPicture(1, 2, (1, 2, 4), None, False, b"ab"), DocumentPicture(3, 2, (2, 2, 2), 0.5, True, b"c"))
+    results = [(1, True, 7, np.float32(0.5)), LengthError("too-long", "longer", "9 tokens", 9),
+               RowError("bad", "wrong", "\ud800"), UnsupportedRow("audio", "none")]  # fmt: skip
+    facts = [Facts(("{{name}}",), True, 2**64 - 1, True), Facts()]
     tokens = np.arange(7, dtype=np.int32)
-    encoded = Encoded((Document(tokens, -tokens, pictures),), True, 7, np.float32(0.5))
-    errors = [LengthError("too-long", "longer", "9 tokens", 9), RowError("bad", "wrong", "\ud800"),
-              UnsupportedRow("audio", "none")]  # fmt: skip
-    facts = Facts(("{{name}}",), True, 2**64 - 1, True)
-    (first, known), *others = sent([(encoded, facts), *((error, NO_FACTS) for error in errors)])
-    ((ids, labels, kept),) = first.documents
-    assert (ids.dtype, ids.tolist(), labels.tolist(), kept) == (np.int32, tokens.tolist(), (-tokens).tolist(), pictures)
-    assert ((first.truncated, first.length, first.margin), known) == ((True, 7, 0.5), facts)
-    assert [(type(each), vars(each)) for each, _ in others] == [(type(each), vars(each)) for each in errors]
+    found = sent(workers.EncodedItems(tokens, -tokens, [5, 2], [pictures, ()], results, facts))
+    assert (found[0].tolist(), found[1].tolist()) == (tokens.tolist(), (-tokens).tolist())
+    assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], facts)
+    assert found[4][0] == results[0]
+    assert [(type(each), vars(each)) for each in found[4][1:]] == [(type(each), vars(each)) for each in results[1:]]
 
 
 class Runs:

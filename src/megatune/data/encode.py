@@ -53,9 +53,6 @@ class Encoded:
     length: int = 0
     margin: float = 0.0
 
-    def __reduce__(self) -> tuple[type[Encoded], tuple[object, ...]]:
-        return Encoded, (self.documents, self.truncated, self.length, self.margin)
-
 
 class _Written(NamedTuple):
     """A conversation, or a text, as turns, with text in place of its tags."""

@@ -11,11 +11,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.encode import Encoded, Encoder
+from megatune.data.pictures import DocumentPicture
+from megatune.data.rows import Document
 from megatune.data.samples import Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.processes import when_parent_ends
@@ -28,9 +32,6 @@ CHUNK_BYTES = 2**24  # of pictures that rows hold
 MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
 CHUNKS_AHEAD = 3  # for each process, so that none waits
-
-# What became of a row, and what else is known of it. An UnsupportedRow ends the run.
-Outcome = tuple[Encoded | RowError | UnsupportedRow, Facts]
 
 
 class _Chunk(NamedTuple):
@@ -45,13 +46,44 @@ class _Chunk(NamedTuple):
         return [sample.row.fields for sample in self.samples if sample.row.error is None]
 
 
+class EncodedItems(NamedTuple):
+    """What became of rows, in few large arrays: many small ones take longer to send than to make.
+
+    Attributes:
+        tokens, labels: int32, of all documents, one after the other.
+        sizes, pictures: tokens and pictures of each document.
+        results: of each row its number of documents, whether it was cut, its length before and its margin; or why it
+            has none. An UnsupportedRow ends the run.
+        facts: of each row.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    sizes: list[int]
+    pictures: list[tuple[DocumentPicture, ...]]
+    results: list[tuple[int, bool, int, float] | RowError | UnsupportedRow]
+    facts: list[Facts]
+
+    def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, Facts]]:
+        """Yield what became of each row, and what else is known of it."""
+        spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
+        documents = (
+            Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
+        )
+        for result, facts in zip(self.results, self.facts, strict=True):
+            if isinstance(result, tuple):
+                yield Encoded(tuple(islice(documents, result[0])), *result[1:]), facts
+            else:
+                yield result, facts
+
+
 class _Promise(Protocol):
     """A chunk that is encoded elsewhere: a future, or a chunk of another machine."""
 
-    def result(self, timeout: float | None = None) -> list[Outcome] | None: ...
+    def result(self, timeout: float | None = None) -> EncodedItems | None: ...
 
 
-Submit = Callable[[_Chunk], "Future[list[Outcome]]"]
+Submit = Callable[[_Chunk], "Future[EncodedItems]"]
 
 
 def encode_all(
@@ -99,16 +131,29 @@ class _Work:
     reader: RowReader
     most_bytes: int  # see MOST_BYTES
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedItems:
         """Return what becomes of each row."""
         read = [self.reader.read(row) for row in rows]
         examples = [each for each, _ in read if not isinstance(each, RowError | UnsupportedRow)]
-        encoded = iter(self.encoder.encode(examples))
-        return [(each if isinstance(each, RowError | UnsupportedRow) else next(encoded), facts) for each, facts in read]
+        encoded = self.encoder.encode(examples)
+        documents = [one for each in encoded if isinstance(each, Encoded) for one in each.documents]
+        following, none = iter(encoded), np.empty(0, dtype=np.int32)
+        results = [each if isinstance(each, RowError | UnsupportedRow) else next(following) for each, _ in read]
+        return EncodedItems(
+            np.concatenate([none, *(document.input_ids for document in documents)]),
+            np.concatenate([none, *(document.labels for document in documents)]),
+            [len(document.input_ids) for document in documents],
+            [document.pictures for document in documents],
+            [
+                (len(each.documents), each.truncated, each.length, each.margin) if isinstance(each, Encoded) else each
+                for each in results
+            ],
+            [facts for _, facts in read],
+        )
 
-    def submit(self, chunk: _Chunk) -> Future[list[Outcome]]:
+    def submit(self, chunk: _Chunk) -> Future[EncodedItems]:
         """Encode in this process, at once."""
-        future: Future[list[Outcome]] = Future()
+        future: Future[EncodedItems] = Future()
         future.set_result(self.encode(chunk.rows))
         return future
 
@@ -166,7 +211,7 @@ def _start_worker(work: _Work, parent: int) -> None:
     gc.freeze()
 
 
-def _encode_in_worker(rows: list[Mapping[str, Any]]) -> list[Outcome]:
+def _encode_in_worker(rows: list[Mapping[str, Any]]) -> EncodedItems:
     return _worker_work.encode(rows)
 
 
@@ -199,7 +244,7 @@ def _in_order(
             return
         chunk, promise = pending.popleft()
         # What another machine has made of other rows is encoded here.
-        following = iter(promise.result(CHUNK_TIMEOUT) or work.encode(chunk.rows))
+        following = (promise.result(CHUNK_TIMEOUT) or work.encode(chunk.rows)).each()
         held -= chunk.size
         for sample in chunk.samples:
             if sample.row.error is not None:
