@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megatune.data.conversation import Conversation, Message, PreferencePair
-from megatune.data.samples import RowReader, read_samples, with_examples
+from megatune.data.samples import RowReader, Sample, drawn_rows
 from megatune.data.sources import resolve_datasets
 from megatune.errors import MegatuneError
 
@@ -39,11 +39,12 @@ def main() -> None:
     arguments = parser.parse_args()
     (source,) = resolve_datasets([arguments.dataset], arguments.dataset_dir, "dpo")
     pairs = []
-    for sample in with_examples(read_samples(source, seed=0), RowReader(source, "dpo", {})):
-        if isinstance(sample.example, PreferencePair):
-            pairs.append((sample.example.chosen, sample.example.rejected))
+    samples = (Sample(row) for row, _, _ in drawn_rows(source, seed=0))
+    for sample, example in RowReader(source, "dpo", {}).examples(samples):
+        if isinstance(example, PreferencePair):
+            pairs.append((example.chosen, example.rejected))
         else:
-            print(f"left out: {sample.where}: {sample.example}", file=sys.stderr)
+            print(f"left out: {sample.row.where}: {example}", file=sys.stderr)
     drawn = random.Random(0).choices((True, False), k=len(pairs))
     # The wanted answers first: what follows an answer is never the other one to the same question.
     rows = [

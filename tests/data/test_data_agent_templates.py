@@ -12,11 +12,11 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agents import NOT_SUPPORTED, AgentTemplate, ChatText, agent_names, agent_template
+from megatune.data.templates.agents import NOT_SUPPORTED, AgentTemplate, agent_names, agent_template
 from megatune.errors import ExitCode, MegatuneError
 
 GOLDEN = json.loads(gzip.decompress((Path(__file__).parents[1] / "swift_golden/agents.json.gz").read_bytes()))
-CHAT = ChatText(**GOLDEN["inputs"]["chat"])
+CHAT: dict[str, str] = GOLDEN["inputs"]["chat"]
 RECORDED = [
     pytest.param(int(version), name, id=f"{version}-{name}")
     for version, names in GOLDEN["versions"].items()
@@ -32,8 +32,8 @@ def _write(template: AgentTemplate, kind: str, given: Any) -> Any:
         calls, before = given
         return list(template.calls([ToolCall(*call) for call in calls], before))
     if kind == "results":
-        return list(template.results(*given, CHAT))
-    return template.standalone(given, CHAT)
+        return list(template.results(*given, **CHAT))
+    return template.standalone(given, **CHAT)
 
 
 @pytest.mark.parametrize(("version", "name"), RECORDED)

@@ -94,7 +94,7 @@ def test_pictures_inside_quarantined_rows_are_kept_as_digests(tmp_path: Path) ->
     fields = {"images": [{"bytes": content, "path": None}], "messages": [{"content": [{"image_url": {"url": url}}]}]}
     row = RawRow("rows.parquet:row 7", fields, next=Position(7))
     with BadRows("quarantine", "drop", tmp_path) as bad_rows:
-        bad_rows.add(Sample(row.where, None, 1, row), RowError("picture-count", "too few tags"))
+        bad_rows.add(Sample(row), RowError("picture-count", "too few tags"))
     (line,) = (tmp_path / "bad_rows.jsonl").read_text().splitlines()
     assert len(line) < 1000
     kept = json.loads(line)

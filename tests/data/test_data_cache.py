@@ -310,10 +310,24 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"tokenized_path: {folder} has rows that were prepared from other data or settings, or by another version of "
         "megatune\n"
-        "    fix: name another folder, or delete this one"
+        "    fix: name another folder, or delete this one to prepare its rows again"
     )
     assert (folder / "part/tokens.bin").read_text() == "1234"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+def test_it_says_how_the_rows_of_tokenized_path_differ(tmp_path: Path) -> None:
+    settings = with_data(tokenized_path=str(tmp_path / "mine"))
+    made_of = {"cutoff_len": 512, "template": None, "the tokenizer": "a", "the file a.json of dataset a": "1"}
+    cache_folder.built(settings, "k", tokens("1"), lambda folder: folder, made_of)
+    other = {**made_of, "cutoff_len": 1024, "the tokenizer": "b", "the file b.json of dataset b": "1"}
+    del other["the file a.json of dataset a"]
+    with pytest.raises(MegatuneError) as caught:
+        cache_folder.built(settings, "other", no_build, lambda folder: folder, other)
+    assert caught.value.findings[0].why == (
+        "cutoff_len is 1024, and 512 there; the tokenizer differs; the file a.json of dataset a differs; "
+        "the file b.json of dataset b differs"
+    )
 
 
 def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:

@@ -291,19 +291,28 @@ def test_a_format_of_tools_that_changes_under_its_name_changes_the_key(
     assert keys[0] != keys[1]
 
 
-def test_rows_are_kept_by_the_sources_that_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code and tables count, unless no row depends on them; the key, by which runs resume, is without them."""
+def test_rows_are_kept_by_the_sources_that_make_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code and tables count by what they say, unless no row depends on them; the key, by which runs resume, is without
+    them."""
     room = Path(key_of.__file__).parents[1]
     assert {path.stem for path in room.iterdir()} >= key_of._MAKES_NO_ROWS
-    monkeypatch.setattr(key_of, "__file__", str(tmp_path / "cache" / "key.py"))
+    monkeypatch.setattr(key_of, "__file__", str(folder / "cache" / "key.py"))
     monkeypatch.setattr(key_of, "_sources", key_of._sources.__wrapped__)  # which is remembered
-    folders: list[str] = []
-    for name in ("encode.py", "templates/named.yaml", "preview/show.py", "steps.py", "encode.py"):
-        path = tmp_path / name
+
+    def kept(name: str, text: str) -> str:
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{len(folders)}")
-        folders.append(key_of.kept_as("key"))
-    first, with_table, with_preview, with_steps, changed = folders
-    assert with_table == with_preview == with_steps
-    assert len({first, with_table, changed}) == 3
-    assert all(folder.startswith("key-") for folder in folders)
+        path.write_text(text)
+        found = key_of.kept_as("key")
+        assert key_of.kept_as("key") == found, "as it is remembered"
+        assert found.startswith("key-")
+        return found
+
+    first = kept("encode.py", "def f(x: int) -> int:\n    return x + 1\n")
+    assert kept("steps.py", "1") == kept("preview/show.py", "2") == first, "no row depends on them"
+    documented = 'def f(x: int) -> int:\n    """Add one."""\n    return x + 1  # as asked\n'
+    assert kept("encode.py", f'"""A file."""\n{documented}') == first
+    table = kept("templates/named.yaml", "a: {b: 1}")
+    assert kept("templates/named.yaml", "# A comment.\na:\n  b: 1\n") == table
+    others = [kept("encode.py", "def f(x: int) -> int:\n    return x + 2\n"), kept("templates/named.yaml", "a: {b: 2}")]
+    assert len({first, table, *others}) == 4

@@ -25,7 +25,8 @@ from megatune.data.formats.form import Columns, Form, Tags, detect
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.pictures import DocumentPicture
 from megatune.data.prepare import prepare
-from megatune.data.preview import read_preview, show_preview
+from megatune.data.preview.rows import read_preview
+from megatune.data.preview.show import show_preview
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.errors import MegatuneError

@@ -71,7 +71,7 @@ def test_the_last_step_of_an_epoch_may_be_short(num_rows: int, batch: int) -> No
 @pytest.mark.parametrize("seed", [None, 3])
 def test_drawing_rows_takes_a_few_bytes_a_row(seed: int | None) -> None:
     """A Python set of their numbers took 60, in addition to the order of the draw."""
-    number, size = 400_000, 300_000
+    number, size = 100_000, 75_000
 
     class Source:
         num_samples = size

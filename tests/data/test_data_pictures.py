@@ -302,11 +302,11 @@ def test_rows_with_pictures_wait_within_a_bound(
         nonlocal read
         for number in range(40):
             read += 1
-            yield Sample(f"row {number}", None, 1, RawRow(f"row {number}", asks(images=[value])))
+            yield Sample(RawRow(f"row {number}", asks(images=[value])))
 
     reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, pictures=True)
     encoder = make_encoder(settings, model.tokenizer, model.vision(settings))
-    for _, found in encode_all(encoder, samples(), 2, reader, side_by_side=side_by_side):
+    for _, found in encode_all(encoder, reader, samples(), 2, side_by_side=side_by_side):
         assert isinstance(found, Encoded), found
         most, taken = max(most, read - taken), taken + 1
     assert taken == 40

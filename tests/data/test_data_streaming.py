@@ -126,8 +126,8 @@ def test_epochs_are_the_data_sets_mixed(strategy: str, datasets: list[str], tmp_
     mixing = STRATEGIES[strategy]
     name, probabilities = mixing.get("mix_strategy", "concat"), mixing.get("interleave_probs")
     expected = [NAMES[number] for number in mixed_order(SIZES, name, probabilities, None, 3)]
-    in_order = list(islice(epoch_of(blocks(request(tmp_path, datasets, disable_shuffling=True, **mixing))), 3))
-    assert in_order == [expected] * 3
+    in_order = list(islice(epoch_of(blocks(request(tmp_path, datasets, disable_shuffling=True, **mixing))), 2))
+    assert in_order == [expected] * 2
     shuffled = list(islice(epoch_of(blocks(request(tmp_path, datasets, **mixing))), 2))
     for start in range(0, len(expected), 5):
         for epoch in shuffled:
@@ -156,7 +156,7 @@ def test_every_block_is_a_function_of_where_it_begins(
     for number, (meta, _) in enumerate(whole):
         assert (meta.number, meta.start.first_row) == (number, first_row)
         first_row += meta.tokens.rows
-        if number in (1, 2, 4):  # nothing that the others do not show
+        if number not in (0, 3, 7, 10, 13):  # of both epochs
             continue
         state = StreamState.from_json(json.loads(json.dumps(meta.start.to_json())))
         assert next(blocks(request(tmp_path, datasets, state, **data))) == whole[number]
@@ -285,6 +285,7 @@ def test_machines_tokenise_a_stream_together(
     monkeypatch.setattr(workers, "CHUNK_ROWS", 3)
     monkeypatch.setattr("megatune.data.pipeline.usable_processes", lambda asked, *_: (asked, ""))
     data = {**STRATEGIES[strategy], "packing": True, "cutoff_len": 32, "preprocessing_num_workers": processes}
+    datasets = datasets if processes == 1 else datasets[:1]  # each pass over one starts processes
     alone = list(islice(blocks(request(tmp_path, datasets, **{**data, "preprocessing_num_workers": 1})), 12))
     for state in (None, alone[4][0].start) if processes == 1 else (None,):
         expected = alone[: 12 if processes == 1 else 4] if state is None else alone[4:]

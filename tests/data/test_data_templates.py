@@ -71,73 +71,6 @@ def reference_ids(conversation: Conversation, tokenizer: PreTrainedTokenizerFast
     return tokenizer.apply_chat_template(chat, tools=tools, return_dict=False, **variables)
 
 
-def test_qwen() -> None:
-    assert rendered("qwen", TWO_TURNS, qwen_tokenizer()) == [
-        Turn(
-            (
-                "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
-                "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n",
-            ),
-            ("2<|im_end|>\n",),
-        ),
-        Turn(("<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",), ("Yes<|im_end|>\n",)),
-    ]
-
-
-def test_llama3() -> None:
-    assert rendered("llama3", WITH_SYSTEM, llama3_tokenizer()) == [
-        Turn(
-            (
-                "<|begin_of_text|>",
-                "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
-                "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
-                "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            ),
-            ("2<|eot_id|>",),
-        ),
-        Turn(
-            (
-                "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
-                "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            ),
-            ("Yes<|eot_id|>",),
-        ),
-    ]
-
-
-def test_deepseek3() -> None:
-    assert rendered("deepseek3", WITH_SYSTEM, deepseek_tokenizer()) == [
-        Turn(("<｜begin▁of▁sentence｜>", "Be brief.", "<｜User｜>1 + 1?<｜Assistant｜>"), ("2<｜end▁of▁sentence｜>",)),
-        Turn(("<｜User｜>Sure?<｜Assistant｜>",), ("Yes<｜end▁of▁sentence｜>",)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "tokenizer", "prompt", "answer"),
-    [
-        (
-            "qwen2_vl",
-            qwen_tokenizer(),
-            ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "<|im_start|>user\nHi<|im_end|>\n"),
-            "Hello<|im_end|>\n",
-        ),
-        ("chatml", qwen_tokenizer(), ("<|im_start|>user\nHi<|im_end|>\n",), "Hello<|im_end|>\n"),
-        ("qwen3_vl_nothink", qwen_tokenizer(), ("<|im_start|>user\nHi<|im_end|>\n",), "Hello<|im_end|>\n"),
-        ("mistral", mistral_tokenizer(), ("<s>", "[INST] Hi[/INST]"), " Hello</s>"),
-        (
-            "deepseek",
-            deepseek_tokenizer(),
-            ("<｜begin▁of▁sentence｜>", "User: Hi\n\nAssistant:"),
-            " Hello<｜end▁of▁sentence｜>",
-        ),
-    ],
-)
-def test_one_turn(name: str, tokenizer: PreTrainedTokenizerFast, prompt: tuple[str, ...], answer: str) -> None:
-    (turn,) = rendered(name, Conversation((Message("user", "Hi"), Message("assistant", "Hello"))), tokenizer)
-    header = "<|im_start|>assistant\n" if "<|im_start|>" in prompt[-1] else ""
-    assert turn == Turn((*prompt[:-1], prompt[-1] + header), (answer,))
-
-
 def test_systems_of_deepseek_mistral_and_chatml() -> None:
     (first, _) = rendered("deepseek", WITH_SYSTEM, deepseek_tokenizer())
     assert first.prompt[1:] == ("Be brief.\n\n", "User: 1 + 1?\n\nAssistant:")
@@ -264,31 +197,6 @@ def test_deepseekr1_thinks() -> None:
     ]
 
 
-def test_qwen_tools() -> None:
-    first, second = rendered("qwen3_nothink", CALLS, qwen_tokenizer())
-    # Without a system message the description of the tools starts the system turn.
-    assert first.prompt[0].startswith("<|im_start|>system\n# Tools\n\nYou may call one or more functions")
-    assert '<tools>\n{"type": "function", "function": {"name": "get_weather"' in first.prompt[0]
-    assert first.completion == (
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "京都"}}\n</tool_call><|im_end|>\n',
-    )
-    assert second.prompt == (
-        '<|im_start|>user\n<tool_response>\n{"degrees": 20}\n</tool_response>\n'
-        '<tool_response>\n{"degrees": 9}\n</tool_response><|im_end|>\n<|im_start|>assistant\n',
-    )
-
-
-def test_llama3_tools() -> None:
-    first, second = rendered("llama3", CALLS, llama3_tokenizer())
-    assert "Today Date: 26 Jul 2024\n\nYou have access to the following functions." in first.prompt[1]
-    assert first.completion == (
-        '[{"name": "get_weather", "parameters": {"city": "Paris"}}, '
-        '{"name": "get_weather", "parameters": {"city": "京都"}}]<|eot_id|>',
-    )
-    assert second.prompt[0].startswith('<|start_header_id|>ipython<|end_header_id|>\n\n{"degrees": 20}\n{"degrees": 9}')
-
-
 def test_plain_tools() -> None:
     city = {"type": "string", "description": "Where", "enum": ["Paris", "Rome"]}
     days = {"type": "array", "items": {"type": "integer"}}
@@ -317,46 +225,10 @@ def test_a_call_after_text_and_thought() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "conversation", "tokenizer"),
-    [
-        ("qwen", TWO_TURNS, qwen_tokenizer()),
-        ("qwen", WITH_SYSTEM, qwen_tokenizer()),
-        ("qwen", CALLS, qwen_tokenizer()),
-        ("qwen3_nothink", WITH_SYSTEM, qwen_tokenizer()),
-        ("llama3", TWO_TURNS, llama3_tokenizer()),
-        ("llama3", WITH_SYSTEM, llama3_tokenizer()),
-        ("deepseek3", WITH_SYSTEM, deepseek_tokenizer()),
-        (None, TWO_TURNS, qwen_tokenizer()),
-        (None, CALLS, qwen_tokenizer()),
-        (None, THINKS_FIRST, qwen_tokenizer("qwen3")),
-        (None, THINKS_LAST, qwen_tokenizer("qwen3")),
-        (None, WITH_SYSTEM, llama3_tokenizer()),
-        (None, WITH_SYSTEM, deepseek_tokenizer()),
-    ],
-)
-def test_tokens_are_those_of_apply_chat_template(
-    name: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert encoded_ids(name, conversation, tokenizer) == reference_ids(conversation, tokenizer)
-
-
 @pytest.mark.parametrize("conversation", [TWO_TURNS, THINKS_FIRST, THINKS_LAST])
 def test_qwen3_with_masked_history_is_what_the_model_sees_when_used(conversation: Conversation) -> None:
     tokenizer = qwen_tokenizer("qwen3")
     assert encoded_ids("qwen3", conversation, tokenizer, mask_history=True) == reference_ids(conversation, tokenizer)
-
-
-def test_default_finds_answers() -> None:
-    (first, second) = rendered(None, TWO_TURNS, qwen_tokenizer())
-    assert first.prompt[0].endswith("1 + 1?<|im_end|>\n<|im_start|>assistant\n")
-    assert (first.completion, second.completion) == (("2<|im_end|>\n",), ("Yes<|im_end|>\n",))
-    assert second.prompt == (ASK_2,)
-
-
-def test_default_finds_answers_that_lose_their_reasoning_as_history() -> None:
-    turns = rendered(None, THINKS_FIRST, qwen_tokenizer("qwen3"))
-    assert turns == [Turn((ASK_1,), ("2<|im_end|>\n",)), Turn((ASK_2,), (f"{EMPTY}Yes<|im_end|>\n",))]
 
 
 @pytest.mark.parametrize("enable", [False, None])
@@ -371,22 +243,6 @@ def test_default_keeps_reasoning_where_thinking_is_open_and_drops_it_where_it_is
         for enable in (None, False)
     }
     assert answers == {None: ("<think>\nIt is.\n</think>\n\nYes<|im_end|>\n",), False: ("Yes<|im_end|>\n",)}
-
-
-def test_default_trusts_generation_markers() -> None:
-    tokenizer = qwen_tokenizer("marked")
-    turns = rendered(None, WITH_SYSTEM, tokenizer)
-    assert [turn.completion for turn in turns] == [("2<|im_end|>",), ("Yes<|im_end|>",)]
-    assert turns[1].prompt == ("\n" + ASK_2,)
-    text = "".join(piece for turn in turns for piece in (*turn.prompt, *turn.completion))
-    chat = [{"role": "system", "content": "Be brief."}, *({"role": m.role, "content": m.content} for m in ASK)]
-    whole = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == whole["input_ids"][:-1]  # all but the newline after the last answer
-    trained = [token for token, mask in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if mask]
-    assert trained == [
-        t for turn in turns for t in tokenizer(turn.completion[0], add_special_tokens=False)["input_ids"]
-    ]
 
 
 def test_default_system_replaces_the_templates_own() -> None:

@@ -104,7 +104,7 @@ def test_renderings_do_not_grow_with_the_turns(name: str, thought: str, monkeypa
     monkeypatch.setattr(module, "render_marked", counted)
     template = template_of(name)
     conversation = agent(100, thought) if name != "chatml" else Conversation(agent(0).messages * 100)
-    (turns,) = template._writer.turns_of_all([conversation], Thinking())  # in this process
+    (turns,) = template._turns_of_all([conversation], Thinking())  # in this process
     assert isinstance(turns, list)
     assert sum(size > 10 for size in sizes) <= 3
     assert len(sizes) <= 16

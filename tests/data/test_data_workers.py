@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,22 @@ from megatune.data import workers
 from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.encode import Encoded, Encoder
+from megatune.data.formats.form import Columns
 from megatune.data.readers import RawRow
-from megatune.data.samples import Sample
+from megatune.data.samples import NO_FACTS, Facts, RowReader, Sample
+from megatune.data.sources import DatasetSource
 from megatune.data.templates import load_template
 from megatune.errors import ExitCode, MegatuneError
 
-SAMPLES = [Sample("a.txt:1", "Hello", 1, RawRow("a.txt:1", {"text": "Hello"}))]
+SAMPLES = [Sample(RawRow("a.txt:1", {"text": "Hello"}))]
+READER = RowReader(DatasetSource("text", Columns(prompt="text"), name="a", files=()), "pt", {})
+
+
+class GivenExamples(RowReader):
+    """Reads rows that have an example, or why there is none."""
+
+    def read(self, fields: Mapping[str, Any]) -> tuple[Any, Facts]:
+        return fields["example"], NO_FACTS
 
 
 class DyingTokenizer:
@@ -35,14 +46,14 @@ class DyingTokenizer:
 def test_a_worker_that_dies_is_reported() -> None:
     encoder = Encoder(DyingTokenizer(), None, cutoff_len=8)  # type: ignore[arg-type]
     with pytest.raises(MegatuneError, match="was killed, or could not start") as caught:
-        list(workers.encode_all(encoder, SAMPLES, num_workers=2))
+        list(workers.encode_all(encoder, READER, SAMPLES, num_workers=2))
     assert caught.value.exit_code == ExitCode.PROCESS_DIED
 
 
 def test_a_worker_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "CHUNK_TIMEOUT", 0.05)  # less than a process takes to start
     with pytest.raises(MegatuneError, match="does not answer") as caught:
-        list(workers.encode_all(Encoder(qwen_tokenizer(), None, cutoff_len=8), SAMPLES, num_workers=2))
+        list(workers.encode_all(Encoder(qwen_tokenizer(), None, cutoff_len=8), READER, SAMPLES, num_workers=2))
     assert caught.value.exit_code == ExitCode.PROCESS_DIED
 
 
@@ -65,12 +76,12 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 PARENT = """
 import time
 from tokenizer_kit import qwen_tokenizer
-from test_data_workers import SAMPLES
+from test_data_workers import READER, SAMPLES
 from megatune.data import workers
 from megatune.data.encode import Encoder
 
 if __name__ == "__main__":
-    for _ in workers.encode_all(Encoder(qwen_tokenizer(), None, cutoff_len=8), SAMPLES * 600, num_workers=2):
+    for _ in workers.encode_all(Encoder(qwen_tokenizer(), None, cutoff_len=8), READER, SAMPLES * 600, num_workers=2):
         print("working", flush=True)
         time.sleep(600)
 """
@@ -90,8 +101,9 @@ def test_processes_send_what_one_computes() -> None:
             PreferencePair.of_answers((question,), answer, Message("assistant", "No.")),
             RowError("code", "reason", f"detail {number}"),
         ]
-    samples = [Sample(str(i), example, 1, RawRow(str(i), {})) for i, example in enumerate(examples)]
-    alone, apart = (list(workers.encode_all(encoder, samples, num_workers)) for num_workers in (1, 2))
+    samples = [Sample(RawRow(str(number), {"example": example})) for number, example in enumerate(examples)]
+    reader = GivenExamples(READER.source, "sft", {})
+    alone, apart = (list(workers.encode_all(encoder, reader, samples, num_workers)) for num_workers in (1, 2))
     assert [sample for sample, _ in alone] == [sample for sample, _ in apart] == samples
     seen = set()
     for (_, ours), (_, theirs) in zip(alone, apart, strict=True):
@@ -114,7 +126,7 @@ def test_the_garbage_collector_is_left_as_it_was(num_workers: int) -> None:
     gc.unfreeze()  # other tests of this process may have left it frozen
     encoder = Encoder(qwen_tokenizer(), None, cutoff_len=8)
     frozen = []
-    for _ in workers.encode_all(encoder, SAMPLES, num_workers):
+    for _ in workers.encode_all(encoder, READER, SAMPLES, num_workers):
         frozen.append(gc.get_freeze_count() > 0)
     assert frozen == [True]
     assert gc.get_freeze_count() == 0

@@ -240,7 +240,7 @@ class _Checked:
         self.counts["rows refused"] += len(bad)
         with pipeline.bad_rows(self.folder, "quarantine") as kept:
             for sample, error in bad:
-                assert sample.where.startswith(f"{self.folder}"), sample.where
+                assert sample.row.where.startswith(f"{self.folder}"), sample.row.where
                 assert error.reason
                 assert len(f"{error}") < 5000
                 kept.add(sample, error)
@@ -260,8 +260,8 @@ class _Checked:
         if kind == "csv" or (kind != "json" and kind != "jsonl"):
             return
         for sample, encoded in (found[0], found[-1]):
-            assert isinstance(encoded, Encoded), f"{sample.where}: {encoded}"
-            assert _tokens(encoded) == self.good[name], sample.where
+            assert isinstance(encoded, Encoded), f"{sample.row.where}: {encoded}"
+            assert _tokens(encoded) == self.good[name], sample.row.where
 
 
 def _tokens(encoded: Encoded) -> list[Any]:

@@ -92,7 +92,7 @@ class BadRows:
         kind = "long" if error.code == TOO_LONG else "bad"
         self._counts[kind] += 1
         if len(self._named[kind]) < MOST_NAMED:
-            self._named[kind].append(Finding(error.reason, sample.where, error.detail))
+            self._named[kind].append(Finding(error.reason, sample.row.where, error.detail))
         if self._path is None:
             return
         if self._file is None:
@@ -100,7 +100,7 @@ class BadRows:
             self._file = open(self._path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         # A row that could not be parsed is kept as its text.
         row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": _without_media(sample.row.fields)}
-        entry = {"where": sample.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
+        entry = {"where": sample.row.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
         self._file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
     def check(self, num_read: int) -> None:

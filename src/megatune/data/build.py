@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from megatune.data.rows import (
 )
 from megatune.data.store import ColumnWriter
 
+if TYPE_CHECKING:
+    from megatune.config.settings import Settings
+
 _FLUSH_TOKENS = 2**20
 
 
@@ -38,10 +42,34 @@ class RowShape:
     packing: bool  # rows hold several samples
     seed: int  # of the packing
 
+    @classmethod
+    def of(cls, settings: Settings) -> RowShape:
+        """Return the shape that settings ask for."""
+        return cls(settings.run.stage, settings.data.cutoff_len, settings.packing, settings.run.seed)
+
     @property
     def capacity(self) -> int:
         """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
         return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
+
+    def arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
+        """Return documents row by row, where rows begin among them, and what a row is.
+
+        Args:
+            spans: [documents, 2], where the tokens of each document of the samples begin and end.
+        """
+        if self.stage in PAIR_STAGES:
+            if not self.packing:
+                return spans, np.arange(0, len(spans) + 1, 2), "pairs"
+            pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), self.capacity, self.seed)
+            return spans.reshape(-1, 2, 2)[pairs].reshape(-1, 2), 2 * rows, "packed_pairs"
+        if self.stage == "pt":
+            spans, rows = concatenate(spans, self.cutoff_len, joined=self.packing)
+            return spans, rows, "packed" if self.packing else "single"
+        if not self.packing:
+            return spans, np.arange(len(spans) + 1), "single"
+        order, rows = pack(spans[:, 1] - spans[:, 0], self.capacity, self.seed)
+        return spans[order], rows, "packed"
 
 
 class RowsBuilder:
@@ -132,7 +160,7 @@ class RowsBuilder:
         documents = np.repeat(starts[samples] - np.cumsum(per_sample) + per_sample, per_sample)
         documents += np.arange(len(documents))
         ends = np.asarray(self._ends)
-        spans, rows, arrangement = self._arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
+        spans, rows, arrangement = self._shape.arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
         extras: dict[str, np.ndarray] = {}
         desirable: int | None = None
         if self._shape.stage == "kto":
@@ -155,19 +183,3 @@ class RowsBuilder:
             pictures=written.count_pictures(),
             desirable=desirable,
         )
-
-    def _arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
-        """Return documents row by row, where rows begin among them, and what a row is."""
-        shape = self._shape
-        if shape.stage in PAIR_STAGES:
-            if not shape.packing:
-                return spans, np.arange(0, len(spans) + 1, 2), "pairs"
-            pairs, rows = pack((spans[:, 1] - spans[:, 0]).reshape(-1, 2).sum(axis=1), shape.capacity, shape.seed)
-            return spans.reshape(-1, 2, 2)[pairs].reshape(-1, 2), 2 * rows, "packed_pairs"
-        if shape.stage == "pt":
-            spans, rows = concatenate(spans, shape.cutoff_len, joined=shape.packing)
-            return spans, rows, "packed" if shape.packing else "single"
-        if not shape.packing:
-            return spans, np.arange(len(spans) + 1), "single"
-        order, rows = pack(spans[:, 1] - spans[:, 0], shape.capacity, shape.seed)
-        return spans[order], rows, "packed"

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError, no_rows
-from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples, replacements, with_examples
+from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples
 from megatune.data.sources import DatasetSource, datasets_of, prompt_sources
 from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
 from megatune.data.templates import check_template
@@ -82,23 +83,21 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     Raises:
         MegatuneError: there are none, or all of them are wrong in the same way (exit code 65), or as `read_samples`.
     """
-    data = settings.data
-    few = ROWS_FOR_DETECTION if data.max_samples is None else min(data.max_samples, ROWS_FOR_DETECTION)
-    samples = read_samples(replace(source, num_samples=None), seed=settings.run.seed, max_samples=few)
-    reader = RowReader(source, settings.run.stage, replacements(data), pictures=True)
-    first = list(with_examples(samples, reader))
-    errors = [sample.example for sample in first if isinstance(sample.example, RowError)]
+    samples = islice(read_samples(replace(source, num_samples=None), settings), ROWS_FOR_DETECTION)
+    reader = RowReader.of(source, settings, pictures=True)
+    first = list(reader.examples(samples))
+    errors = [example for _, example in first if isinstance(example, RowError)]
     if not first:
         raise MegatuneError(no_rows(source.name), ExitCode.DATA)
     codes = {error.code for error in errors}
     if len(errors) == len(first) and codes <= {*_MISSING, *_FIXES}:
         what = f"{source.name}: none of its first {len(first)} rows can be trained on"
-        found = suggested(first[0].row.fields, settings.run.stage)
+        found = suggested(first[0][0].row.fields, settings.run.stage)
         parts = {"prompt" if usual == "query" else usual: name for name, usual in found.items()}
         fix = f"name its columns, in its entry of dataset_info.json or as a setting: columns: {as_yaml(parts)}"
         fix = _FIXES.get(errors[0].code, fix)
-        raise MegatuneError(Finding(what, first[0].where, str(errors[0]), fix), ExitCode.DATA)
-    return list(dict.fromkeys(name for sample in first for name in sample.row.fields))
+        raise MegatuneError(Finding(what, first[0][0].row.where, str(errors[0]), fix), ExitCode.DATA)
+    return list(dict.fromkeys(name for sample, _ in first for name in sample.row.fields))
 
 
 def _used(settings: Settings, source: DatasetSource) -> set[str]:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError, no_rows
-from megatune.data.build import RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.report import DatasetReport
-from megatune.data.samples import Result, RowReader, Sample, all_filled, read_samples, replacements, stream_samples
+from megatune.data.samples import Result, RowReader, Sample, all_filled, read_samples, stream_samples
 from megatune.data.sources import DatasetSource, SourcePosition, datasets_of
 from megatune.data.vision import VisionInput
 from megatune.data.workers import encode_all
@@ -77,29 +76,21 @@ class Pipeline:
         _check_cutoff(encoder)
         return cls(settings, encoder, training, evaluation)
 
-    @property
-    def shape(self) -> RowShape:
-        """How samples become rows."""
-        run = self.settings.run
-        return RowShape(run.stage, self.settings.data.cutoff_len, self.settings.packing, run.seed)
-
     def read(self, source: DatasetSource) -> Results:
         """Return every chosen row of a data set, encoded."""
-        data = self.settings.data
-        seed = self.settings.run.seed
-        samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
-        reader = self._reader(source, seed if data.val_size else None)
-        return _counted(all_filled(encode_all(self.encoder, samples, self._num_workers, reader)), source.name)
+        seed = self.settings.run.seed if self.settings.data.val_size else None
+        samples = read_samples(source, self.settings)
+        encoded = encode_all(self.encoder, self._reader(source, seed), samples, self._num_workers)
+        return _counted(all_filled(encoded), source.name)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
         """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
-        data = self.settings.data
-        samples = stream_samples(source, max_samples=data.max_samples, after=after, taken=taken)
+        samples = stream_samples(source, self.settings, after, taken)
         # Data sets that are drawn from in turn are read side by side: they share the processes.
-        side_by_side = 1 if data.mix_strategy == "concat" else len(self.training)
+        side_by_side = 1 if self.settings.data.mix_strategy == "concat" else len(self.training)
         num_workers = self._num_workers // side_by_side
         series = None if self.exchange is None else self.exchange.series()
-        encoded = encode_all(self.encoder, samples, num_workers, self._reader(source), series, side_by_side)
+        encoded = encode_all(self.encoder, self._reader(source), samples, num_workers, series, side_by_side)
         return all_filled(encoded, at_once=True)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
@@ -112,8 +103,7 @@ class Pipeline:
         return usable_processes(self.settings.data.preprocessing_num_workers or 1)[0]
 
     def _reader(self, source: DatasetSource, seed: int | None = None) -> RowReader:
-        placeholders, takes_pictures = replacements(self.settings.data), self.encoder.vision is not None
-        return RowReader(source, self.settings.run.stage, placeholders, takes_pictures, seed)
+        return RowReader.of(source, self.settings, pictures=self.encoder.vision is not None, seed=seed)
 
 
 def _counted(results: Results, name: str) -> Results:
@@ -190,7 +180,7 @@ class DatasetReader:
         assert taken is not None
         self._state.usable += 1
         self.report.truncated += taken[1].truncated
-        self.report.tags_added += taken[0].facts is not None and taken[0].facts.tags_added
+        self.report.tags_added += taken[0].facts.tags_added
         self._pass_by(taken[0])
         return taken
 
@@ -223,7 +213,7 @@ class DatasetReader:
         for sample, encoded in self._results:
             if not isinstance(encoded, RowError):
                 return sample, encoded
-            self.report.drop(sample.where, encoded)
+            self.report.drop(sample.row.where, encoded)
             self._pass_by(sample)
             self.on_bad_row(sample, encoded)
         self._state.ended = True

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
-from megatune.data.build import RowsBuilder
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.cache.folder import built, stored_key
 from megatune.data.cache.key import kept_as, prepared_key
 from megatune.data.mismatched import MismatchedRows
@@ -74,7 +74,7 @@ def prepare(
     def build(folder: Path) -> None:
         _build(Pipeline.of(settings, tokenizer, vision), folder)
 
-    prepared = built(settings, kept_as(key.name), build, open_prepared)
+    prepared = built(settings, kept_as(key.name), build, open_prepared, key.made_of())
     # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
@@ -115,7 +115,7 @@ def _build(pipeline: Pipeline, folder: Path) -> None:
     settings, data = pipeline.settings, pipeline.settings.data
     # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
     policy = "error" if data.on_bad_row == "error" else "quarantine"
-    with RowsBuilder(folder, pipeline.shape) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
+    with RowsBuilder(folder, RowShape.of(settings)) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
         lengths = array("i")  # before cutting, those that were too long included
         sources = (*pipeline.training, *pipeline.evaluation)
         collected = [_collect(pipeline, source, builder, bad_rows, lengths) for source in sources]
@@ -162,7 +162,6 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        assert sample.facts is not None
         builder.add(encoded.documents, encoded.margin, sample.facts.desirable)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)

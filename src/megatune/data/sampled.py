@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Example, PreferencePair, texts
 from megatune.data.encode import Encoder
-from megatune.data.samples import RowReader, Sample, read_samples, replacements, with_examples
-from megatune.data.sources import DatasetSource, datasets_of
+from megatune.data.samples import RowReader, Sample, read_samples
+from megatune.data.sources import datasets_of
 from megatune.data.workers import encode_all
 
 if TYPE_CHECKING:
@@ -105,37 +105,33 @@ def sampled_lengths(
     found = SampledLengths(is_exact=encoder is not None)
     rows = 0
     for source in sources:
-        has_pictures = encoder is not None and encoder.vision is not None
-        samples = _read(source, settings, has_pictures, seconds / len(sources), found)
+        reader = RowReader.of(source, settings, pictures=encoder is not None and encoder.vision is not None)
+        read = _read(reader, settings, seconds / len(sources), found)
         if encoder is None:
-            _count_texts(samples, settings, count, found)
+            _count_texts([example for _, example in read], settings, count, found)
         else:
-            rows += _encode(samples, settings, encoder, found)
+            rows += _encode(read, settings, reader, encoder, found)
     found.pictures /= max(rows, 1)
     return found
 
 
-def _read(
-    source: DatasetSource, settings: Settings, pictures: bool, seconds: float, found: SampledLengths
-) -> list[Sample]:
+def _read(reader: RowReader, settings: Settings, seconds: float, found: SampledLengths) -> list[tuple[Sample, Example]]:
     """Return the first rows that can be trained on."""
-    data, deadline, samples = settings.data, time.monotonic() + seconds, []
-    rows = read_samples(source, seed=settings.run.seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
-    reader = RowReader(source, settings.run.stage, replacements(data), pictures)
-    for sample in with_examples(rows, reader):
-        samples += [] if isinstance(sample.example, RowError) else [sample]
-        if len(samples) >= _MOST_READ or time.monotonic() > deadline:
+    deadline, read = time.monotonic() + seconds, []
+    for sample, example in reader.examples(read_samples(reader.source, settings)):
+        read += [] if isinstance(example, RowError) else [(sample, example)]
+        if len(read) >= _MOST_READ or time.monotonic() > deadline:
             found.is_whole = False
             break
-    found.rows += len(samples)
-    return samples
+    found.rows += len(read)
+    return read
 
 
-def _count_texts(samples: Sequence[Sample], settings: Settings, count: Counter | None, found: SampledLengths) -> None:
+def _count_texts(examples: Sequence[Example], settings: Settings, count: Counter | None, found: SampledLengths) -> None:
     """Add the lengths of rows, by their texts."""
     cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
-    chosen = samples if count is None else _chosen(samples)
-    documents = [list(texts(each)) for sample in chosen for each in _documents(sample.example)]
+    chosen = examples if count is None else [examples[place] for place in _chosen(examples)]
+    documents = [list(texts(each)) for example in chosen for each in _documents(example)]
     if count is None:
         lengths = [[len(text.encode()) // BYTES_OF_A_TOKEN for text in document] for document in documents]
     else:
@@ -147,13 +143,19 @@ def _count_texts(samples: Sequence[Sample], settings: Settings, count: Counter |
         found.documents += _pieces(sum(each) + around, cutoff, is_text)
 
 
-def _encode(samples: Sequence[Sample], settings: Settings, encoder: Encoder, found: SampledLengths) -> int:
+def _encode(
+    read: Sequence[tuple[Sample, Example]],
+    settings: Settings,
+    reader: RowReader,
+    encoder: Encoder,
+    found: SampledLengths,
+) -> int:
     """Add the lengths of some of these rows, encoded as training does; return how many there are."""
     cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
-    chosen = _chosen(samples)
+    chosen = [read[place][0] for place in _chosen([example for _, example in read])]
     found.encoded += len(chosen)
     rows = 0
-    for _, encoded in encode_all(encoder, chosen, 1):
+    for _, encoded in encode_all(encoder, reader, chosen):
         if isinstance(encoded, RowError):
             continue
         rows += 1
@@ -166,20 +168,18 @@ def _encode(samples: Sequence[Sample], settings: Settings, encoder: Encoder, fou
     return rows
 
 
-def _chosen(samples: Sequence[Sample]) -> list[Sample]:
-    """Return rows at equal distances, and the longest."""
-    if len(samples) <= _EVENLY + _LONGEST:
-        return list(samples)
-    sizes = [max(sum(map(len, texts(each))) for each in _documents(sample.example)) for sample in samples]
-    longest = sorted(range(len(samples)), key=sizes.__getitem__)[-_LONGEST:]
-    evenly = (place * len(samples) // _EVENLY for place in range(_EVENLY))
-    return [samples[place] for place in sorted({*evenly, *longest})]
+def _chosen(examples: Sequence[Example]) -> Sequence[int]:
+    """Return the places of rows at equal distances, and of the longest."""
+    if len(examples) <= _EVENLY + _LONGEST:
+        return range(len(examples))
+    sizes = [max(sum(map(len, texts(each))) for each in _documents(example)) for example in examples]
+    longest = sorted(range(len(examples)), key=sizes.__getitem__)[-_LONGEST:]
+    evenly = (place * len(examples) // _EVENLY for place in range(_EVENLY))
+    return sorted({*evenly, *longest})
 
 
-def _documents(example: Example | RowError | None) -> tuple[Example, ...]:
+def _documents(example: Example) -> tuple[Example, ...]:
     """Return a conversation or text itself, and those of a pair."""
-    assert example is not None
-    assert not isinstance(example, RowError)
     return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
 
 

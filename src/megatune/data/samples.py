@@ -19,33 +19,13 @@ from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
+    from megatune.config.settings import Settings
     from megatune.data.encode import Encoded  # which imports numpy
 
 _Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
 # What each placeholder becomes in rows that are tagged as Chinese, and in all others; None where it is not set.
 Replacements = Mapping[str, tuple[str, str] | None]
 LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
-
-
-@dataclass(slots=True)
-class Sample:
-    """One row of a file on its way to tokens; what it says is read where it is encoded, by worker processes too.
-
-    Attributes:
-        where: its place, as reports name it.
-        example: what is trained on, or why the row is dropped; None where it is read as it is encoded.
-        copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
-        row: as it was read.
-        position: where its data set continues after it.
-        facts: what else its example says.
-    """
-
-    where: str
-    example: Example | RowError | None
-    copies: int
-    row: RawRow
-    position: SourcePosition | None = None
-    facts: Facts | None = None
 
 
 class Facts(NamedTuple):
@@ -58,6 +38,23 @@ class Facts(NamedTuple):
 
 
 NO_FACTS = Facts()
+
+
+@dataclass(slots=True)
+class Sample:
+    """One row of a file on its way to tokens; what it says is read where it is encoded, by worker processes too.
+
+    Attributes:
+        row: as it was read.
+        copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
+        position: where its data set continues after it.
+        facts: what else it says, once it is read.
+    """
+
+    row: RawRow
+    copies: int = 1
+    position: SourcePosition | None = None
+    facts: Facts = NO_FACTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,11 @@ class RowReader:
     pictures: bool = False
     seed: int | None = None
 
+    @classmethod
+    def of(cls, source: DatasetSource, settings: Settings, *, pictures: bool, seed: int | None = None) -> RowReader:
+        """Return the reader that settings ask for."""
+        return cls(source, settings.run.stage, replacements(settings.data), pictures, seed)
+
     def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, Facts]:
         """Return what a row says, or why it cannot be trained on."""
         try:
@@ -93,25 +95,22 @@ class RowReader:
             return example, NO_FACTS
         return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added)
 
-    def refused(self, sample: Sample, unsupported: UnsupportedRow) -> MegatuneError:
+    def examples(self, samples: Iterator[Sample]) -> Iterator[tuple[Sample, Example | RowError]]:
+        """Yield samples with what their rows say.
+
+        Raises:
+            MegatuneError: a row needs what is not built (exit code 64).
+        """
+        for sample in samples:
+            example = sample.row.error or self.read(sample.row.fields)[0]
+            if isinstance(example, UnsupportedRow):
+                raise self.refused(sample.row.where, example)
+            yield sample, example
+
+    def refused(self, where: str, unsupported: UnsupportedRow) -> MegatuneError:
         """Return the error that ends a run over a row that needs what is not built."""
         what = f"dataset: {self.source.name} cannot be trained on: {unsupported}"
-        return MegatuneError(Finding(what, sample.where, fix=unsupported.fix), ExitCode.SETTINGS)
-
-
-def with_examples(samples: Iterator[Sample], reader: RowReader) -> Iterator[Sample]:
-    """Yield samples with what their rows say, read in this process.
-
-    Raises:
-        MegatuneError: a row needs what is not built (exit code 64).
-    """
-    for sample in samples:
-        if sample.example is None:
-            example, sample.facts = reader.read(sample.row.fields)
-            if isinstance(example, UnsupportedRow):
-                raise reader.refused(sample, example)
-            sample.example = example
-        yield sample
+        return MegatuneError(Finding(what, where, fix=unsupported.fix), ExitCode.SETTINGS)
 
 
 def rank(example: Example, seed: int) -> int:
@@ -140,24 +139,21 @@ def _both(value: str | list[str] | None) -> tuple[str, str] | None:
     return (value, value) if isinstance(value, str) else (value[0], value[-1])
 
 
-def read_samples(
-    source: DatasetSource, *, seed: int, shuffle: bool = True, max_samples: int | None = None
-) -> Iterator[Sample]:
+def read_samples(source: DatasetSource, settings: Settings) -> Iterator[Sample]:
     """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
 
-    Args:
-        shuffle: num_samples draws at random; False takes the first rows.
-        max_samples: the first ones of those that num_samples draws.
+    num_samples draws at random unless dataset_shuffle is off, and max_samples takes the first ones of those.
 
     Raises:
         MegatuneError: a file cannot be read.
     """
-    for row, position, copies in islice(drawn_rows(source, seed if shuffle else None), max_samples):
-        yield Sample(row.where, row.error, copies, row, position)
+    data = settings.data
+    rows = drawn_rows(source, settings.run.seed if data.dataset_shuffle else None)
+    return (Sample(row, copies, position) for row, position, copies in islice(rows, data.max_samples))
 
 
 def stream_samples(
-    source: DatasetSource, *, max_samples: int | None, after: SourcePosition | None, taken: int
+    source: DatasetSource, settings: Settings, after: SourcePosition | None, taken: int
 ) -> Iterator[Sample]:
     """Yield the rows of one data set from a place on; of those num_samples and max_samples leave the first.
 
@@ -168,10 +164,9 @@ def stream_samples(
     Raises:
         MegatuneError: as `read_samples`.
     """
-    limits = [limit for limit in (source.num_samples, max_samples) if limit is not None]
+    limits = [limit for limit in (source.num_samples, settings.data.max_samples) if limit is not None]
     left = max(0, min(limits) - taken) if limits else None
-    for row, position in islice(source.rows_from(after), left):
-        yield Sample(row.where, row.error, 1, row, position)
+    return (Sample(row, position=position) for row, position in islice(source.rows_from(after), left))
 
 
 Result: TypeAlias = "tuple[Sample, Encoded | RowError]"
@@ -190,9 +185,9 @@ def all_filled(results: Generator[Result, None, None], *, at_once: bool = False)
     with closing(results):
         for result in results:
             sample, _ = result
-            if sample.facts is not None and sample.facts.missing:
+            if sample.facts.missing:
                 for placeholder in sample.facts.missing[: 1 if at_once else None]:
-                    unfilled.setdefault(placeholder, sample.where)
+                    unfilled.setdefault(placeholder, sample.row.where)
                 if at_once:
                     break
             yield result

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from megatune.config.values import counted
 from megatune.data.order import steps_per_epoch
-from megatune.data.report import DataReport, DatasetReport, LengthReport
+from megatune.data.report import DataReport, DatasetReport, LengthReport, adapter_of
 from megatune.data.rows import Arrangement, TokenRows
 from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -106,7 +105,7 @@ class Statistics:
 
     def to_json(self) -> str:
         """Return one JSON object, with the names of the attributes."""
-        own: dict[str, Any] = TypeAdapter(Statistics).dump_python(self, mode="json")
+        own: dict[str, Any] = adapter_of(Statistics).dump_python(self, mode="json")
         own |= {"padding_share": self.padding_share, "largest_id": self.largest_id}
         if self.is_packed:
             own["packing_efficiency"] = self.report.train.packing_efficiency

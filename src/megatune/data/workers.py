@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Example
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import Document
-from megatune.data.samples import NO_FACTS, Facts, Result, RowReader, Sample
+from megatune.data.samples import Facts, Result, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.processes import when_parent_ends
 
@@ -34,9 +33,6 @@ MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
 CHUNKS_AHEAD = 3  # for each process, so that none waits
 
-# What encoding starts from: an example, or the fields of a row that is read first.
-Item = Example | Mapping[str, Any]
-
 
 class _Chunk(NamedTuple):
     """Samples that are encoded together, and the bytes of pictures that their rows hold."""
@@ -45,21 +41,20 @@ class _Chunk(NamedTuple):
     size: int
 
     @property
-    def items(self) -> list[Item]:
-        """What is to be encoded: those that are not refused already."""
-        found = (sample.row.fields if sample.example is None else sample.example for sample in self.samples)
-        return [item for item in found if not isinstance(item, RowError)]
+    def rows(self) -> list[Mapping[str, Any]]:
+        """What is to be encoded: rows that could be read."""
+        return [sample.row.fields for sample in self.samples if sample.row.error is None]
 
 
 class EncodedItems(NamedTuple):
-    """What became of items, in few large arrays: many small ones take longer to send than to make.
+    """What became of rows, in few large arrays: many small ones take longer to send than to make.
 
     Attributes:
         tokens, labels: int32, of all documents, one after the other.
         sizes, pictures: tokens and pictures of each document.
-        results: of each item its number of documents, whether it was cut, its length before and its margin; or why it
+        results: of each row its number of documents, whether it was cut, its length before and its margin; or why it
             has none. An UnsupportedRow ends the run.
-        facts: of each item.
+        facts: of each row.
     """
 
     tokens: np.ndarray
@@ -70,7 +65,7 @@ class EncodedItems(NamedTuple):
     facts: list[Facts]
 
     def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, Facts]]:
-        """Yield what became of each item, and what else is known of it."""
+        """Yield what became of each row, and what else is known of it."""
         spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
         documents = (
             Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
@@ -93,23 +88,23 @@ Submit = Callable[[_Chunk], "Future[EncodedItems]"]
 
 def encode_all(
     encoder: Encoder,
+    reader: RowReader,
     samples: Iterable[Sample],
-    num_workers: int,
-    reader: RowReader | None = None,
+    num_workers: int = 1,
     series: Series | None = None,
     side_by_side: int = 1,
 ) -> Generator[Result, None, None]:
     """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
 
     Args:
-        reader: of samples whose example is not read; it gives them their facts.
+        reader: of the samples' rows; it gives them their facts.
         series: shares the work with other machines.
         side_by_side: data sets that are read at the same time, and share MOST_BYTES.
 
     Raises:
         MegatuneError: a worker process died or hung (exit code 76), or a row needs what is not built (64).
     """
-    chunks = _chunked(iter(samples), reader is not None and reader.pictures)
+    chunks = _chunked(iter(samples), reader.pictures)
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
     # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
     # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
@@ -133,12 +128,12 @@ class _Work:
     """What is done with rows; picklable."""
 
     encoder: Encoder
-    reader: RowReader | None
+    reader: RowReader
     most_bytes: int  # see MOST_BYTES
 
-    def encode(self, items: Sequence[Item]) -> EncodedItems:
-        """Return what becomes of each item."""
-        read = [self._read(item) for item in items]
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedItems:
+        """Return what becomes of each row."""
+        read = [self.reader.read(row) for row in rows]
         examples = [each for each, _ in read if not isinstance(each, RowError | UnsupportedRow)]
         encoded = self.encoder.encode(examples)
         documents = [one for each in encoded if isinstance(each, Encoded) for one in each.documents]
@@ -159,14 +154,8 @@ class _Work:
     def submit(self, chunk: _Chunk) -> Future[EncodedItems]:
         """Encode in this process, at once."""
         future: Future[EncodedItems] = Future()
-        future.set_result(self.encode(chunk.items))
+        future.set_result(self.encode(chunk.rows))
         return future
-
-    def _read(self, item: Item) -> tuple[Example | RowError | UnsupportedRow, Facts]:
-        if isinstance(item, Mapping):
-            assert self.reader is not None
-            return self.reader.read(item)
-        return item, NO_FACTS
 
 
 def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk]:
@@ -199,7 +188,7 @@ def _encode_in_processes(
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
     try:
         ahead = num_workers * CHUNKS_AHEAD
-        yield from _in_order(work, chunks, ahead, lambda chunk: pool.submit(_encode_in_worker, chunk.items), series)
+        yield from _in_order(work, chunks, ahead, lambda chunk: pool.submit(_encode_in_worker, chunk.rows), series)
     except (BrokenProcessPool, TimeoutError) as error:
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
@@ -222,8 +211,8 @@ def _start_worker(work: _Work, parent: int) -> None:
     gc.freeze()
 
 
-def _encode_in_worker(items: list[Item]) -> EncodedItems:
-    return _worker_work.encode(items)
+def _encode_in_worker(rows: list[Mapping[str, Any]]) -> EncodedItems:
+    return _worker_work.encode(rows)
 
 
 def _in_order(
@@ -255,14 +244,13 @@ def _in_order(
             return
         chunk, promise = pending.popleft()
         # What another machine has made of other rows is encoded here.
-        following = (promise.result(CHUNK_TIMEOUT) or work.encode(chunk.items)).each()
+        following = (promise.result(CHUNK_TIMEOUT) or work.encode(chunk.rows)).each()
         held -= chunk.size
         for sample in chunk.samples:
-            if isinstance(sample.example, RowError):
-                yield sample, sample.example
+            if sample.row.error is not None:
+                yield sample, sample.row.error
                 continue
             encoded, sample.facts = next(following)
             if isinstance(encoded, UnsupportedRow):
-                assert work.reader is not None
-                raise work.reader.refused(sample, encoded) from encoded
+                raise work.reader.refused(sample.row.where, encoded) from encoded
             yield sample, encoded

@@ -1,7 +1,8 @@
 """Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
 
-    CACHE/rows/KEY/...      what `build` wrote
-    CACHE/rows/KEY/key.txt  of what the rows were made
+    CACHE/rows/KEY/...           what `build` wrote
+    CACHE/rows/KEY/key.txt       of what the rows were made, as one name
+    CACHE/rows/KEY/made_of.json  the same in words
 
 A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
 rows, and the rename decides. One that cannot be read, as a file of it is damaged or cut short, is made again.
@@ -10,15 +11,16 @@ rows, and the rename decides. One that cannot be read, as a file of it is damage
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
 from megatune.data.pictures import are_current
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 KEY_FILE = "key.txt"
+_MADE_OF_FILE = "made_of.json"
 _DAMAGED = "damaged"  # the second word of a key.txt
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,7 +41,13 @@ _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, 
 T = TypeVar("T")
 
 
-def built(settings: Settings, key: str, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+def built(
+    settings: Settings,
+    key: str,
+    build: Callable[[Path], None],
+    read: Callable[[Path], T],
+    made_of: Mapping[str, Any] | None = None,
+) -> T:
     """Return what is read of the folder with the rows of this key: as it is where it can be read, else made.
 
     It is tokenized_path where that is set. Else it is in the cache; where that cannot be written, among this user's
@@ -48,6 +57,7 @@ def built(settings: Settings, key: str, build: Callable[[Path], None], read: Cal
         key: names all that determines the rows.
         build: fills an empty folder.
         read: raises a MegatuneError where the folder is damaged.
+        made_of: what `key` names, each part or setting with a value that JSON can hold.
 
     Raises:
         MegatuneError: tokenized_path holds something else (exit code 64), nothing can be written (73), or what
@@ -56,10 +66,10 @@ def built(settings: Settings, key: str, build: Callable[[Path], None], read: Cal
     data = settings.data
     if data.tokenized_path:
         folder = Path(data.tokenized_path).expanduser().absolute()
-        places = [_Place(folder, key, named=True)]
+        places = [_Place(folder, key, made_of or {}, named=True)]
     else:
         temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
-        in_cache = _Place(cache_dir() / "rows" / key, key)
+        in_cache = _Place(cache_dir() / "rows" / key, key, made_of or {})
         places = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
     failures: list[_CannotWriteError] = []
     for place in places:
@@ -119,6 +129,7 @@ class _Place:
 
     folder: Path
     key: str
+    made_of: Mapping[str, Any]
     named: bool = False  # by the user, who may have something else in it
     private: bool = False  # in a folder that others can write to, so that its owner counts
 
@@ -166,6 +177,7 @@ class _Place:
                 build(partial)
             with _writing(self.folder):
                 (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
+                (partial / _MADE_OF_FILE).write_text(json.dumps(self.made_of, indent=2), encoding="ascii")
                 if not self._is_made():  # where there are no locks, it may be
                     publish(partial, self.folder)
 
@@ -178,11 +190,26 @@ class _Place:
             what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
             fix = "name a new folder"
         elif stored not in (None, self.key):
-            what, why = "has rows that were prepared from other data or settings, or by another version of megatune", ""
-            fix = "name another folder, or delete this one"
+            what = "has rows that were prepared from other data or settings, or by another version of megatune"
+            why, fix = self._difference(), "name another folder, or delete this one to prepare its rows again"
         else:
             return
         raise MegatuneError(Finding(f"tokenized_path: {self.folder} {what}", "", why, fix), ExitCode.SETTINGS)
+
+    def _difference(self) -> str:
+        """Say what else the rows in the folder were made of; "" where it does not tell."""
+        try:
+            there: dict[str, Any] = json.loads((self.folder / _MADE_OF_FILE).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return ""
+        here: dict[str, Any] = json.loads(json.dumps(self.made_of))
+        differing = [name for name in {**there, **here} if there.get(name, self) != here.get(name, self)]
+        return "; ".join(
+            f"{name} is {json.dumps(here[name])}, and {json.dumps(there[name])} there"
+            if " " not in name and name in here and name in there
+            else f"{name} differs"
+            for name in differing
+        )
 
     def _make_parent(self) -> None:
         """Raise OSError, also where others could have put rows there."""

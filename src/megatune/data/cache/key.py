@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+import yaml
 
 from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.digests import remembered_digest
+from megatune.hub.digests import cache_dir, remembered_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +51,12 @@ class RowsKey:
 
     name: str  # 32 hexadecimal digits of all that determines the rows
     parts: Mapping[str, str]  # what it is made of, in words, each with a digest of its own
+    chosen: Mapping[str, Any]  # the settings among it, by name
+
+    def made_of(self) -> dict[str, Any]:
+        """Return what a folder of prepared rows notes of its making: digests of parts, values of settings."""
+        digests = {part: digest for part, digest in self.parts.items() if part != _SETTINGS}
+        return {**self.chosen, **digests, "the code that prepares rows": _sources()}
 
 
 def kept_as(name: str) -> str:
@@ -58,13 +67,45 @@ def kept_as(name: str) -> str:
 
 @cache
 def _sources() -> str:
-    """Digest the sources of this room that make rows."""
-    room, state = Path(__file__).parents[1], xxhash.xxh3_64()
-    for path in sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml")):
-        parts = path.relative_to(room).with_suffix("").parts
-        if parts[0] not in _MAKES_NO_ROWS:
-            state.update(f"{parts}".encode() + path.read_bytes())
-    return state.hexdigest()
+    """Digest what the sources of this room that make rows say, which comments, docstrings and layout do not change.
+
+    Parsing all of them takes most of a second, so the digest is remembered by that of their bytes.
+    """
+    room = Path(__file__).parents[1]
+    paths = sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml"))
+    files = {path: path.relative_to(room).with_suffix("").parts for path in paths}
+    files = {path: parts for path, parts in files.items() if parts[0] not in _MAKES_NO_ROWS}
+    content = xxhash.xxh3_128(b"".join(f"{parts}".encode() + path.read_bytes() for path, parts in files.items()))
+    note = cache_dir() / "digests" / f"{content.hexdigest()}.sources"
+    with suppress(OSError, UnicodeDecodeError):
+        return note.read_text(encoding="ascii")
+    said = xxhash.xxh3_64(repr([(parts, _said(path)) for path, parts in files.items()]).encode()).hexdigest()
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(said, encoding="ascii")
+        partial.replace(note)
+    return said
+
+
+def _said(path: Path) -> Any:
+    """Return the content of a table, or the syntax tree of a program as nested lists, the same in every Python."""
+    if path.suffix == ".yaml":
+        return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
+    return _nested(tree)
+
+
+def _nested(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_nested(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = (value for _, value in ast.iter_fields(node) if value is not None and value != [])
+    return [type(node).__name__, *map(_nested, fields)]
 
 
 def prepared_key(
@@ -105,7 +146,7 @@ def prepared_key(
         "the template": _name(made_by["template"]),
         **({"the processor of images and videos": _name(pictures)} if pictures else {}),
     }
-    return RowsKey(_name({**chosen, **content, **made_by}), parts)
+    return RowsKey(_name({**chosen, **content, **made_by}), parts, chosen)
 
 
 def local_parts(settings: Settings) -> dict[str, str]:
@@ -163,7 +204,7 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     """
     data = settings.data
     key = prepared_key(settings, tokenizer, vision=vision, file_digest=_ends_digest)
-    return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts)
+    return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts, key.chosen)
 
 
 def _ends_digest(path: Path) -> str:
@@ -181,12 +222,11 @@ def _name(determining: Any) -> str:
 
 def _template_content(name: str | None) -> Any:
     """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
-    from megatune.data.templates import template_source, tool_texts
+    from megatune.data.templates import template_source
     from megatune.data.templates.named import NAMED_TEMPLATES
 
     if name in NAMED_TEMPLATES:
-        texts = {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}
-        return [texts, inspect.getsource(tool_texts)]  # whose functions describe tools in the texts
+        return {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}
     try:
         return template_source(name)
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,9 @@ from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
 from megatune.data.encode import Encoder, load_tokenizer, make_encoder
 from megatune.data.order import epoch_order
-from megatune.data.packing import concatenate, pack
 from megatune.data.prepare import prepare
 from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
-from megatune.data.samples import NO_FACTS, RowReader, read_samples, replacements
+from megatune.data.samples import RowReader, read_samples
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput, load_vision_input
@@ -157,7 +156,7 @@ def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     for source in sources:
         number = 0
         for documents in islice(_usable(settings, source, encoder, preview), MOST_READ):
-            for row in [documents] if settings.run.stage != "pt" else _spans(documents, settings):
+            for row in _arranged(documents, settings):
                 number += 1
                 if number in wanted:
                     preview.rows.append(PreviewRow(source.name, number, row))
@@ -170,7 +169,6 @@ def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
 def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
     """Pack the first samples of every data set, as all will be packed."""
     run = settings.run
-    shape = RowShape(run.stage, settings.data.cutoff_len, True, run.seed)
     preview = Preview("packed_pairs" if run.stage in PAIR_STAGES else "packed")
     samples: list[tuple[RowDocument, ...]] = []
     most = max(1, MOST_PACKED // len(sources))
@@ -179,13 +177,7 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
         usable = _usable(settings, source, encoder, preview)
         samples += islice(usable, most)
         is_cut_off = is_cut_off or next(usable, None) is not None
-    if run.stage == "pt":
-        rows = _spans([*chain.from_iterable(samples)], settings)
-    else:
-        lengths = [sum(len(each.document.input_ids) for each in sample) for sample in samples]
-        packing, borders = pack(lengths, shape.capacity, run.seed)
-        packed = ((samples[i] for i in packing[start:stop]) for start, stop in pairwise(borders))
-        rows = [tuple(chain.from_iterable(row)) for row in packed]
+    rows = _arranged([*chain.from_iterable(samples)], settings)
     preview.total = len(rows)
     # In an order of training: in that of packing, the first rows are those that the longest samples fill alone.
     order = epoch_order(len(rows), run.seed, 0, not settings.data.disable_shuffling)
@@ -198,38 +190,37 @@ def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
     return preview
 
 
-def _spans(texts: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDocument, ...]]:
-    """Cut texts into rows of cutoff_len tokens: joined where rows are packed, else each by itself."""
-    ends = np.cumsum([0, *(len(text.document.input_ids) for text in texts)])
-    spans = np.stack([ends[:-1], ends[1:]], axis=1)
-    spans, borders = concatenate(spans, settings.data.cutoff_len, joined=settings.packing)
-    documents = []
+def _arranged(documents: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDocument, ...]]:
+    """Make rows of the documents of samples, as the run makes them; a long text becomes several documents."""
+    ends = np.cumsum([0, *(len(each.document.input_ids) for each in documents)])
+    spans, borders, _ = RowShape.of(settings).arranged(np.stack([ends[:-1], ends[1:]], axis=1))
+    made = []
     for start, stop in spans.tolist():
         number = int(np.searchsorted(ends, start, side="right")) - 1
-        first = int(ends[number])
-        text, place = texts[number], slice(start - first, stop - first)
-        cut = Document(text.document.input_ids[place], text.document.labels[place])
-        documents.append(RowDocument(text.where, cut, start - first))
-    return [tuple(documents[start:stop]) for start, stop in pairwise(borders)]
+        whole, first = documents[number], int(ends[number])
+        if stop - start < len(whole.document.input_ids):
+            place = slice(start - first, stop - first)
+            cut = Document(whole.document.input_ids[place], whole.document.labels[place])
+            whole = replace(whole, document=cut, start=start - first, length=0)
+        made.append(whole)
+    return [tuple(made[start:stop]) for start, stop in pairwise(borders.tolist())]
 
 
 def _usable(
     settings: Settings, source: DatasetSource, encoder: Encoder, preview: Preview
 ) -> Iterator[tuple[RowDocument, ...]]:
     """Encode samples and yield the documents of those that can be trained on; the others are noted in the preview."""
-    data = settings.data
-    seed = settings.run.seed
-    samples = read_samples(source, seed=seed, shuffle=data.dataset_shuffle, max_samples=data.max_samples)
-    reader = RowReader(source, settings.run.stage, replacements(data), encoder.vision is not None)
-    for sample, encoded in encode_all(encoder, islice(samples, MOST_READ), 1, reader):
+    samples = islice(read_samples(source, settings), MOST_READ)
+    reader = RowReader.of(source, settings, pictures=encoder.vision is not None)
+    for sample, encoded in encode_all(encoder, reader, samples):
         preview.read += 1
-        facts = sample.facts or NO_FACTS  # what has no value is shown as it is written; a run would end with it
-        preview.unfilled.update(facts.missing)
+        # What has no value is shown as it is written; a run would end with it.
+        preview.unfilled.update(sample.facts.missing)
         if isinstance(encoded, RowError):
-            preview.bad.append((sample.where, encoded))
+            preview.bad.append((sample.row.where, encoded))
         else:
-            tags = encoded.length, facts.desirable, encoded.margin
-            yield tuple(RowDocument(sample.where, each, 0, *tags) for each in encoded.documents)
+            tags = encoded.length, sample.facts.desirable, encoded.margin
+            yield tuple(RowDocument(sample.row.where, each, 0, *tags) for each in encoded.documents)
 
 
 def _held_out(

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from megatune.data.build import RowsBuilder
+from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.encode import Encoded
 from megatune.data.mixing import draws
 from megatune.data.order import block_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
+from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.store import write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -49,12 +48,12 @@ class StreamState:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return TypeAdapter(StreamState).dump_python(self, mode="json")
+        return adapter_of(StreamState).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
         """Return what `to_json` was made of."""
-        return TypeAdapter(StreamState).validate_python(raw)
+        return adapter_of(StreamState).validate_python(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class BlockMeta:
     @classmethod
     def load(cls, folder: Path) -> BlockMeta:
         """Read what is known of the block in a folder."""
-        return TypeAdapter(BlockMeta).validate_json((folder / _META_FILE).read_bytes())
+        return adapter_of(BlockMeta).validate_json((folder / _META_FILE).read_bytes())
 
 
 class MixedStream:
@@ -163,13 +162,16 @@ class MixedStream:
             reports=tuple(deepcopy(reader.report) for reader in self.sets),
         )
         meta = BlockMeta(tokens, start, self.state)
-        (folder / _META_FILE).write_bytes(TypeAdapter(BlockMeta).dump_json(meta))
+        (folder / _META_FILE).write_bytes(adapter_of(BlockMeta).dump_json(meta))
         return meta
 
     def write_part(self, folder: Path, part: str, samples: Iterable[Encoded], order: Order) -> TokenReport:
         """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
         before = self._num_read()
-        with RowsBuilder(folder, self._pipeline.shape) as builder, self._pipeline.bad_rows(folder) as bad_rows:
+        with (
+            RowsBuilder(folder, RowShape.of(self._pipeline.settings)) as builder,
+            self._pipeline.bad_rows(folder) as bad_rows,
+        ):
             for reader in self.sets:
                 reader.on_bad_row = bad_rows.add
             for encoded in samples:

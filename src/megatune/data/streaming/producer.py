@@ -20,12 +20,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from megatune.data.cache.folder import built, is_full, room_left
 from megatune.data.cache.key import kept_as
 from megatune.data.pipeline import Pipeline, SetState
-from megatune.data.report import DatasetReport, TokenReport, check_bad_rows
+from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
 from megatune.data.streaming.folder import StreamFolder
@@ -59,7 +58,7 @@ class HeldOut:
         TokenRows(folder / EVALUATION)
         try:
             content = json.loads((folder / _EVALUATION_META).read_text(encoding="utf-8"))
-            return TypeAdapter(HeldOut).validate_python({**content, "folder": folder})
+            return adapter_of(HeldOut).validate_python({**content, "folder": folder})
         except (OSError, ValueError, TypeError) as error:
             finding = Finding("the folder of evaluation rows is incomplete", str(folder), str(error))
             raise MegatuneError(finding, ExitCode.INPUT) from error
@@ -99,7 +98,7 @@ class StreamRequest:
             # Copies, before `_starts` reads on.
             reports = tuple(replace(deepcopy(e.report), trained=0, evaluation=e.report.trained) for e in stream.sets)
             held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
-        (folder / _EVALUATION_META).write_bytes(TypeAdapter(HeldOut).dump_json(held_out, exclude={"folder"}))
+        (folder / _EVALUATION_META).write_bytes(adapter_of(HeldOut).dump_json(held_out, exclude={"folder"}))
 
     def stream(self, held_out: HeldOut | None, exchange: Exchange | None = None) -> MixedStream:
         """Return the training data behind the rows that are held out."""

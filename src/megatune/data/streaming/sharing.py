@@ -95,10 +95,10 @@ class Series:
         """Return the part that this machine has in the chunk of these samples, the next one of the series."""
         machines = self.exchange.machines
         state = xxhash.xxh3_128(pickle.dumps([(each.row.fields, each.row.raw, each.copies) for each in samples]))
-        owner = (self.number + self._chunks) % machines.total
+        is_own = (self.number + self._chunks) % machines.total == machines.number
         key = f"chunk/{self.number}/{self._chunks}"
         self._chunks += 1
-        return Chunk(self.exchange, key, state.hexdigest(), owner, owner == machines.number)
+        return Chunk(self.exchange, key, state.hexdigest(), is_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,6 @@ class Chunk:
     exchange: Exchange
     key: str
     rows: str  # a digest of what was read
-    owner: int
     is_own: bool
 
     def give(self, encoded: Future[Any]) -> None:

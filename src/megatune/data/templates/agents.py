@@ -8,55 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatune.data.conversation import ToolCall
 from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.tool_texts import ToolTexts, compact, fill, fill_from, prepared, tool_name
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
-
-class ChatText(NamedTuple):
-    """What agent templates need to know of the chat template that they write into.
-
-    Attributes:
-        prompt: a user's message, {content}, up to where the answer starts.
-        separator: what ends an answer that another message follows.
-    """
-
-    prompt: str
-    separator: str
-
-
-class Keywords(NamedTuple):
-    """What ReAct writes before the name of a tool, before its arguments and before its result."""
-
-    action: str
-    action_input: str
-    observation: str
-
-
-REACT = Keywords("Action:", "Action Input:", "Observation:")
-
-
-def _keep(before: str) -> tuple[str, str]:
-    return before, ""
-
-
-def _strip(before: str) -> tuple[str, str]:
-    return before.strip(), "\n\n" if before.strip() else ""
-
-
-def _strip_text(before: str) -> tuple[str, str]:
-    return (before.strip(), "\n") if before.strip() else (before, "")
-
-
-def _after_thought(before: str) -> tuple[str, str]:
-    return before, "\n\n" if before.split("</think>")[-1].strip() else ""
-
+# What ReAct writes before the name of a tool, before its arguments and before its result.
+REACT = ("Action:", "Action Input:", "Observation:")
 
 # What becomes of the assistant's text before calls, and what separates the two.
-_BEFORE = {"keep": _keep, "strip": _strip, "strip_text": _strip_text, "after_thought": _after_thought}
+_BEFORE: dict[str, Callable[[str], tuple[str, str]]] = {
+    "keep": lambda before: (before, ""),
+    "strip": lambda before: (before.strip(), "\n\n" if before.strip() else ""),
+    "strip_text": lambda before: (before.strip(), "\n") if before.strip() else (before, ""),
+    "after_thought": lambda before: (before, "\n\n" if before.split("</think>")[-1].strip() else ""),
+}
 
 # The placeholders of a result.
 _RESULT_FIELDS: dict[str, Callable[[str], str]] = {
@@ -85,7 +53,7 @@ class AgentTemplate(ToolTexts):
         after_user: results that follow a user's message, with {results}, {separator} and {user_start}, which starts
             another user's message; None: they are refused.
         after_user_joiner: separates them where that is not result_joiner.
-        keywords: of answers in the way of ReAct, which results follow in that way, too; None: in no case.
+        keywords: as REACT; results follow answers that have the first two in that way, too. None: in no case.
         version: of ms-swift, 3 or 4.
     """
 
@@ -103,7 +71,7 @@ class AgentTemplate(ToolTexts):
     all_results: str = "{results}"
     after_user: str | None = None
     after_user_joiner: str | None = None
-    keywords: Keywords | None = REACT
+    keywords: tuple[str, str, str] | None = REACT
     version: int
 
     def offer(self, tools: Sequence[Mapping[str, Any]], system: str | None, question: str) -> tuple[str, str]:
@@ -132,35 +100,36 @@ class AgentTemplate(ToolTexts):
         before, separator = _BEFORE[self.before](before)
         return before, separator + text
 
-    def results(self, answer: str, results: Sequence[str], chat: ChatText) -> tuple[str, str]:
+    def results(self, answer: str, results: Sequence[str], prompt: str, separator: str) -> tuple[str, str]:
         """Return the answer before the results, and all text from there to where the next answer starts.
 
         Where several messages of the assistant precede the results, ms-swift 3 takes all of their text for the answer,
         and ms-swift 4 the last of them.
-        """
-        if self.keywords and self.keywords.action in answer and self.keywords.action_input in answer:
-            return _react_results(self.keywords, answer, results)
-        joined = self._joined(results, self.result_joiner)
-        user_message = chat.prompt.replace("{content}", joined)
-        return answer, fill(self.all_results, results=joined, separator=chat.separator, user_message=user_message)
 
-    def standalone(self, results: Sequence[str], chat: ChatText) -> str | None:
+        Args:
+            prompt: a user's message of the chat template, {content}, up to where the answer starts.
+            separator: what ends an answer there that another message follows.
+        """
+        if self.keywords and all(word in answer for word in self.keywords[:2]):
+            observation = self.keywords[2]
+            if not answer.endswith(observation):
+                answer += ("" if answer.endswith("\n") else "\n") + observation
+            return answer, observation.join(each if each.endswith("\n") else f"{each}\n" for each in results)
+        joined = self._joined(results, self.result_joiner)
+        user_message = prompt.replace("{content}", joined)
+        return answer, fill(self.all_results, results=joined, separator=separator, user_message=user_message)
+
+    def standalone(self, results: Sequence[str], prompt: str, separator: str) -> str | None:
         """Return text to append to a user's message that results follow; None where ms-swift refuses that."""
         if self.after_user is None or self.version < 4:
             return None
         joined = self._joined(results, self.result_joiner if self.after_user_joiner is None else self.after_user_joiner)
-        user_start = chat.prompt.split("{content}", maxsplit=1)[0]
-        return fill(self.after_user, results=joined, separator=chat.separator, user_start=user_start)
+        user_start = prompt.split("{content}", maxsplit=1)[0]
+        return fill(self.after_user, results=joined, separator=separator, user_start=user_start)
 
     def _joined(self, results: Sequence[str], joiner: str) -> str:
         joined = joiner.join(fill_from(self.result, _RESULT_FIELDS, each) for each in results)
         return fill(self.results_within, results=joined)
-
-
-def _react_results(keywords: Keywords, answer: str, results: Sequence[str]) -> tuple[str, str]:
-    if not answer.endswith(keywords.observation):
-        answer += ("" if answer.endswith("\n") else "\n") + keywords.observation
-    return answer, keywords.observation.join(each if each.endswith("\n") else f"{each}\n" for each in results)
 
 
 # ms-swift's names that have no texts here: languages of their own, of models that are not supported.
@@ -178,14 +147,6 @@ def agent_names(version: int) -> dict[str, str]:
     return names if version >= 4 else names | _NAMES_IN_3
 
 
-def _build(name: str, version: int) -> AgentTemplate:
-    texts = entry_of("agents", name, in_3=version < 4)
-    texts.pop("since", None)
-    if texts.get("keywords"):
-        texts["keywords"] = Keywords(*texts["keywords"])
-    return AgentTemplate(**texts, version=version)
-
-
 @cache
 def agent_template(name: str, version: int) -> AgentTemplate:
     """Return an agent template of ms-swift's version 3 or 4.
@@ -195,7 +156,9 @@ def agent_template(name: str, version: int) -> AgentTemplate:
     """
     names = agent_names(version)
     if name in names:
-        return _build(names[name], version)
+        texts = entry_of("agents", names[name], in_3=version < 4)
+        texts.pop("since", None)
+        return AgentTemplate(**texts, version=version)
     if name in NOT_SUPPORTED:
         what = f"agent template {name} is not supported"
     else:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,7 +70,7 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """The tokenizer's own chat template; picklable.
+    """The tokenizer's own chat template; picklable, since another process renders it within limits.
 
     Args:
         tokenizer: has a chat template.
@@ -82,7 +82,10 @@ class ChatTemplate:
     is_apart = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
-        self._writer = _Writer(tokenizer.chat_template, dict(tokenizer.special_tokens_map), default_system)
+        self._templates: Any = tokenizer.chat_template  # a text, or several by their names
+        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._default_system = default_system
+        self._call_forms: dict[str, CallForm | None] = {}  # by template
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         """Write the turns of a conversation; see `Template.render`.
@@ -99,7 +102,7 @@ class ChatTemplate:
         """Write conversations at once; of one that cannot be written return why."""
         conversations = [replace(each, pictures=()) if each.pictures else each for each in conversations]
         try:
-            return limited(self._writer.turns_of_all, conversations, thinking)
+            return limited(self._turns_of_all, conversations, thinking)
         except RenderLimitError as error:
             if len(conversations) == 1:
                 return [beyond_limits(error)]
@@ -111,23 +114,15 @@ class ChatTemplate:
         Raises:
             RowError: it leaves calls out.
         """
-        return limited(self._writer.chat_of, conversation)
+        return limited(self._chat_of, conversation)
 
     def unasked(self) -> str:
         """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
-        return limited(self._writer.unasked)
+        return limited(self._unasked)
 
+    # What follows is run by the process that renders.
 
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """What `ChatTemplate` does within limits."""
-
-    templates: Any  # a text, or several by their names
-    special_tokens: dict[str, Any]
-    default_system: str
-    call_forms: dict[str, CallForm | None] = field(default_factory=dict)  # by template
-
-    def turns_of_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
+    def _turns_of_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
         return [self._turns_or_why_not(each, thinking) for each in conversations]
 
     def _turns_or_why_not(self, conversation: Conversation, thinking: Thinking) -> list[Turn] | RowError:
@@ -144,10 +139,10 @@ class _Writer:
         tools, source = self._tools_and_source(conversation)
         if tools and "tools" not in source:
             raise RowError("no-tools-in-template", "the chat template has no place for tools")
-        chat = self.chat_of(conversation)
+        chat = self._chat_of(conversation)
         if thinking.enable is False:
             chat = _without_thoughts(chat)
-        rendering = _Rendering(source, tools, thinking.enable, self.special_tokens)
+        rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
         text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
         trained = [message.trained for message in conversation.messages if message.role == "assistant"]
         ends = [0, *(stop for _, stop in spans)]
@@ -159,20 +154,20 @@ class _Writer:
     def _tools_and_source(self, conversation: Conversation) -> tuple[list[dict[str, Any]] | None, str]:
         """Return the schemas of tools, and the template for a conversation with or without them."""
         tools = [tool_schema(tool) for tool in conversation.tools] or None
-        if isinstance(self.templates, str):
-            return tools, self.templates
-        return tools, self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+        if isinstance(self._templates, str):
+            return tools, self._templates
+        return tools, self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
 
-    def chat_of(self, conversation: Conversation) -> Chat:
+    def _chat_of(self, conversation: Conversation) -> Chat:
         form = self._call_form(conversation)
-        return as_dicts(conversation.messages, conversation.system or self.default_system, form)
+        return as_dicts(conversation.messages, conversation.system or self._default_system, form)
 
-    def unasked(self) -> str:
+    def _unasked(self) -> str:
         _, source = self._tools_and_source(PROBE)
         if _GENERATION_MARKER.search(source):
             return ""
-        rendering = _Rendering(source, None, True, self.special_tokens)
-        chat = as_dicts(PROBE.messages, self.default_system, CALL_FORMS[0])
+        rendering = _Rendering(source, None, True, self._special_tokens)
+        chat = as_dicts(PROBE.messages, self._default_system, CALL_FORMS[0])
         prompt = rendering.text(chat[:-1], add_generation_prompt=True)
         if prompt != rendering.text(chat[:-1]):
             return ""
@@ -184,10 +179,10 @@ class _Writer:
         if not any(message.tool_calls for message in conversation.messages):
             return CALL_FORMS[0]
         tools, source = self._tools_and_source(conversation)
-        if source not in self.call_forms:
-            text = _Rendering(source, tools, True, self.special_tokens).text
-            self.call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
-        form = self.call_forms[source]
+        if source not in self._call_forms:
+            text = _Rendering(source, tools, True, self._special_tokens).text
+            self._call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
+        form = self._call_forms[source]
         if form is None:
             raise RowError("calls-left-out", "the chat template leaves out calls of tools")
         return form

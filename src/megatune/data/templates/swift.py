@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, Role
-from megatune.data.templates.agents import AgentTemplate, ChatText
+from megatune.data.templates.agents import AgentTemplate
 from megatune.data.templates.tool_texts import fill
 from megatune.data.templates.turns import Thinking, Turn
 
@@ -214,7 +214,8 @@ class SwiftTemplate:
         results = [index for index, each in enumerate(merged) if each.role == "tool"]
         for index in results:
             answer = merged[index - 1]
-            answer.texts[-1], written = self._agent().results(answer.texts[-1], merged[index].texts, self._chat_text)
+            around = self.prompt, self.separator or ""
+            answer.texts[-1], written = self._agent().results(answer.texts[-1], merged[index].texts, *around)
             merged[index].texts = [written]
         return merged
 
@@ -227,7 +228,7 @@ class SwiftTemplate:
         else:
             written = None
             if previous is not None and self.rules.version >= 4:
-                written = self._agent().standalone([content], self._chat_text)
+                written = self._agent().standalone([content], self.prompt, self.separator or "")
             if previous is None or written is None:
                 raise RowError("roles-out-of-order", "roles out of order", "a tool result does not follow a tool call")
             previous.texts[-1] += written
@@ -313,7 +314,3 @@ class SwiftTemplate:
         if self.agent_template is None:
             raise RowError("no-tools-in-template", f"template {self.name} has no agent template", "set agent_template")
         return self.agent_template
-
-    @property
-    def _chat_text(self) -> ChatText:
-        return ChatText(self.prompt, self.separator or "")
