@@ -141,10 +141,10 @@ WRONG = [
         "    fix: write context_parallel_size: 3, the nearest that divides them",
     ),
     (
-        DELTA,
+        dataclasses.replace(QWEN, model_type="gemma4"),
         ["save_format=torch_dist"],
-        "save_format: torch_dist with a qwen3_next\n"
-        "    why: Megatron-Core keeps the norm of gated delta nets less 1, which loses bits of 16-bit weights\n"
+        "save_format: torch_dist with a gemma4\n"
+        "    why: Megatron-Core has no attention whose layers have heads of two sizes\n"
         "    fix: write save_format: hf",
     ),
     (
