@@ -237,6 +237,7 @@ class Vision:
         timestamps: each pair of a video's frames is a block of its own, behind its time in seconds as text.
         one_position: tokens of pictures have positions as those of text have; otherwise in time, height and width.
         square: pixels of the sides that every image has, or every tile of one; None where images keep their shape.
+        tiles: an image may be cut into several tiles, with the whole image as one more (InternVL).
         whole: in the decoder, too, the tokens of a picture see each other.
         layers: the engine's own encoder; None where Transformers' module computes it.
         text: what stands for pictures.
@@ -267,6 +268,7 @@ class Vision:
     timestamps: bool = False
     one_position: bool = False
     square: int | None = None
+    tiles: bool = False
     whole: bool = False
     layers: VisionLayers | None = None
     text: PictureText = PictureText()

@@ -134,6 +134,11 @@ WRONG = [
         "    fix: write bf16: true, or remove fp8",
     ),
     (
+        QWEN,
+        ["crop_to_patches=true"],
+        "crop_to_patches: true with a qwen2\n    why: only InternVL reads tiles\n    fix: remove crop_to_patches",
+    ),
+    (
         DELTA,
         ["context_parallel_size=4"],
         "context_parallel_size 4 does not divide the 6 key heads of a process\n"

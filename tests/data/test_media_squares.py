@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
@@ -56,6 +57,59 @@ def test_an_image_is_that_of_transformers(folders: dict[str, Path], family: str,
     expected = asked([Image.open(io.BytesIO(content)).convert("RGB")], return_tensors="np")["pixel_values"]
     assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected))
     assert run == 16
+
+
+@pytest.mark.parametrize("size", [(97, 61), (224, 224), (400, 400), (300, 500), (90, 999), (640, 480), (700, 610)])
+def test_tiles_are_those_of_transformers(folders: dict[str, Path], size: tuple[int, int]) -> None:
+    vision = load_architecture(folders["internvl"]).vision
+    assert vision is not None
+    made = load_processor(folders["internvl"], vision, DataSettings(crop_to_patches=True, **SETTINGS))
+    content = encoded(picture(*size), "PNG")
+    source = PictureSource("image", data=content)
+    measured = made.measure(source)
+    (run,) = made.runs(measured)
+    given = [("image", measured.grid, None, made.pixels(source, measured))]
+    found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    processor = GotOcr2ImageProcessorPil.from_pretrained(folders["internvl"])
+    expected: Any = processor([Image.open(io.BytesIO(content))], crop_to_patches=True, return_tensors="np")
+    assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected["pixel_values"]))
+    assert run == 16 * expected["num_patches"][0]
+    assert expected["num_patches"][0] == processor.get_number_of_image_patches(*size[::-1], {"crop_to_patches": True})
+
+
+def test_tokens_of_tiles_are_those_of_internvls_processor(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("wide", (300, 90)), ("square", (50, 50))):
+        picture(*size).save(tmp_path / f"{name}.png")
+    files = [str(tmp_path / f"{name}.png") for name in ("wide", "square")]
+    folder = folders["internvl"]
+    asked = "<image>What is\nthis? <image>"
+    conversation = Conversation(
+        (Message("user", asked), Message("assistant", "It.")),
+        system="Be brief.",
+        pictures=tuple(RowPicture("image", file) for file in files),
+    )
+    tokenizer, data = load_tokenizer(folder), DataSettings(template="intern_vl", crop_to_patches=True, **SETTINGS)
+    encoder = make_encoder(
+        Settings(run=RunSettings(), data=data), tokenizer, load_vision_input(folder, tokenizer, data)
+    )
+    (found,) = encoder.encode([conversation])
+    assert isinstance(found, Encoded)
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    named: Any = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names | {"video_token": "<video>"})
+    # It asks for a processor of videos, which torchvision makes.
+    monkeypatch.setattr(InternVLProcessor, "check_argument_for_proper_class", lambda *arguments: None)
+    processor: Any = InternVLProcessor(GotOcr2ImageProcessorPil.from_pretrained(folder), named, image_seq_length=16)
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": asked.replace("<image>", "<IMG_CONTEXT>")},
+        {"role": "assistant", "content": "It."},
+    ]
+    text = named.apply_chat_template(chat, tokenize=False)
+    images = [Image.open(file) for file in files]
+    expected = processor(images=images, text=text)["input_ids"]
+    assert found.documents[0].input_ids.tolist() == list(expected[0])
 
 
 @pytest.mark.parametrize("template", ["gemma3", None])

@@ -4,11 +4,11 @@ against Transformers, where their weights are cut."""
 from __future__ import annotations
 
 import pytest
-from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_layout, parameter_names
+from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_layout, parameter_names, together
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
 from mxfp4_kit import as_published
 
-from megatune.verify.compare import Errors, compare, judge
+from megatune.verify.compare import compare, judge
 from megatune.verify.numbers import Numbers
 from megatune.verify.samples import random_samples
 
@@ -97,19 +97,6 @@ def test_a_model_in_mxfp4_agrees(pool, model_dir, reference, table, tmp_path):
     found = differences(pool, model, ALL[layout], samples, reference(model, samples), tmp_path)
     assert not failures(found)
     table.add("gpt_oss, MXFP4", layout, found)
-
-
-def together(errors):
-    """Root mean squares of errors in several batches: those of a tensor of four elements are by chance twice as large
-    in one of ten."""
-
-    def mean(values):
-        return (sum(value**2 for value in values) / len(errors)) ** 0.5
-
-    names = errors[0].gradients
-    whole = {name: mean([getattr(each, name) for each in errors]) for name in ("logits", "loss", "gradient")}
-    gradients = {name: mean([each.gradients[name] for each in errors]) for name in names}
-    return Errors(**whole, gradients=gradients, loss_reach=mean([each.loss_reach for each in errors]))
 
 
 # Every token goes to all experts. Of two experts of eight, Transformers' own logits are 60 to 80 % off in bf16, as

@@ -102,6 +102,18 @@ def test_where_nothing_is_said_a_row_has_one_image():
     assert pictures(make_case(TP2, tokens=IMAGE + 24)).share == IMAGE
 
 
+def test_tiles_of_an_image_attend_to_themselves(model_dir):
+    model = model_dir("internvl")
+    whole, tiles = (
+        images_of(replace(make_case({"data.crop_to_patches": cut}, tokens=None), model=find_model(str(model))))
+        for cut in (False, True)
+    )
+    assert whole is not None
+    assert tiles is not None
+    assert (whole.tokens, tiles.tokens) == (9, 13 * 9)
+    assert whole.patches_of_image == tiles.patches_of_image == 36
+
+
 def test_pictures_cost_the_first_stage():
     text, frozen = (step_time(make_case(PP2, model="Qwen2.5-VL-7B", tokens=tokens)) for tokens in (0, 700))
     whole = step_time(make_case(PP2, TOWER, PROJECTOR, model="Qwen2.5-VL-7B", tokens=700))

@@ -68,6 +68,7 @@ VISION = VisionDeclaration(
     },
     constants={
         "temporal_patch_size": 1, "video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1,
+        "tiles": True,
         "text": PictureText(image="<IMG_CONTEXT>", video="", start="<img>", end="</img>"),
     },
     read=_vision,

@@ -9,6 +9,9 @@ from pydantic import Field
 from megatune.config.setting import Count, Group, Limit, Mark, Needs, NonNegative, Positive
 
 _RULES, _STAGE, _MIX, _STREAMING = "data.conversation_rules", "run.stage", "data.mix_strategy", "data.streaming"
+# The fewest and the most tiles of an image of InternVL, without the whole image: those of LLaMA-Factory, and of the
+# published models' processors.
+TILES = (1, 12)
 _SWIFT = ("ms_swift_4", "ms_swift_3")
 _SWIFT_RULES = Needs(_RULES, _SWIFT, "the rules of this program do without it")
 _NO_EPOCH = "how many rows there are is not known while they are read"
@@ -292,6 +295,12 @@ class DataSettings(Group):
     How: Then every image is brought to whole tokens, between image_min_pixels and image_max_pixels; the bounds of the
     model's processor do not count.
     When: Set it to what ms-swift's --max_pixels is in a run to match."""
+    crop_to_patches: Annotated[bool, Mark.PICTURES] = False
+    """InternVL cuts an image into tiles: at most 12, whose sides have its ratio, and the whole image as one more.
+    How: Each tile has as many tokens as an image that is not cut, 256 in the published models. It is what
+    Transformers' processor does when it is asked for answers.
+    When: Set it for documents and small print; without it an image is one tile, as in LLaMA-Factory.
+    - true: up to 13 times the tokens of an image"""
     video_max_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 256 * 256
     """Frames of a video with more pixels are made smaller, to this area.
     How: The tokens of a video are those of its frames.

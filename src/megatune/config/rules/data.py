@@ -86,6 +86,15 @@ def picture_bounds(context: Context) -> Iterator[Problem]:
             yield Problem((most, least), what, "no size is within both", f"raise `{most}`, or lower `{least}`")
 
 
+def tiles(context: Context) -> Iterator[Problem]:
+    """Images are cut by a model that reads tiles of them."""
+    architecture = context.architecture
+    if context.settings.data.crop_to_patches and architecture is not None:
+        if architecture.vision is None or not architecture.vision.tiles:
+            what = f"`crop_to_patches: true` with a {architecture.model_type}"
+            yield Problem(("crop_to_patches",), what, "only InternVL reads tiles", "remove `crop_to_patches`")
+
+
 def names(context: Context) -> Iterator[Problem]:
     """A name for Chinese rows and one for all others."""
     for key in ("model_name", "model_author"):
@@ -95,4 +104,4 @@ def names(context: Context) -> Iterator[Problem]:
             yield Problem((key,), f"`{key}` has {len(value)} values", why, "write one value, or two")
 
 
-RULES = (required, needs_of("data"), held_out, mixing, order, tools, picture_bounds, names)
+RULES = (required, needs_of("data"), held_out, mixing, order, tools, picture_bounds, tiles, names)

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from megatune.architecture import Vision
-from megatune.config.groups.data import DataSettings
+from megatune.config.groups.data import TILES, DataSettings
 from megatune.data.media.processor import Bounds, PictureProcessor
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -89,13 +89,23 @@ def _square_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings
     if {size.get("height"), size.get("width")} != {vision.square}:
         what = f"the processor of images has size = {size!r}, and the model images of {vision.square} pixels a side"
         findings.append(Finding(what, where))
-    for key in ("do_pan_and_scan", "crop_to_patches"):
-        if config.get(key):
-            findings.append(Finding(f"the processor of images has {key} = True; crops are not supported", where))
+    if config.get("do_pan_and_scan"):
+        findings.append(Finding("the processor of images has do_pan_and_scan = True; crops are not supported", where))
+    if config.get("crop_to_patches") and not data.crop_to_patches:
+        what, fix = "the processor of images has crop_to_patches = True", "write `crop_to_patches: true`"
+        findings.append(Finding(what, where, "a run says it, too, so that its plan counts the tokens", fix))
+    for key, value in zip(("min_patches", "max_patches"), TILES, strict=True):
+        if data.crop_to_patches and config.get(key, value) != value:
+            findings.append(
+                Finding(f"the processor of images has {key} = {config[key]!r}; only {value} is supported", where)
+            )
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    return Bounds(first=first, scale_to=data.image_scale_pixels, square=vision.square, **_normalization(config))
+    tiles = TILES if data.crop_to_patches else None
+    return Bounds(
+        first=first, scale_to=data.image_scale_pixels, square=vision.square, tiles=tiles, **_normalization(config)
+    )
 
 
 def _edge_bounds(
