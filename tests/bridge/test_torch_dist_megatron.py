@@ -128,7 +128,7 @@ def logits(model: Path, folder: Path, settings: Settings) -> Tensor:
     gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, str(folder))["model"])
     if load_architecture(model).zero_centered_norms:
         for name, weight in gpt.named_parameters():
-            # Its local norms multiply by their weights, those of Transformer Engine by 1 more where a model asks for it.
+            # Its local norms multiply by their weights, those of Transformer Engine by 1 more, too.
             if "norm" in name:
                 weight += 1
     size = TOKENS.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,7 @@ from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
-from megatune.data.templates.swift import SwiftRules
+from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.swift_table import swift_template
 from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
 from megatune.data.tokenizer_files import cannot_load, check_tokenizer, check_vocabulary
@@ -357,8 +358,14 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
 
 
-def template_of_swift(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """Load the template of ms-swift that settings ask for."""
+def template_of_swift(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, *, day: date | None = None
+) -> SwiftTemplate:
+    """Load the template of ms-swift that settings ask for.
+
+    Args:
+        day: that it states as today's, whatever the settings say.
+    """
     data, is_text = settings.data, settings.run.stage == "pt"
     if is_text:
         check_pretraining_tokenizer(tokenizer)
@@ -372,10 +379,12 @@ def template_of_swift(settings: Settings, tokenizer: PreTrainedTokenizerBase) ->
         has_template=not is_text,
     )
     model = settings.model.model_name_or_path or ""
-    system = data.default_system
+    if day is None and data.template_date is not None:
+        day = date.fromisoformat(data.template_date)
     return swift_template(
-        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=system
-    )
+        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=data.default_system,
+        day=day,
+    )  # fmt: skip
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:

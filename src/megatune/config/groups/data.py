@@ -121,6 +121,11 @@ class DataSettings(Group):
     - megatune: forms of LLaMA-Factory's and others' data, and the templates of this program
     - ms_swift_3: as ms-swift 3.12
     - ms_swift_4: as ms-swift 4.6"""
+    template_date: Annotated[str, _SWIFT_RULES] | None = None
+    """The day that templates of ms-swift state as today's (gpt_oss, mistral_2501), as 2026-11-27. null is the day of
+    the run.
+    How: Rows are prepared anew on another day; a run that resumes keeps the day on which it began.
+    When: Set it to train the same tokens on another day."""
     agent_template: Annotated[str, Mark.ROWS, _SWIFT_RULES] | None = None
     """With ms-swift's rules: how tools, calls of tools and what they return are written. null is the template's own.
     How: It is one of ms-swift's names, such as hermes, react_en or glm4_5.

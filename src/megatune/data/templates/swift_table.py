@@ -57,6 +57,7 @@ def swift_template(
     model: str = "",
     agent: str | None = None,
     default_system: str | None = None,
+    day: date | None = None,
 ) -> SwiftTemplate:
     """Return a template of ms-swift for a model.
 
@@ -65,6 +66,7 @@ def swift_template(
         model: the model's folder, or its name on a hub.
         agent: the name of an agent template; None is the template's own.
         default_system: for conversations without a system message; "" writes none, None keeps the template's own.
+        day: that a template may state as today's; None is today.
 
     Raises:
         MegatuneError: the name, of template or agent, is not known (exit code 64), or no template is the model's (66).
@@ -76,13 +78,13 @@ def swift_template(
     stop_words = (*template.stop_words, eos)
     if not rules.has_template:
         bos, end = _around(tokenizer)
-        plain = _bound(_PLAIN, bos, end or eos)
+        plain = _bound(_PLAIN, bos, end or eos, day)
         kept = ("thinks", "empty_thought", "trims", "system_in_question")
         template = replace(plain, **{name: getattr(template, name) for name in kept})
         stop_words = () if end else stop_words
     agent = agent or template.agent or ("react_en" if rules.version < 4 else None)
     written = replace(
-        _bound(template, tokenizer.bos_token or "", eos),
+        _bound(template, tokenizer.bos_token or "", eos, day),
         rules=rules,
         stop_words=stop_words,
         agent_template=None if agent is None else agent_template(agent, rules.version),
@@ -148,10 +150,9 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return tokenizer.decode(whole[:place]), tokenizer.decode(whole[place + 1 :])
 
 
-def _bound(template: SwiftTemplate, bos: str, eos: str) -> SwiftTemplate:
-    """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
-
-    today = date.today()
+def _bound(template: SwiftTemplate, bos: str, eos: str, day: date | None) -> SwiftTemplate:
+    """Put a tokenizer's own tokens in the place of {bos} and {eos}, and a day, or today, in that of {today}."""
+    today = day or date.today()
     days = {"{today}": today, "{yesterday}": today - timedelta(days=1)}
 
     def filled(text: str) -> str:
