@@ -7,13 +7,14 @@ import re
 import pytest
 from test_rules import BASE, QWEN
 
-from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, Vision
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts
 from megatune.config.load import load
 from megatune.config.names import plain
 from megatune.config.rules import check, pipeline
 from megatune.config.rules.pipeline import deepstack
 from megatune.config.rules.problem import Context
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
+from megatune.encoders import Vision
 
 EXPERTS = dataclasses.replace(
     QWEN,
@@ -148,9 +149,8 @@ WRONG = [
     (
         dataclasses.replace(QWEN, model_type="gemma4"),
         ["save_format=torch_dist"],
-        "save_format: torch_dist with a gemma4\n"
-        "    why: Megatron-Core has no attention whose layers have heads of two sizes\n"
-        "    fix: write save_format: hf",
+        "save_format: torch_dist with a gemma4\n    why: Megatron-Core has no attention whose layers have heads of two "
+        "sizes\n    fix: write save_format: hf",
     ),
     (
         QWEN,

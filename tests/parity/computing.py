@@ -19,8 +19,6 @@ from megatune.verify.samples import Sample
 
 # Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.
 LENGTHS = (17, 5, 30, 12)
-# Of encoders that are carried, not computed.
-_CARRIED = ("model.vision_tower.", "model.embed_vision.")
 MORE_LENGTHS = (*LENGTHS, 9, 25, 21, 8)  # where roundings are compared, which takes many
 
 
@@ -57,7 +55,7 @@ def parameter_names(model: Path) -> list[str]:
     in one tensor each has a name."""
     biases = ("e_score_correction_bias", ".mlp.expert_bias", ".layer_scalar")
     folder = SafetensorsFolder(model)
-    names = [name for name in folder.names() if not name.endswith(biases) and not name.startswith(_CARRIED)]
+    names = [name for name in folder.names() if not name.endswith(biases)]
     fused = {name: folder.file_shape(name)[0] for name in names if re.search(r"\.experts\.\D", name)}
     return [f"{name} {expert}" for name in names for expert in range(fused.get(name, 1))]
 

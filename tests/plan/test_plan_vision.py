@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from activation_cases import activation_bytes
 
-from megatune.architecture import Vision
 from megatune.config.load import load
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings, with_settings
+from megatune.encoders import Vision
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model

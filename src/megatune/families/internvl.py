@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatune.architecture import PictureText, VisionLayers
+from megatune.encoders import PictureText, VisionLayers
 from megatune.families import qwen2, qwen3
 from megatune.families.dense import DECODER, QK_NORMS, QKV_BIAS
 from megatune.families.encoder import FORMS, PATCHES, H, V, layers, projector, tower, with_bias

@@ -72,6 +72,8 @@ class Case:
         if vision.square is not None:
             tiles = TILES[1] + 1 if self.settings.data.crop_to_patches else 1
             return tiles * int(vision.square // (vision.patch_size * vision.spatial_merge_size)) ** 2
+        if vision.tokens_of_image is not None:
+            return vision.tokens_of_image
         return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
 
     @property

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from megatune.architecture import Vision
 from megatune.data.packing import pack
 from megatune.data.rows import IGNORE_INDEX
+from megatune.encoders import Vision
 
 # fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
 # their loss by this where they compute in fp16; relative errors are the same.

@@ -95,7 +95,11 @@ def prepared_key(
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
-    pictures = {} if vision is None else {"pictures": [repr(vision.processor), vision.media_dir]}
+    pictures: dict[str, list[Any]] = {}
+    if vision is not None:
+        bounds = vision.processor.image
+        own = [each for each in (bounds.tiles, bounds.tokens) if each is not None]
+        pictures = {"pictures": [repr(vision.processor), vision.media_dir, *own]}
     days = {DAY: data.template_date or date.today().isoformat()} if _states_day(settings, tokenizer) else {}
     made_by = {
         "tokenizer": _tokenizer_digest(tokenizer, data.template),
@@ -200,7 +204,7 @@ def _template_content(name: str | None) -> Any:
 
 def _states_day(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether texts of the template are others on another day."""
-    from megatune.data.encode import template_of_swift
+    from megatune.data.templates.swift_table import template_of_swift
 
     if not settings.data.swift_version:
         return False

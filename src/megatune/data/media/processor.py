@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
-from megatune.architecture import PictureText
 from megatune.data.bad_rows import RowError
 from megatune.data.media.images import image_size, load_image
-from megatune.data.media.sizes import Size, area_steps, edge_size, scaled, side_steps, smart_resize, tiling, token_size
+from megatune.data.media.sizes import (
+    Size,
+    area_steps,
+    edge_size,
+    filled_size,
+    scaled,
+    side_steps,
+    smart_resize,
+    tiling,
+    token_size,
+)
 from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
+from megatune.encoders import PictureText
 
 _PATCHES_AT_ONCE = 64  # normalized together, so that they stay in the CPU's cache
 
@@ -60,6 +70,7 @@ class Bounds:
         square: in their place, the pixels of both sides of every image; None where they count.
         tiles: with it, the fewest and the most squares that an image is cut into; more than one have the whole image
             behind them. None cuts nothing.
+        tokens: in their place, the most tokens of an image, which fills them.
         resample: the filter of its resizing, as PIL numbers them.
     """
 
@@ -69,7 +80,9 @@ class Bounds:
     max_pixels: int = 0
     longest_edge: int | None = None
     square: int | None = None
-    tiles: tuple[int, int] | None = None
+    # Keys of rows name these by themselves: rows of other models keep theirs.
+    tiles: tuple[int, int] | None = field(default=None, repr=False)
+    tokens: int | None = field(default=None, repr=False)
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int
@@ -195,10 +208,12 @@ class PictureProcessor:
             tiles = math.prod(tiling(size, bounds.square, *bounds.tiles)) if bounds.tiles is not None else 1
             patches = bounds.square // self.patch_size
             return tiles + (tiles > 1), patches, patches
-        if bounds.longest_edge is not None:
-            for step in self._steps(size, bounds, source):
-                size = step
-            width, height = edge_size(size, factor, bounds.longest_edge, source.name)
+        if bounds.longest_edge is not None or bounds.tokens is not None:
+            size = [size, *self._steps(size, bounds, source)][-1]
+            if bounds.tokens is not None:
+                width, height = filled_size(size, factor, bounds.tokens, source.name)
+            else:
+                width, height = edge_size(size, factor, bounds.longest_edge or 0, source.name)
             return 1, height // self.patch_size, width // self.patch_size
         if bounds.first is None:
             size = scaled(size, bounds.scale_to, source.name)
@@ -229,7 +244,7 @@ class PictureProcessor:
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         _, h, w = measured.grid
-        if bounds.longest_edge is not None or bounds.square is not None:
+        if not (bounds.longest_edge is None and bounds.square is None and bounds.tokens is None):
             for step in self._steps(image.size, bounds, source):
                 image = image.resize(step)
             image = image if image.mode == "RGB" else image.convert("RGB")

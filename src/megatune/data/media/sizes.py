@@ -116,6 +116,25 @@ def tiling(size: Size, square: int, fewest: int, most: int) -> Size:
     return best
 
 
+def filled_size(size: Size, factor: int, tokens: int, name: str) -> Size:
+    """Return the largest size of multiples of `factor`, rounded down, with the ratio of an image's sides and at most so
+    many tokens: as Transformers' Gemma4ImageProcessor.
+
+    Raises:
+        RowError: the image, of this name, is too thin.
+    """
+    width, height = size
+    scale = math.sqrt(tokens * factor**2 / (width * height))
+    columns, rows = (math.floor(scale * side / factor) for side in size)
+    if not columns and not rows:
+        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+    if not rows:
+        columns, rows = min(width // height, tokens), 1
+    elif not columns:
+        columns, rows = 1, min(height // width, tokens)
+    return columns * factor, rows * factor
+
+
 def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:
     """Return the nearest size of multiples of `factor` whose area, times `frames`, is within bounds.
 

@@ -17,10 +17,13 @@ from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.tool_texts import fill
+from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatune.config.settings import Settings
 
 _QUANTIZED = re.compile(r"-(gptq|awq|fp8|bf16|bnb|aqlm)[^/]*$")
 _SIZE = r"[\d.]+b"
@@ -99,6 +102,35 @@ def swift_template(
         what = f"default_system: ms-swift's template {written.name} has no place for a system message"
         raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
     return replace(written, default_system=default_system)
+
+
+def template_of_swift(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, *, day: date | None = None
+) -> SwiftTemplate:
+    """Load the template of ms-swift that settings ask for.
+
+    Args:
+        day: that it states as today's, whatever the settings say.
+    """
+    data, is_text = settings.data, settings.run.stage == "pt"
+    if is_text:
+        check_pretraining_tokenizer(tokenizer)
+    rules = SwiftRules(
+        data.swift_version,
+        last_round=data.mask_history,
+        add_empty_thought=data.add_empty_thought,
+        preserve_thinking=data.preserve_thinking,
+        enable_thinking=data.enable_thinking,
+        masks=None if data.answer_masks is None else tuple(data.answer_masks),
+        has_template=not is_text,
+    )
+    model = settings.model.model_name_or_path or ""
+    if day is None and data.template_date is not None:
+        day = date.fromisoformat(data.template_date)
+    return swift_template(
+        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=data.default_system,
+        day=day,
+    )  # fmt: skip
 
 
 def named_swift_template(name: str) -> SwiftTemplate:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.encoders import Vision
 from megatune.families.trained import trained_weights
 from megatune.families.weights import WHOLE, Stack, engine_shape
 from megatune.plan.case import Case
