@@ -97,8 +97,10 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
-            elif name.endswith("layer_scalar"):
+            elif name.endswith(("layer_scalar", "std_scale")):
                 buffer.uniform_(0.7, 1.1)
+            elif name.endswith("std_bias"):
+                buffer.normal_(std=0.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     said = json.loads((folder / "config.json").read_text())
     if said["model_type"] != model_type and model_type in FAMILIES:  # Transformers computes it as another

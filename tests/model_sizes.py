@@ -223,6 +223,12 @@ VISION_SIZES["internvl"] = {
     "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 44,
     "image_size": 24, "attention_bias": True, "initializer_range": 0.2, "layer_scale_init_value": 0.7,
 }  # fmt: skip
+# Of 3 x 3 patches a token; half a head's channels turn by the column.
+VISION_SIZES["gemma4"] = {
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
+    "hidden_size": 32, "intermediate_size": 44, "position_embedding_size": 64, "initializer_range": 0.2,
+    "standardize": True,
+}  # fmt: skip
 VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
 VISION_SIZES["qwen3_5"] = {
     name: size for name, size in VISION_SIZES["qwen3_vl"].items() if name != "deepstack_visual_indexes"
@@ -262,17 +268,8 @@ FAMILY_SIZES["gemma3"] = {
 FAMILY_SIZES |= {f"{family}_text": FAMILY_SIZES[family] for family in ("qwen3_5", "qwen3_5_moe")}
 
 
-# Encoders beside a decoder that is trained by itself.
-_BESIDE = {
-    "gemma4": {
-        "vision_config": {
-            "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64,
-        },
-    },
-}  # fmt: skip
-FAMILY_SIZES["gemma4"] = FAMILY_SIZES["gemma4_text"]
-FAMILY_SIZES["gemma4_moe"] = {**FAMILY_SIZES["gemma4_text_moe"], "model_type": "gemma4"}
+# Pictures' tokens see each other where there is a window, which is narrower than a picture.
+FAMILY_SIZES["gemma4"] = {**FAMILY_SIZES["gemma4_text"], "use_bidirectional_attention": "vision"}
 
 
 def tiny_config(model_type: str, **sizes: Any) -> Any:
@@ -285,12 +282,8 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
 
     register_types()
     text = {**SIZES, **FAMILY_SIZES.get(model_type, {}), **sizes}
-    if (kind := text.get("model_type", model_type)) in _BESIDE:
-        text = {name: size for name, size in text.items() if name != "model_type"}
-        tied = text.get("tie_word_embeddings", False)
-        # Transformers cannot do without one there, and gives its embedding no gradient.
-        text["pad_token_id"] = text["vocab_size"] - 1
-        return AutoConfig.for_model(kind, text_config=text, tie_word_embeddings=tied, **_BESIDE[kind])
+    if kinds := text.get("layer_types"):  # of as many layers, kinds taking turns
+        text["layer_types"] = (kinds * text["num_hidden_layers"])[: text["num_hidden_layers"]]
     if model_type not in VISION_SIZES:
         return AutoConfig.for_model(text.pop("model_type", model_type), **text)
     vision, tied = {**VISION_SIZES[model_type], **text.pop("vision_config", {})}, text.get("tie_word_embeddings", False)
@@ -301,6 +294,11 @@ def tiny_config(model_type: str, **sizes: Any) -> Any:
     if model_type == "gemma3":
         tokens = {"image_token_index": 297, "boi_token_index": 299, "eoi_token_index": 300}
         return AutoConfig.for_model(model_type, **parts, **tokens, mm_tokens_per_image=9)
+    if model_type == "gemma4":
+        # Transformers cannot do without one there, and gives its embedding no gradient.
+        text["pad_token_id"] = 296
+        tokens = {"image_token_id": 297, "boi_token_id": 299, "eoi_token_id": 300}
+        return AutoConfig.for_model(model_type, **parts, **tokens)
     if model_type == "internvl":
         return AutoConfig.for_model(model_type, **parts, image_token_id=297, image_seq_length=9)
     return AutoConfig.for_model(model_type, **parts, **PICTURE_TOKENS)

@@ -26,7 +26,18 @@ FLOORS = {
     1: {"engine", "data", "plan", "launch"},
     0: {"config"},
     # Families know of no settings; rules of settings ask them which names a model has.
-    -1: {"families", "errors", "architecture", "rope_scaling", "picture", "progress", "processes", "hub", ""},
+    -1: {
+        "families",
+        "errors",
+        "architecture",
+        "encoders",
+        "rope_scaling",
+        "picture",
+        "progress",
+        "processes",
+        "hub",
+        "",
+    },
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 WITHOUT_TORCH = {"launch", "plan"} | FLOORS[0] | FLOORS[-1]

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatune.architecture import Vision
 from megatune.data.batch_pictures import Pictures
 from megatune.data.batches import Batch, Collator
 from megatune.data.media.positions import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX, Document
+from megatune.encoders import Vision
 from training.case import Case
 
 _SPREAD = 0.8  # of the logarithm of a document's length, about that of conversations

@@ -15,6 +15,7 @@ from megatune.bridge.assemble import assemble
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import ParallelSettings, PrecisionSettings, RunSettings, Settings
 from megatune.training.checkpoint import CheckpointFiles
+from megatune.training.megatron import to_mcore
 from megatune.training.train_state import TrainState
 
 
@@ -65,3 +66,9 @@ def test_merging_copies_them(model_dir, tmp_path):
     MergedModel(tmp_path / "model", []).write(tmp_path / "merged", 10**9)
     found = tensors(tmp_path / "merged")
     assert all(torch.equal(found[name], tensor) for name, tensor in made.items())
+
+
+def test_megatrons_form_has_no_place_for_it_and_says_so(model_dir, tmp_path):
+    made = with_mtp(model_dir("qwen3_next"), tmp_path / "model")
+    line = to_mcore(tmp_path / "model", [], tmp_path / "mcore", name="tiny")
+    assert f"{len(made)} tensors that the model does not use ({min(made)}, ...) are not in it" in line

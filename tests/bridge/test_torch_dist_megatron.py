@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch_dist_kit import to_mcore
 from transformers import AutoModelForCausalLM
 
+from megatune.architecture import Architecture, DeltaNet
 from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.torch_dist.table import read_table
 from megatune.config.settings import Settings
@@ -40,10 +43,13 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
             # Stacked where all are alike, by themselves otherwise.
             "moe_layer_freq": 1 if all(found.moe.layers) else [int(sparse) for sparse in found.moe.layers],
         }
+    delta = found.delta
+    hybrid = {} if delta is None else delta_settings(delta, found)
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
     config = TransformerConfig(
         **{name: getattr(found, name) for name in names},
         **moe,
+        **hybrid,
         tensor_model_parallel_size=place.tp_size,
         pipeline_model_parallel_size=place.pp_size,
         expert_model_parallel_size=place.ep_size,
@@ -59,11 +65,12 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         attention_dropout=0.0,
         masked_softmax_fusion=False,
     )
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False)
+    if delta is not None:
+        put_delta_nets(layers, delta)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False
-        ),
+        transformer_layer_spec=layers,
         vocab_size=-(-found.vocab_size // 128) * 128,
         max_sequence_length=128,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -71,7 +78,45 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         share_embeddings_and_output_weights=found.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=found.rotary_base,
+        rotary_percent=found.num_turned / found.kv_channels,
     ).eval()
+
+
+def delta_settings(delta: DeltaNet, found: Architecture) -> dict[str, Any]:
+    """Return what Megatron-Core's configuration says of gated delta nets and of the gated attention between them."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_delta) for is_delta in delta.layers],
+        "linear_conv_kernel_dim": delta.conv_kernel_size,
+        **{f"linear_{name}": getattr(delta, name) for name in names},
+        "attention_output_gate": found.attention_output_gate,
+        # Its own rule in torch: the other one is FLA's.
+        "deterministic_mode": True,
+    }
+
+
+def put_delta_nets(layers: Any, delta: DeltaNet) -> None:
+    """Put Megatron-Core's gated delta nets into layers, of its local modules: its own list has Transformer Engine's.
+
+    Of FLA, which is not installed, they then need the normalization of queries and keys alone.
+    """
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
+    parts = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+    first = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)
+    for index, is_delta in enumerate(delta.layers):
+        if is_delta:
+            layer = copy.deepcopy(layers.layer_specs[index])
+            layer.submodules.self_attention = first
+            names = layer.submodules.sharded_state_dict_keys_map
+            names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+            layers.layer_specs[index] = layer
 
 
 @torch.no_grad()
@@ -81,13 +126,19 @@ def logits(model: Path, folder: Path, settings: Settings) -> Tensor:
 
     gpt = megatron_model(model, settings)
     gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, str(folder))["model"])
+    if load_architecture(model).zero_centered_norms:
+        for name, weight in gpt.named_parameters():
+            # Its local norms multiply by their weights, those of Transformer Engine by 1 more, too.
+            if "norm" in name:
+                weight += 1
     size = TOKENS.shape[1]
     mask = torch.ones(1, 1, size, size).tril() < 0.5
     return gpt(TOKENS, torch.arange(size)[None], mask)[0]
 
 
-def test_megatron_computes_what_transformers_does(pool, model_dir: MakeModel, tmp_path: Path) -> None:
-    model = model_dir("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_megatron_computes_what_transformers_does(pool, model_dir: MakeModel, tmp_path: Path, family: str) -> None:
+    model = model_dir(family)
     folder = to_mcore(model, tmp_path / "mcore")
     (found,) = pool.run(1, logits, model, folder / "iter_0000001", Settings())
     expected = AutoModelForCausalLM.from_pretrained(model)(TOKENS).logits[0]
@@ -113,6 +164,7 @@ def resave(model: Path, folder: Path, out: Path, settings: Settings, apart: bool
     ("family", "ranks", "parallel", "apart"),
     [
         ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, False),
+        ("qwen3_5_text", 2, {"tensor_model_parallel_size": 2}, False),
         ("qwen3_moe", 2, {"expert_model_parallel_size": 2}, False),
         ("mixtral", 2, {"expert_model_parallel_size": 2}, False),
         ("mixtral", 1, {}, True),

@@ -218,7 +218,7 @@ def test_a_value_that_asks_for_nothing_passes(override):
 
 
 REFUSED = [
-    "image_do_pan_and_scan=true", "crop_to_patches=true", "use_audio_in_video=true",
+    "image_do_pan_and_scan=true", "use_audio_in_video=true",
     "hub_strategy=checkpoint", "hub_strategy=all_checkpoints",
     "calculate_per_token_loss=false", "save_hf_model=false", "do_train=false",
     "loraplus_lr_embedding=1e-5", "pissa_init=true", "pissa_iter=-1", "pissa_convert=true",

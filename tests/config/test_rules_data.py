@@ -90,6 +90,10 @@ WRONG = [
         "    fix: write truncation_strategy: drop, left or right",
     ),
     (
+        ["conversation_rules=ms_swift_4", "truncation_strategy=drop", "template_date=27.11.2026"],
+        "template_date: 27.11.2026 is not a day\n    fix: write it as year, month and day: 2026-11-27",
+    ),
+    (
         ["image_max_pixels=1000"],
         "image_min_pixels 1024 is above image_max_pixels 1000\n"
         "    why: no size is within both\n"

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from test_rules import BASE, QWEN
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.load import load
 from megatune.config.rules import RULES, check
 from megatune.config.rules.declared import unused
+from megatune.encoders import Vision
 
 VISION = Vision(
     depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=96, patch_size=14, spatial_merge_size=2

@@ -7,13 +7,14 @@ import re
 import pytest
 from test_rules import BASE, QWEN
 
-from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, Vision
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts
 from megatune.config.load import load
 from megatune.config.names import plain
 from megatune.config.rules import check, pipeline
 from megatune.config.rules.pipeline import deepstack
 from megatune.config.rules.problem import Context
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings
+from megatune.encoders import Vision
 
 EXPERTS = dataclasses.replace(
     QWEN,
@@ -134,6 +135,11 @@ WRONG = [
         "    fix: write bf16: true, or remove fp8",
     ),
     (
+        QWEN,
+        ["crop_to_patches=true"],
+        "crop_to_patches: true with a qwen2\n    why: only InternVL reads tiles\n    fix: remove crop_to_patches",
+    ),
+    (
         DELTA,
         ["context_parallel_size=4"],
         "context_parallel_size 4 does not divide the 6 key heads of a process\n"
@@ -141,11 +147,10 @@ WRONG = [
         "    fix: write context_parallel_size: 3, the nearest that divides them",
     ),
     (
-        DELTA,
+        dataclasses.replace(QWEN, model_type="gemma4"),
         ["save_format=torch_dist"],
-        "save_format: torch_dist with a qwen3_next\n"
-        "    why: Megatron-Core keeps the norm of gated delta nets less 1, which loses bits of 16-bit weights\n"
-        "    fix: write save_format: hf",
+        "save_format: torch_dist with a gemma4\n    why: Megatron-Core has no attention whose layers have heads of two "
+        "sizes\n    fix: write save_format: hf",
     ),
     (
         QWEN,

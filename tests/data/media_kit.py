@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megatune.architecture import Vision
 from megatune.config.groups.data import DataSettings
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import Measured, PictureProcessor
+from megatune.encoders import Vision
 
 CLIP: dict[str, list[float]] = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],

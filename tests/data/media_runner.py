@@ -7,10 +7,10 @@ import json
 import resource
 import sys
 
-from megatune.architecture import PictureText
 from megatune.data.bad_rows import RowError
 from megatune.data.media.processor import Bounds, PictureProcessor
 from megatune.data.media.sources import PictureSource
+from megatune.encoders import PictureText
 
 MOST_BYTES = 6 * 2**30  # of address space
 BOUNDS = Bounds(

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
-from megatune.data.encode import Encoded, Encoder, check_pretraining_tokenizer, load_tokenizer
+from megatune.data.encode import Encoded, Encoder, load_tokenizer
 from megatune.data.templates import Thinking, load_template
+from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.data.truncation import share_budget
 from megatune.errors import ExitCode, MegatuneError
 

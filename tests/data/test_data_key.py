@@ -8,11 +8,12 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
+from tokenizer_kit import gpt_oss_tokenizer, llama3_tokenizer, qwen_tokenizer
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
@@ -43,6 +44,7 @@ IRRELEVANT = {
     "preprocessing_num_workers",
     "dataloader_num_workers",
     "dataloader_pin_memory",
+    "template_date",  # where a template states no day
 }
 
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i}."} for i in range(5)]
@@ -134,6 +136,7 @@ OTHER_IRRELEVANT = {
     "preprocessing_num_workers": 4,
     "dataloader_num_workers": 4,
     "dataloader_pin_memory": False,
+    "template_date": "2026-11-27",
 }
 
 
@@ -203,6 +206,21 @@ def test_templates_count_by_what_they_say(folder: Path, tmp_path: Path, monkeypa
 
     assert of_file("user: a") != of_file("user: b")
     assert of_file("user: a") == of_file("user: a")
+
+
+def test_the_day_counts_where_a_template_states_it(folder: Path) -> None:
+    def found(template: str, day: str | None, **changes: Any) -> str:
+        tokenizer = gpt_oss_tokenizer() if template == "gpt_oss" else TOKENIZER
+        rules = {"conversation_rules": "ms_swift_4", "template": template}
+        return key(folder, tokenizer=tokenizer, template_date=day, **rules, **changes)
+
+    assert found("gpt_oss", "2026-11-27") == found("gpt_oss", "2026-11-27") != found("gpt_oss", "2026-11-28")
+    assert found("gpt_oss", None) == found("gpt_oss", date.today().isoformat())
+    assert found("qwen2_5", "2026-11-27") == found("qwen2_5", "2026-11-28")
+    # Another system message takes the place of the text with the day.
+    short = {"default_system": "Be brief."}
+    assert found("mistral_2501", "2026-11-27") != found("mistral_2501", "2026-11-28")
+    assert found("mistral_2501", "2026-11-27", **short) == found("mistral_2501", "2026-11-28", **short)
 
 
 def test_a_file_that_cannot_be_read(folder: Path) -> None:

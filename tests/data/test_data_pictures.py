@@ -347,11 +347,13 @@ def test_prepared_rows_follow_the_files_of_pictures(
 OTHER_VALUES = {
     "image_max_pixels": 100, "image_min_pixels": 100, "video_max_pixels": 100, "video_min_pixels": 100,
     "video_fps": 1.0, "video_maxlen": 5, "media_dir": "elsewhere", "image_scale_pixels": 100,
+    "crop_to_patches": True,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(path.partition(".")[2] for path in marked(Mark.PICTURES)))
-def test_what_determines_pictures_determines_the_key(model: Model, data: Path, name: str) -> None:
+def test_what_determines_pictures_determines_the_key(models: dict[str, Model], data: Path, name: str) -> None:
+    model = models["internvl" if name == "crop_to_patches" else "qwen3_vl"]
     write_rows(data / "rows.jsonl", [asks("What?")])
 
     def key(*, with_pictures: bool, **changes: Any) -> str:

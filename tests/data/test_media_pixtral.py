@@ -14,13 +14,13 @@ from media_kit import CLIP, SETTINGS, vision
 from PIL import Image
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from megatune.architecture import PictureText, Vision
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import PictureProcessor
 from megatune.data.media.sources import PictureSource
+from megatune.encoders import PictureText, Vision
 from megatune.errors import ExitCode, MegatuneError
 
 TEXT = PictureText(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]")

@@ -1,4 +1,5 @@
-"""Images of one size: the pixels of Transformers' processors of Gemma 3 and InternVL, and the tokens of Gemma 3's."""
+"""Images of one size, in tiles, or of as many tokens as they may have: pixels and tokens of Transformers' processors of
+Gemma 3, InternVL and Gemma 4."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
@@ -56,6 +59,110 @@ def test_an_image_is_that_of_transformers(folders: dict[str, Path], family: str,
     expected = asked([Image.open(io.BytesIO(content)).convert("RGB")], return_tensors="np")["pixel_values"]
     assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected))
     assert run == 16
+
+
+@pytest.mark.parametrize("size", [(97, 61), (224, 224), (400, 400), (300, 500), (90, 999), (640, 480), (700, 610)])
+def test_tiles_are_those_of_transformers(folders: dict[str, Path], size: tuple[int, int]) -> None:
+    vision = load_architecture(folders["internvl"]).vision
+    assert vision is not None
+    made = load_processor(folders["internvl"], vision, DataSettings(crop_to_patches=True, **SETTINGS))
+    content = encoded(picture(*size), "PNG")
+    source = PictureSource("image", data=content)
+    measured = made.measure(source)
+    (run,) = made.runs(measured)
+    given = [("image", measured.grid, None, made.pixels(source, measured))]
+    found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    processor = GotOcr2ImageProcessorPil.from_pretrained(folders["internvl"])
+    expected: Any = processor([Image.open(io.BytesIO(content))], crop_to_patches=True, return_tensors="np")
+    assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected["pixel_values"]))
+    assert run == 16 * expected["num_patches"][0]
+    assert expected["num_patches"][0] == processor.get_number_of_image_patches(*size[::-1], {"crop_to_patches": True})
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("gemma4", tmp_path_factory.mktemp("models") / "gemma4", num_layers=2)
+
+
+@pytest.mark.parametrize("size", [(97, 61), (224, 224), (300, 500), (1000, 30), (20, 900), (640, 480)])
+def test_patches_are_those_of_gemma4s_processor(gemma4: Path, size: tuple[int, int]) -> None:
+    vision = load_architecture(gemma4).vision
+    assert vision is not None
+    made = load_processor(gemma4, vision, DataSettings(**SETTINGS))
+    content = encoded(picture(*size), "PNG")
+    source = PictureSource("image", data=content)
+    measured = made.measure(source)
+    given = [("image", measured.grid, None, made.pixels(source, measured))]
+    found = picture_arguments(np.array([vision.image_token_id] * made.runs(measured)[0]), given, vision)
+    expected: Any = Gemma4ImageProcessorPil.from_pretrained(gemma4)([Image.open(io.BytesIO(content))])
+    patches = measured.num_patches
+    for name in ("pixel_values", "image_position_ids"):
+        theirs = np.stack(expected[name])
+        assert np.array_equal(found[name].numpy(), theirs[:, :patches]), name
+    assert (theirs[:, patches:] == -1).all()
+    assert (
+        made.placeholder(measured) == "<|image>" + "<|image|>" * expected["num_soft_tokens_per_image"][0] + "<image|>"
+    )
+
+
+def test_a_thin_image_is_one_row_of_tokens(gemma4: Path) -> None:
+    vision = load_architecture(gemma4).vision
+    assert vision is not None
+    made = load_processor(gemma4, vision, DataSettings(**SETTINGS))
+    measured = made.measure(PictureSource("image", data=encoded(picture(9000, 2), "PNG")))
+    assert measured.grid == (1, 3, 3 * 70)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size = 2, and the model 3"),
+        ({"do_normalize": True}, "do_normalize = True, and the model False"),
+        ({"max_soft_tokens": 0}, "max_soft_tokens = 0 is not valid"),
+    ],
+)
+def test_what_gemma4s_processor_is_not_is_refused(gemma4: Path, tmp_path: Path, changes: Any, what: str) -> None:
+    vision = load_architecture(gemma4).vision
+    assert vision is not None
+    said = json.loads((gemma4 / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | changes))
+    with pytest.raises(MegatuneError, match=what):
+        load_processor(tmp_path, vision, DataSettings())
+
+
+def test_tokens_of_tiles_are_those_of_internvls_processor(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("wide", (300, 90)), ("square", (50, 50))):
+        picture(*size).save(tmp_path / f"{name}.png")
+    files = [str(tmp_path / f"{name}.png") for name in ("wide", "square")]
+    folder = folders["internvl"]
+    asked = "<image>What is\nthis? <image>"
+    conversation = Conversation(
+        (Message("user", asked), Message("assistant", "It.")),
+        system="Be brief.",
+        pictures=tuple(RowPicture("image", file) for file in files),
+    )
+    tokenizer, data = load_tokenizer(folder), DataSettings(template="intern_vl", crop_to_patches=True, **SETTINGS)
+    encoder = make_encoder(
+        Settings(run=RunSettings(), data=data), tokenizer, load_vision_input(folder, tokenizer, data)
+    )
+    (found,) = encoder.encode([conversation])
+    assert isinstance(found, Encoded)
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    named: Any = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names | {"video_token": "<video>"})
+    # It asks for a processor of videos, which torchvision makes.
+    monkeypatch.setattr(InternVLProcessor, "check_argument_for_proper_class", lambda *arguments: None)
+    processor: Any = InternVLProcessor(GotOcr2ImageProcessorPil.from_pretrained(folder), named, image_seq_length=16)
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": asked.replace("<image>", "<IMG_CONTEXT>")},
+        {"role": "assistant", "content": "It."},
+    ]
+    text = named.apply_chat_template(chat, tokenize=False)
+    images = [Image.open(file) for file in files]
+    expected = processor(images=images, text=text)["input_ids"]
+    assert found.documents[0].input_ids.tolist() == list(expected[0])
 
 
 @pytest.mark.parametrize("template", ["gemma3", None])

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from saving import save_weights
 from torch import Tensor
 
-from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import PrecisionSettings, Settings
+from megatune.encoders import Vision
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, scalars, step
 from megatune.engine.step import forward_backward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_sizes import model_class
 
-from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Vision, VisionLayers
+from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from megatune.encoders import Vision, VisionLayers
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
 from megatune.families.weights import (
@@ -47,11 +47,6 @@ def trained_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def is_carried(family: str, name: str) -> bool:
-    """Whether a tensor is written back as it was read: an encoder's, of a family whose decoder alone is computed."""
-    return FAMILIES[family].is_part and any(re.fullmatch(key, name) for key in FAMILIES[family].carried_keys)
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weight_map_names_what_transformers_saves(model_dir, variant, tied):
@@ -65,9 +60,7 @@ def test_weight_map_names_what_transformers_saves(model_dir, variant, tied):
     architecture, version = load_architecture(folder), str(read_config(folder)["transformers_version"])
     weights = FAMILIES[family].weight_map(architecture)
     form = find_form(FAMILIES[family].forms, weights, architecture, saved, saved.__getitem__, version)
-    assert form.all_shapes(weights, architecture) == {
-        name: shape for name, shape in saved.items() if not is_carried(family, name)
-    }
+    assert form.all_shapes(weights, architecture) == saved
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -78,10 +71,7 @@ def test_parameters_are_transformers_parameters(model_dir, variant):
     trained = trained_shapes(load_architecture(folder)).values()
     named = model_class(family).from_pretrained(folder).named_parameters()
     # Transformers loads ERNIE's bias as a parameter, which no gradient reaches.
-    theirs = [
-        each.numel() for name, each in named
-        if not name.endswith("e_score_correction_bias") and not is_carried(family, name)
-    ]  # fmt: skip
+    theirs = [each.numel() for name, each in named if not name.endswith("e_score_correction_bias")]
     assert sum(element_count(shape) for shape in trained) == sum(theirs)
 
 

@@ -27,8 +27,8 @@ from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, PictureFile
 from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3", "internvl")
-OF_IMAGES = ("mistral3", "gemma3", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3", "gemma4", "internvl")
+OF_IMAGES = ("mistral3", "gemma3", "gemma4", "internvl")
 Prompted = tuple[list[int], tuple[Picture, ...]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from layouts import Layout
@@ -11,15 +12,13 @@ from pool import RankPool
 from megatune.bridge.assemble import assemble
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
-from megatune.verify.compare import Difference, compare, judge
+from megatune.verify.compare import Difference, Errors, compare, judge
 from megatune.verify.measure import measure
 from megatune.verify.numbers import Numbers
 from megatune.verify.samples import Sample
 
 # Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.
 LENGTHS = (17, 5, 30, 12)
-# Of encoders that are carried, not computed.
-_CARRIED = ("model.vision_tower.", "model.embed_vision.")
 MORE_LENGTHS = (*LENGTHS, 9, 25, 21, 8)  # where roundings are compared, which takes many
 
 
@@ -56,6 +55,19 @@ def parameter_names(model: Path) -> list[str]:
     in one tensor each has a name."""
     biases = ("e_score_correction_bias", ".mlp.expert_bias", ".layer_scalar")
     folder = SafetensorsFolder(model)
-    names = [name for name in folder.names() if not name.endswith(biases) and not name.startswith(_CARRIED)]
+    names = [name for name in folder.names() if not name.endswith(biases)]
     fused = {name: folder.file_shape(name)[0] for name in names if re.search(r"\.experts\.\D", name)}
     return [f"{name} {expert}" for name in names for expert in range(fused.get(name, 1))]
+
+
+def together(errors: Sequence[Errors]) -> Errors:
+    """Root mean squares of errors in several batches: those of a tensor of four elements are by chance twice as large
+    in one of ten."""
+
+    def mean(values: Iterable[float]) -> float:
+        return (sum(value**2 for value in values) / len(errors)) ** 0.5
+
+    names = errors[0].gradients
+    whole = {name: mean([getattr(each, name) for each in errors]) for name in ("logits", "loss", "gradient")}
+    gradients = {name: mean([each.gradients[name] for each in errors]) for name in names}
+    return Errors(**whole, gradients=gradients, loss_reach=mean([each.loss_reach for each in errors]))

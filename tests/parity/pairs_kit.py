@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.peft_model import AppliedAdapter
 from megatune.bridge.safetensors_files import SafetensorsFolder
@@ -26,6 +25,7 @@ from megatune.config.settings import Settings
 from megatune.data.batch_pictures import Share
 from megatune.data.batches import Batch, Collator, DocumentValues
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, MARGIN
+from megatune.encoders import Vision
 from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards

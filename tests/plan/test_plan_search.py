@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.architecture import Architecture, MixtureOfExperts, Vision
+from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
 from megatune.config.rules.problem import divisors
 from megatune.config.settings import GROUPS, Settings, setting_value
+from megatune.encoders import Vision
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.changes.table import FREE

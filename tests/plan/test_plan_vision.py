@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from activation_cases import activation_bytes
 
-from megatune.architecture import Vision
 from megatune.config.load import load
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings, with_settings
+from megatune.encoders import Vision
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
@@ -100,6 +100,18 @@ def test_where_nothing_is_said_a_row_has_one_image():
     # The last image of a row counts whole for the rank that has it, but for no more than there is.
     assert pictures(make_case(tokens=IMAGE + 24)).share == IMAGE + 24
     assert pictures(make_case(TP2, tokens=IMAGE + 24)).share == IMAGE
+
+
+def test_tiles_of_an_image_attend_to_themselves(model_dir):
+    model = model_dir("internvl")
+    whole, tiles = (
+        images_of(replace(make_case({"data.crop_to_patches": cut}, tokens=None), model=find_model(str(model))))
+        for cut in (False, True)
+    )
+    assert whole is not None
+    assert tiles is not None
+    assert (whole.tokens, tiles.tokens) == (9, 13 * 9)
+    assert whole.patches_of_image == tiles.patches_of_image == 36
 
 
 def test_pictures_cost_the_first_stage():

@@ -66,6 +66,8 @@ def default_config(family: str) -> dict[str, Any]:
         (config if family == "gemma4_text" else config["text_config"]).update(
             hidden_size_per_layer_input=0, num_kv_shared_layers=0
         )
+    if family == "gemma4":
+        config["vision_config"] = AutoConfig.for_model("gemma4_vision").to_dict()
     if config.get("vision_config"):  # nor encoders and decoders that fit
         config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
     return json.loads(json.dumps(config))

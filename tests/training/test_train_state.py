@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date
 from pathlib import Path
 
-from megatune.training.train_state import ROWS, TrainState, changed_since
+from pool import RankPool
+
+from megatune.config.groups.data import DataSettings
+from megatune.config.settings import Settings
+from megatune.data.cache.key import DAY
+from megatune.training.storage.manifest import TRAINING_FOLDER
+from megatune.training.train_state import ROWS, STATE_NAME, TrainState, changed_since
 
 
 def of_rows(**parts: str) -> TrainState:
@@ -19,3 +27,26 @@ def test_rows_that_another_version_makes_otherwise_are_noticed() -> None:
     (finding,) = changed_since(Path("c"), before, of_rows(**{ROWS: "2"}))
     assert finding.what == "the training rows differ from those that the run began with"
     assert finding.why == "changed: the prepared rows"
+
+
+def days_of(checkpoint: Path | None, data: dict[str, str]) -> str | None:
+    """On a rank: the day on which templates are written, of a run that resumes from a checkpoint."""
+    from megatune.engine.groups import build
+    from megatune.training.feed import on_its_day
+
+    settings = Settings(data=DataSettings(**data))
+    build(settings.parallel, seed=0, timeout=60)
+    return on_its_day(settings, checkpoint).data.template_date
+
+
+def test_a_run_that_resumes_keeps_its_day(pool: RankPool, tmp_path: Path) -> None:
+    """Today is not the checkpoint's day."""
+    (tmp_path / TRAINING_FOLDER).mkdir()
+    state = {"rows_parts": {DAY: "2026-01-31"}}
+    (tmp_path / TRAINING_FOLDER / STATE_NAME).write_text(json.dumps(state))
+    rules = {"conversation_rules": "ms_swift_4"}
+    today = date.today().isoformat()
+    assert pool.run(2, days_of, None, rules) in ([today] * 2, [date.today().isoformat()] * 2)
+    assert pool.run(2, days_of, tmp_path, rules) == ["2026-01-31"] * 2
+    assert pool.run(2, days_of, tmp_path, rules | {"template_date": "2026-02-01"}) == ["2026-02-01"] * 2
+    assert pool.run(2, days_of, tmp_path, {}) == [None] * 2

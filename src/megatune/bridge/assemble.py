@@ -119,7 +119,7 @@ def load_model(
         load_weights(source, [local], architecture)
         progress.add(1)
     progress.close()
-    return LoadedModel(architecture, place, model, parameters, form, _carried(folder, architecture))
+    return LoadedModel(architecture, place, model, parameters, form, carried_tensors(folder, architecture))
 
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
@@ -129,7 +129,8 @@ def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
     return Assembly(**{each.name: getattr(loaded, each.name) for each in fields(LoadedModel)}, optimizer=optimizer)
 
 
-def _carried(folder: ModelFolder, architecture: Architecture) -> CarriedTensors:
+def carried_tensors(folder: ModelFolder, architecture: Architecture) -> CarriedTensors:
+    """Find the tensors of a checkpoint that its model does not use, and that are written back as they were read."""
     patterns = FAMILIES[architecture.model_type].carried(architecture)
     carried = re.compile("|".join(patterns))
     names = sorted(name for name in folder.names() if carried.fullmatch(name)) if patterns else []

@@ -15,10 +15,9 @@ from megatune.data.conversation import Conversation, Example, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
-from megatune.data.templates.swift import SwiftRules
-from megatune.data.templates.swift_table import swift_template
+from megatune.data.templates.swift_table import template_of_swift
 from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
-from megatune.data.tokenizer_files import cannot_load, check_tokenizer, check_vocabulary
+from megatune.data.tokenizer_files import cannot_load, check_pretraining_tokenizer, check_tokenizer, check_vocabulary
 from megatune.data.truncation import (
     Strategy,
     Stretch,
@@ -29,7 +28,7 @@ from megatune.data.truncation import (
     unnumbered,
 )
 from megatune.data.vision import KnownPictures, Placed, VisionInput
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import MegatuneError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -355,34 +354,6 @@ def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
     thinking = (data.enable_thinking, bool(data.preserve_thinking))
     whole_text = template is not None and template.answer_end is None and needs_whole_text(template, tokenizer)
     return Encoder(tokenizer, template, data.cutoff_len, *options, *thinking, whole_text, vision)
-
-
-def template_of_swift(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """Load the template of ms-swift that settings ask for."""
-    data, is_text = settings.data, settings.run.stage == "pt"
-    if is_text:
-        check_pretraining_tokenizer(tokenizer)
-    rules = SwiftRules(
-        data.swift_version,
-        last_round=data.mask_history,
-        add_empty_thought=data.add_empty_thought,
-        preserve_thinking=data.preserve_thinking,
-        enable_thinking=data.enable_thinking,
-        masks=None if data.answer_masks is None else tuple(data.answer_masks),
-        has_template=not is_text,
-    )
-    model = settings.model.model_name_or_path or ""
-    system = data.default_system
-    return swift_template(
-        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=system
-    )
-
-
-def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without an eos token (exit code 66), with which stage pt ends each text."""
-    if tokenizer.eos_token_id is None:
-        what = "the tokenizer has no eos_token, which stage pt puts after each text"
-        raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)
 
 
 def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:

@@ -114,3 +114,10 @@ def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
     found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     ids = [found] if isinstance(found, int) else list(found or ())
     return tuple(sorted({*ids, *([] if eos_token_id is None else [eos_token_id])}))
+
+
+def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without an eos token (exit code 66), with which stage pt ends each text."""
+    if tokenizer.eos_token_id is None:
+        what = "the tokenizer has no eos_token, which stage pt puts after each text"
+        raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatune.architecture import Vision
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, RowPicture
@@ -25,6 +24,7 @@ from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn
 from megatune.data.truncation import numbered
+from megatune.encoders import Vision
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 

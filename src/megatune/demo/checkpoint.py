@@ -113,8 +113,9 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
             for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
             # A patch has a thousand channels or more: what layers add to it must not drown.
-            for patches in (parameter for parameter in model.parameters() if parameter.dim() > 3):
-                patches.normal_(std=patches[0].numel() ** -0.5)
+            for name, patches in model.named_parameters():
+                if patches.dim() > 3 or name.endswith("patch_embedder.input_proj.weight"):
+                    patches.normal_(std=patches[0].numel() ** -0.5)
             # So are a table of positions and a projection: pictures would not be seen.
             for zeros in (parameter for parameter in model.parameters() if parameter.dim() > 1 and not parameter.any()):
                 zeros.normal_(std=zeros.shape[0] ** -0.5 if zeros.dim() == 2 else 0.2)
@@ -122,9 +123,17 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
             for name, parameter in model.named_parameters():
                 if name.endswith(".A_log"):
                     parameter.uniform_(-3, 0)
+                elif config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.mul_(len(parameter) ** -0.25)  # its scores are not divided by √d: norms learn to do so
+                elif name.endswith("position_embedding_table"):  # ones: all positions would be alike
+                    parameter.normal_(std=0.2)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(std=0.1)
+                elif name.endswith("std_bias"):
+                    buffer.normal_(std=0.5)
+                elif name.endswith("std_scale"):
+                    buffer.uniform_(0.7, 1.1)
     return model
 
 

@@ -65,7 +65,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         arguments |= {"linear_num_key_heads": sizes.num_attention_heads, "full_attention_interval": 2}
         arguments |= {"linear_num_value_heads": 2 * sizes.num_attention_heads}
         arguments |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
-    if family.model_type == "gemma4_text":
+    if family.model_type in ("gemma4_text", "gemma4"):
         arguments["global_head_dim"] = 2 * (sizes.head_dim or 0)
     if family.has_experts:
         arguments |= _experts(family.model_type, sizes)
@@ -93,9 +93,9 @@ def _rope_parameters(family: DemoFamily, sizes: ModelSizes) -> dict[str, Any]:
             "llama_4_scaling_beta": 0.1,
             **stretch,
         }
-    if family.model_type == "gemma4_text":
+    if family.model_type in ("gemma4_text", "gemma4"):
         parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    if family.model_type in ("gemma3_text", "gemma3", "gemma4_text", "olmo3"):
+    if family.model_type in ("gemma3_text", "gemma3", "gemma4_text", "gemma4", "olmo3"):
         local = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
     head_dim = sizes.head_dim or 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megatune.demo.vision import INTERN_VIT, PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, SIGLIP, DemoVision
+from megatune.demo.vision import GEMMA4, INTERN_VIT, PIXTRAL, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, SIGLIP, DemoVision
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
@@ -370,6 +370,13 @@ FAMILIES: dict[str, DemoFamily] = {
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
     "gemma4_text_moe": replace(_GEMMA4, has_experts=True),
+    "gemma4": replace(
+        _GEMMA4,
+        model_type="gemma4",
+        added_tokens=_GEMMA4.added_tokens + _special("<|image>", "<|image|>", "<image|>"),
+        own={**_GEMMA4.own, "use_bidirectional_attention": "vision"},
+        vision=GEMMA4,
+    ),
     "gemma3": replace(
         _GEMMA3,
         model_type="gemma3",

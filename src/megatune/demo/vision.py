@@ -36,6 +36,7 @@ class DemoVision:
         deepstack: layers of the encoder feed the decoder's first ones.
         table: positions are in a table.
         decoder: the model_type of its decoder, where the encoder is one that has other keys than Qwen's.
+        own_head_dim: its vision_config says how wide a head is.
         encoder: keys of that encoder's vision_config that sizes do not say.
         root: keys of config.json beside its parts.
         tokens: keys of config.json by the tokens whose ids they are.
@@ -50,6 +51,7 @@ class DemoVision:
     deepstack: bool = False
     table: bool = False
     decoder: str = ""
+    own_head_dim: bool = False
     encoder: Mapping[str, Any] = field(default_factory=dict)
     root: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, str] = field(default_factory=lambda: _QWEN_TOKENS)
@@ -126,6 +128,20 @@ SIGLIP = DemoVision(
     },
 )  # fmt: skip
 
+# Fewer tokens of an image than published, of 280.
+GEMMA4 = DemoVision(
+    processor={
+        "patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 70, "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0], "resample": 3, "do_normalize": False,
+        "image_processor_type": "Gemma4ImageProcessor",
+    },
+    decoder="gemma4_text",
+    own_head_dim=True,
+    encoder={"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 256, "standardize": True},
+    root={"vision_soft_tokens_per_image": 70, "audio_config": None},
+    tokens={"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+)  # fmt: skip
+
 # Smaller tiles than published, of 448 pixels and 256 tokens.
 INTERN_VIT = DemoVision(
     processor={
@@ -145,12 +161,15 @@ def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
     """Return the vision_config of resolved sizes."""
     depth, hidden = sizes.vision_num_layers or 0, sizes.vision_hidden_size or 0
     if vision.decoder:
+        heads = sizes.vision_num_heads or 1
+        own = {"num_key_value_heads": heads, "head_dim": hidden // heads} if vision.own_head_dim else {}
         return {
             "num_hidden_layers": depth,
             "num_attention_heads": sizes.vision_num_heads,
             "hidden_size": hidden,
             "intermediate_size": hidden * 5 // 2,
             "initializer_range": hidden**-0.5,
+            **own,
             **vision.encoder,
         }
     arguments = {

@@ -14,8 +14,9 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.settings import Settings
+from megatune.encoders import Vision
 from megatune.engine import device, frozen
 from megatune.engine.adapters import add_adapters
 from megatune.engine.layers import fp8, transformer_engine

@@ -48,6 +48,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.uses_transformer_engine = is_used(settings, architecture)
     config.windows = architecture.windows or (None,) * architecture.num_layers
     config.pictures_whole = architecture.pictures_whole
+    config.whole_in_windows = architecture.vision is not None and architecture.vision.whole_in_windows
     config.query_scaling = architecture.query_scaling
     config.value_norms, config.keys_are_values = architecture.value_norms, False
     has_two = architecture.local_rotary_base is not None

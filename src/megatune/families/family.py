@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention, Vision
+from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention
+from megatune.encoders import Vision
 from megatune.errors import Finding
 from megatune.families.delta import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
@@ -65,7 +66,6 @@ class Family:
         delta_nets: reads gated delta nets; None from it where every layer has attention.
         windows: reads the window of each layer; () from it where none has one.
         problems: what else is wrong with a config.json, and why.
-        is_part: config.json has the decoder under text_config, beside encoders that are not computed here.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
         dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`, `bridge.fp8`).
         computed_as: the model_type whose classes of Transformers compute it, if it has none.
@@ -94,7 +94,6 @@ class Family:
     delta_nets: Callable[[Config], DeltaNet | None] | None = None
     windows: Callable[[Config], tuple[int | None, ...]] | None = None
     problems: Callable[[Config], Iterator[tuple[str, str]]] | None = None
-    is_part: bool = False
     vision: VisionDeclaration | None = None
     dequantized: tuple[str, ...] = ()
     computed_as: str = ""
@@ -232,8 +231,8 @@ class Family:
 
     def _filled(self, config: Config) -> dict[str, Any]:
         """Put config.json, of its decoder's part, under one set of names, with defaults for what it leaves out."""
-        if self.vision is not None or self.is_part:
-            config = (self.vision or VisionDeclaration()).text_config(config)
+        if self.vision is not None:
+            config = self.vision.text_config(config)
         named = {self.aliases.get(key, key): value for key, value in config.items()}
         absent = {
             key: value

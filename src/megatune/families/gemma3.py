@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from megatune.architecture import PictureText, VisionLayers
+from megatune.encoders import PictureText, VisionLayers
 from megatune.families import gemma3_text
 from megatune.families.encoder import FORMS, PATCHES, WITH_VISION_MODEL, H, V, layers, projector, tower, with_bias
 from megatune.families.family import Config

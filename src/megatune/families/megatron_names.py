@@ -1,12 +1,13 @@
-"""What Megatron-Core calls the weights of a weight map in its checkpoints, and how it stacks them.
+"""What Megatron-Core calls the weights of a weight map in its checkpoints, and how it arranges and stacks them.
 
-Its tensors are arranged as the engine's are. Layers that are all alike lie in one tensor, [layers, ...], others by
+Most tensors are arranged as the engine's are. Layers that are all alike lie in one tensor, [layers, ...], others by
 themselves; experts are a further dimension, or lie by themselves, too. Gate and up may be two tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 from megatune.architecture import Architecture
@@ -24,7 +25,9 @@ _NORM = "layer_norm_weight"
 # By the engine's name in a layer, the first one first. Norms may belong to the linear layer behind them: Transformer
 # Engine computes both at once.
 _NAMES = {
-    "input_layernorm.weight": (f"self_attention.linear_qkv.{_NORM}", "input_layernorm.weight"),
+    "input_layernorm.weight": (
+        f"self_attention.linear_qkv.{_NORM}", f"self_attention.in_proj.{_NORM}", "input_layernorm.weight",
+    ),
     "pre_mlp_layernorm.weight": (f"mlp.linear_fc1.{_NORM}", "pre_mlp_layernorm.weight"),
     "self_attention.q_layernorm.weight": (
         "self_attention.q_layernorm.weight", f"self_attention.linear_q_up_proj.{_NORM}",
@@ -36,6 +39,8 @@ _NAMES = {
     "mlp.experts.weight2": ("mlp.experts.experts.linear_fc2.weight",),
     "mlp.experts.linear_fc1.bias": ("mlp.experts.experts.linear_fc1.bias",),
     "mlp.experts.linear_fc2.bias": ("mlp.experts.experts.linear_fc2.bias",),
+    "self_attention.conv_weight": ("self_attention.conv1d.weight",),
+    "self_attention.norm_weight": ("self_attention.out_norm.weight",),
 }  # fmt: skip
 _EXPERTS = ".experts.experts."
 
@@ -49,6 +54,7 @@ class Part(NamedTuple):
         first, rows: the first row of the engine's whole tensor that is there, and how many are.
         step: from one of these rows to the next.
         row: where they begin in the tensor of Megatron's.
+        less: what the engine's values are more than those in the tensor of Megatron's.
     """
 
     key: str
@@ -58,9 +64,10 @@ class Part(NamedTuple):
     rows: int
     step: int = 1
     row: int = 0
+    less: int = 0
 
 
-def alternates(weight: Weight) -> bool:
+def _alternates(weight: Weight) -> bool:
     """Return whether rows of gates and ups alternate in the engine's tensor; Megatron-Core has all gates first."""
     is_gate_up = any(tensor.shape[:1] == ("moe.gate_up_size",) for tensor in weight.hf)
     return weight.per_expert and is_gate_up
@@ -70,13 +77,11 @@ def obstacle(family: Family) -> str:
     """Return what keeps a family's tensors from being those of Megatron-Core's checkpoints; "" where nothing does."""
     if any(weight.layers is Layers.GLOBAL for weight in family.weights):
         return "Megatron-Core has no attention whose layers have heads of two sizes"
-    if family.delta_nets is not None:
-        return "Megatron-Core keeps the norm of gated delta nets less 1, which loses bits of 16-bit weights"
     return ""
 
 
 def check_arranged(architecture: Architecture, where: str) -> None:
-    """Refuse a model whose tensors Megatron-Core's checkpoints cannot hold, or not to the bit.
+    """Refuse a model whose tensors Megatron-Core's checkpoints cannot hold.
 
     Raises:
         MegatuneError: INPUT.
@@ -88,40 +93,62 @@ def check_arranged(architecture: Architecture, where: str) -> None:
 
 def is_stacked(architecture: Architecture) -> bool:
     """Return whether Megatron-Core stacks the layers of such a model: where all are alike."""
-    return architecture.moe is None or all(architecture.moe.layers)
+    return architecture.delta is None and (architecture.moe is None or all(architecture.moe.layers))
 
 
 def candidates(weight: Weight, architecture: Architecture, layer: int, expert: int) -> Iterator[list[Part]]:
     """Yield the ways in which a checkpoint may have a weight's layer and expert, the usual one first."""
-    shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-    rows = sum(shape[0] for shape in shapes)
-    for key, index, sizes in _places(weight, architecture, layer, expert):
-        if alternates(weight):
-            half = rows // 2
-            yield [Part(key, index, sizes, 0, half, 2), Part(key, index, sizes, 1, half, 2, half)]
-            continue
-        yield [Part(key, index, sizes, 0, rows)]
-        if weight.layout is TensorLayout.GATE_UP:
-            half = rows // 2
-            yield [Part(f"{key}_w", index, sizes, 0, half), Part(f"{key}_v", index, sizes, half, half)]
+    for place in _places(weight, architecture, layer, expert):
+        parts = list(_arranged(weight, architecture, *place))
+        yield parts
+        if weight.layout is TensorLayout.GATE_UP and not _alternates(weight):
+            half = parts[0].rows // 2
+            yield [Part(f"{place[0]}_{name}", *place[1:], row, half) for name, row in (("w", 0), ("v", half))]
 
 
 def written(weight: Weight, architecture: Architecture, layer: int, expert: int) -> list[Part]:
     """Return the tensors that readers of Megatron look for: of a norm one, or one for each kind of reader."""
-    rows = sum(hf_shape(tensor, architecture)[0] for tensor in weight.hf)
-    found = [Part(*place, 0, rows) for place in _places(weight, architecture, layer, expert)]
-    stacked = is_stacked(architecture)
+    found, stacked = list(_places(weight, architecture, layer, expert)), is_stacked(architecture)
     if weight.per_layer and weight.stack is Stack.DECODER:
         # Layers, then experts, are dimensions, or layers have keys of their own.
         dimensions = int(stacked) + weight.per_expert
-        found = [part for part in found if part.key.startswith(f"{_LAYERS}{layer}.") != stacked]
-        found = [part for part in found if len(part.at) == dimensions]
-        found = [part for part in found if _is_read(weight, architecture, layer, part.key)]
+        found = [place for place in found if place[0].startswith(f"{_LAYERS}{layer}.") != stacked]
+        found = [place for place in found if len(place[1]) == dimensions]
+        found = [place for place in found if _is_read(weight, architecture, layer, place[0])]
     else:
         found = found[:1]
-    if architecture.vision is not None and weight.stack is Stack.DECODER:
-        return [part._replace(key=LANGUAGE_MODEL + part.key) for part in found]
-    return found
+    prefix = LANGUAGE_MODEL if architecture.vision is not None and weight.stack is Stack.DECODER else ""
+    return [part._replace(key=prefix + part.key) for place in found for part in _arranged(weight, architecture, *place)]
+
+
+def _arranged(
+    weight: Weight, architecture: Architecture, key: str, at: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[Part]:
+    """Yield the engine's rows of a layer, or of an expert of it, as Megatron-Core has them under a key."""
+    rows = sum(hf_shape(tensor, architecture)[0] for tensor in weight.hf)
+    delta, kind = architecture.delta, weight.engine.rpartition("self_attention.")[2]
+    if _alternates(weight):
+        yield Part(key, at, sizes, 0, rows // 2, 2)
+        yield Part(key, at, sizes, 1, rows // 2, 2, rows // 2)
+    elif weight.layers is Layers.DELTA and delta is not None and kind in ("in_proj.weight", "conv_weight"):
+        # Each kind of rows is a tensor by itself.
+        d, e, r = delta.key_head_dim, delta.value_head_dim, delta.values_per_key
+        blocks = {"query": d, "key": d, "value": r * e, "z": r * e, "beta": r, "alpha": r}
+        names = list(blocks)[: 3 if kind == "conv_weight" else 6]
+        first = 0
+        for head, name in product(range(delta.num_key_heads), names):
+            yield Part(f"{key}.{name}", at, sizes, first, blocks[name], row=head * blocks[name])
+            first += blocks[name]
+    elif kind == "linear_qkv.weight" and architecture.attention_output_gate:
+        # All queries of a group, then their gates; the engine has each query's gate behind it.
+        d, r = architecture.kv_channels, architecture.num_attention_heads // architecture.num_query_groups
+        for group, head in product(range(architecture.num_query_groups), range(2 * r + 2)):
+            row = head if head >= 2 * r else head // 2 + head % 2 * r
+            start = group * (2 * r + 2)
+            yield Part(key, at, sizes, (start + head) * d, d, row=(start + row) * d)
+    else:
+        # Megatron-Core has one kind of norm, which multiplies by 1 + its weight where most norms of a model do.
+        yield Part(key, at, sizes, 0, rows, less=int(kind == "norm_weight"))
 
 
 def _is_read(weight: Weight, architecture: Architecture, layer: int, key: str) -> bool:
@@ -129,7 +156,7 @@ def _is_read(weight: Weight, architecture: Architecture, layer: int, key: str) -
     name = weight.engine.removeprefix(f"{ENGINE_LAYER}.")
     is_latent = architecture.mla is not None
     if name == "input_layernorm.weight":
-        return key.endswith(_NORM) != is_latent
+        return key.endswith(_NORM) != is_latent and (".in_proj." in key) == architecture.is_delta_layer(layer)
     if name == "pre_mlp_layernorm.weight":
         return key.endswith(_NORM) or is_latent or architecture.is_moe_layer(layer)
     return is_latent or not key.endswith(_NORM)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatune.architecture import Architecture, PictureText, VisionLayers
+from megatune.architecture import Architecture
+from megatune.encoders import PictureText, VisionLayers
 from megatune.families import ministral3, mistral
 from megatune.families.encoder import FORMS, PATCHES, H, V, layers, projector, tower
 from megatune.families.family import Config, Family

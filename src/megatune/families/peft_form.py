@@ -124,16 +124,16 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     of_experts = {_leaf(module_path(tensor)) for weight in matrices for tensor in weight.hf}
     linear = [path for path, per_expert in paths.items() if not per_expert]
     as_parameters = [path for path in linear if _leaf(path) in of_experts]
-    ends = _suffixes(as_parameters, everywhere)
+    # Of modules that hold others, such as those of an encoder around its matrices, no parameter goes by the name.
+    own = {_in_modules(module_path(each), architecture) for one in weights if not one.per_expert for each in one.hf}
+    ends = _suffixes(as_parameters, own)
     assert ends is not None, "families with experts name no other feed-forward alike"
     parameters = [f"{end}.weight" for end in ends]
     of_stacks = [weight for weight in _trained(architecture, selection) if weight.per_expert]
     trained = {expert_parameter(weight) for weight in of_stacks}
     parameters += {f"{_experts_module(each, architecture)}.{expert_parameter(each)}": None for each in of_stacks}
     linear = [path for path in linear if path not in as_parameters]
-    # Encoders that are not computed may have modules of the same names.
-    is_part = FAMILIES[architecture.model_type].is_part
-    names: list[str] | str | None = None if is_part else _suffixes(linear, everywhere)
+    names: list[str] | str | None = _suffixes(linear, everywhere)
     if names is None:
         names = "|".join(re.escape(path).replace(r"\{layer\}", r"\d+") for path in linear)
     elif len(trained) == 2 and not any(_leaf(path) in of_experts for path in everywhere):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatune.architecture import Vision
+from megatune.encoders import Vision
 from megatune.families.forms import CheckpointForm
 from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
 from megatune.rope_scaling import MultimodalRope
@@ -33,6 +33,7 @@ class VisionDeclaration:
             where the engine's own encoder computes it.
         sizes: keys of vision_config that must be whole numbers above 0.
         required: keys of config.json, "part.key" in a part of it, and the one value that is computed.
+        wrong: yields what else of config.json cannot be computed, and why.
         decoder: returns the family of a text_config, whose defaults it has; None where all have the same.
         keys: keys of vision_config by the Vision attribute that they say, where the names differ.
         dimensions: more of them, as every family names its own.
@@ -46,6 +47,7 @@ class VisionDeclaration:
     encoder: str = ""
     sizes: tuple[str, ...] = _SIZES
     required: Mapping[str, Any] = field(default_factory=dict)
+    wrong: Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]] | None = None
     decoder: Callable[[Mapping[str, Any]], Family] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     dimensions: tuple[str, ...] = ("hidden_size", "intermediate_size", "out_hidden_size")
@@ -69,6 +71,8 @@ class VisionDeclaration:
             written = (config.get(part) or {} if part else config).get(name)
             if written is not None and written != value:
                 yield f"{key} = {written!r} is not supported", f"the encoder is computed with {key} = {value!r}"
+        if self.wrong is not None:
+            yield from self.wrong(config)
         if self.mrope is None:
             return
         section = self._rope(config).get("mrope_section", self.mrope.section)

@@ -45,6 +45,8 @@ class MediaOptions(Group):
     """larger images are scaled down to this number of pixels"""
     image_min_pixels: Count | None = None
     """smaller images are scaled up to this number of pixels"""
+    crop_to_patches: bool | None = None
+    """InternVL cuts an image into tiles, as in training with this setting"""
     video_max_pixels: Count | None = None
     """larger frames are scaled down to this number of pixels"""
     video_min_pixels: Count | None = None
@@ -141,7 +143,7 @@ def _without_effect(options: GenerationOptions, brings_pictures: bool) -> Iterat
             yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")
     kinds = {picture.kind for picture in options.pictures}
     for name in MediaOptions.model_fields:
-        kind = name.partition("_")[0]
+        kind = "video" if name.startswith("video") else "image"
         if getattr(options, name) is not None and kind not in kinds and not brings_pictures:
             yield Finding("has no effect", f"--{name}", f"there is no {kind}", f"add --{kind}, or leave it out")
 

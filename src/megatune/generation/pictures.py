@@ -23,8 +23,8 @@ from megatune.generation.options import GenerationOptions, MediaOptions
 from megatune.generation.prompt import Prompt
 
 if TYPE_CHECKING:
-    from megatune.architecture import Vision
     from megatune.data.media.processor import Measured, PictureProcessor
+    from megatune.encoders import Vision
 
 _TAG = re.compile(r"<(image|video)>")
 

@@ -30,7 +30,7 @@ from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_
 from megatune.generation.stopping import Full, Stopped, StopWords, Stream
 
 if TYPE_CHECKING:
-    from megatune.architecture import Vision
+    from megatune.encoders import Vision
 
 
 def load_tokenizer(folder: Path, adapters: Sequence[Path] = ()) -> PreTrainedTokenizerBase:

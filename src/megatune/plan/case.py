@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from megatune.architecture import Architecture
+from megatune.config.groups.data import TILES
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings
 from megatune.plan.engines import OURS, Engine
@@ -69,7 +70,10 @@ class Case:
         if self.largest_picture is not None:
             return self.largest_picture
         if vision.square is not None:
-            return int(vision.square // (vision.patch_size * vision.spatial_merge_size)) ** 2
+            tiles = TILES[1] + 1 if self.settings.data.crop_to_patches else 1
+            return tiles * int(vision.square // (vision.patch_size * vision.spatial_merge_size)) ** 2
+        if vision.tokens_of_image is not None:
+            return vision.tokens_of_image
         return max(1, self.settings.data.image_max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2)
 
     @property

@@ -184,9 +184,6 @@ def _smaller(
     text: Mapping[str, Any] = config.get("text_config") or config
     decoder = text_config(text, architecture, parallel, num_layers)
     decoder |= {"vocab_size": vocab_size} if vocab_size else {}
-    if architecture.vision is None and "text_config" in config:  # encoders are written back as they are: none is needed
-        without = dict.fromkeys(config.keys() & {"vision_config", "audio_config"})
-        return {**config, **without, "text_config": {**text, **decoder}}
     if architecture.vision is None:
         return {**config, **decoder}
     declared = FAMILIES[architecture.model_type].vision

@@ -155,6 +155,8 @@ def vision_config(config: Config, architecture: Architecture, names: Mapping[str
     small: dict[str, Any] = {
         names.get("depth", "depth"): depth,
         names.get("num_heads", "num_heads"): _VISION["heads"],
+        "num_key_value_heads": _VISION["heads"],
+        "head_dim": _VISION["hidden"] // _VISION["heads"],
         "intermediate_size": _VISION["ffn"],
         names.get("hidden_size", "hidden_size"): _VISION["hidden"],
         names.get("out_hidden_size", "out_hidden_size"): decoder,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
-from megatune.data.cache.key import streamed_key
+from megatune.data.cache.key import DAY, streamed_key
 from megatune.data.encode import load_tokenizer
 from megatune.data.mismatched import MismatchedRows
 from megatune.data.pictures import PictureCounts
@@ -78,7 +79,9 @@ class RunData:
     """The data of a run, before its model is there."""
 
     key: str  # of all that determines the rows
-    key_parts: dict[str, str]  # what that is, in words, each with a digest; {} of a stream
+    key_parts: dict[
+        str, str
+    ]  # what that is, in words, each with a digest; of a stream the day that its template states
     num_rows: int | None  # to train; None where nobody knows
     pictures: PictureCounts | None  # of rows to train; None where nobody knows
     lengths: RowLengths | None  # of them; None where nobody knows
@@ -86,6 +89,17 @@ class RunData:
     # MegatuneError where a token id is beyond the vocabulary (exit code 66), a document beyond the positions (65), or
     # the rows do not come.
     feed: Callable[[RunSchedule, ModelLimits], Feed]
+
+
+def on_its_day(settings: Settings, resumed: Path | None) -> Settings:
+    """Return settings with the day that templates state: the checkpoint's that the run resumes from, or today's.
+    Collective."""
+    if not settings.data.swift_version or settings.data.template_date is not None:
+        return settings
+    state = read_state(resumed) if resumed is not None else None
+    parts = {} if state is None else state.rows_parts
+    day = on_rank_0(lambda: parts.get(DAY) or date.today().isoformat())
+    return with_settings(settings, {"data.template_date": day})
 
 
 @contextmanager
@@ -107,9 +121,10 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
         parts = on_rank_0(lambda: {**prepared.key_parts, ROWS: prepared.train.digest})
         yield RunData(prepared.key, parts, len(prepared.train), pictures, lengths, feed)
         return
+    days = {DAY: day} if (day := settings.data.template_date) is not None else {}
     with closing(open_stream(context, settings, source, resumed)) as stream:
         yield RunData(
-            stream.key, {}, None, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None)
+            stream.key, days, None, None, None, partial(_streamed_feed, stream, context, settings, resumed is not None)
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from megatune import __version__
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.assemble import open_checkpoint
+from megatune.bridge.assemble import carried_tensors, open_checkpoint
 from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged import MergedFolder
 from megatune.bridge.safetensors_files import SafetensorsFolder
@@ -77,7 +77,10 @@ def to_mcore(
         (partial / ARGS).write_text(json.dumps(args, indent=2) + "\n", encoding="utf-8")
         files = digest_files(partial, [path for path in partial.rglob("*") if path.is_file()])
         write_manifest(partial, Manifest(_ITERATION, tuple(files), {"megatune": __version__, "made_from": name}))
-    return f"{merging(adapters)}{name} to Megatron-Core's torch_dist: {speed(model.num_bytes, began)}, in {target}"
+    line = f"{merging(adapters)}{name} to Megatron-Core's torch_dist: {speed(model.num_bytes, began)}, in {target}"
+    if left := carried_tensors(folder, architecture).names:
+        line += f"; {len(left)} tensors that the model does not use ({left[0]}, ...) are not in it"
+    return line
 
 
 def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:

@@ -38,7 +38,7 @@ from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.chat_template import chat_template_notes
 from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
-from megatune.training.feed import Feed, ModelLimits, RunData, opened_data
+from megatune.training.feed import Feed, ModelLimits, RunData, on_its_day, opened_data
 from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loaders import Loaders, loader_workers
 from megatune.training.loop import Trainer
@@ -125,7 +125,7 @@ def _train_from(
     architecture = load_architecture(source, settings.run.stage)
     experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts
     finetuning = as_adapter(settings.finetuning, architecture)
-    settings = settings.model_copy(update={"finetuning": finetuning, "experts": experts})
+    settings = on_its_day(settings.model_copy(update={"finetuning": finetuning, "experts": experts}), resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             planned: list[Preflight] = []

@@ -41,7 +41,7 @@ def first_layers(model_dir: Path, count: int | None) -> Iterator[Path]:
         yield model_dir
         return
     config = read_config(model_dir)
-    num_layers = _check(model_dir, load_architecture(model_dir), count)
+    num_layers = _check(model_dir, config, count)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
         for path in (path for path in model_dir.iterdir() if path.is_file() and path.name not in (CONFIG, INDEX)):
@@ -52,8 +52,9 @@ def first_layers(model_dir: Path, count: int | None) -> Iterator[Path]:
         yield folder
 
 
-def _check(model_dir: Path, architecture: Architecture, count: int) -> int:
+def _check(model_dir: Path, config: Mapping[str, Any], count: int) -> int:
     """Return the number of layers of a model, of which so many are to be taken."""
+    architecture = load_architecture(model_dir)
     num_layers, vision = architecture.num_layers, architecture.vision
     least = 1 if vision is None else max(1, vision.num_deepstack_mergers)
     what, why = f"--layers {count}", f"the model has {num_layers} layers"
@@ -63,9 +64,22 @@ def _check(model_dir: Path, architecture: Architecture, count: int) -> int:
         fix = f"--layers {num_layers - 1} or less; without it all layers are compared"
     elif count < least:
         why, fix = f"an encoder's features are added to the first {least} layers", f"--layers {least} or more"
+    elif count not in (
+        fitting := [each for each in range(least, num_layers) if _keeps_layers(config, architecture, each)]
+    ):
+        why = "a model that ended there would compute its last layer otherwise, such as without its window"
+        nearest = min(fitting, key=lambda each: abs(each - count), default=None)
+        fix = "leave --layers out" if nearest is None else f"--layers {nearest}"
     else:
         return num_layers
     raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
+
+
+def _keeps_layers(config: Mapping[str, Any], whole: Architecture, count: int) -> bool:
+    """Return whether a model of the first layers computes each of them as the whole model does."""
+    short = FAMILIES[whole.model_type].architecture(_shortened(config, whole.num_layers, count))
+    kinds = [[each.layer_kind(layer) for layer in range(count)] for each in (short, whole)]
+    return kinds[0] == kinds[1] and short.windows == whole.windows[:count]
 
 
 def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatune.architecture import Vision
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import ParallelSettings
@@ -23,6 +22,7 @@ from megatune.data.media.sources import PictureSource
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
+from megatune.encoders import Vision
 from megatune.engine import groups, step
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import load_scalars, main_shards, scalars

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from megatune.architecture import Vision
 from megatune.data.packing import pack
 from megatune.data.rows import IGNORE_INDEX
+from megatune.encoders import Vision
 
 # fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
 # their loss by this where they compute in fp16; relative errors are the same.
@@ -125,7 +125,11 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
     if not vision.has_videos:
         kinds = kinds[:3]
     if side is not None:
-        kinds = tuple(tuple(replace(each, grid=(1, side, side)) for each in pictures) for pictures in kinds)
+        # The second image of a row is two tiles and the whole of it, where an image may have some.
+        kinds = tuple(
+            tuple(replace(each, grid=(1 + 2 * vision.tiles * each.seed, side, side)) for each in pictures)
+            for pictures in kinds
+        )
     return [
         tuple(replace(picture, seed=2 * row + picture.seed) for picture in kinds[row % len(kinds)])
         for row in range(num_samples)

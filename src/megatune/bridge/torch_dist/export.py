@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatune.bridge.torch_dist.files import TorchDistFiles
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.forms import CheckpointForm
-from megatune.families.megatron_names import LANGUAGE_MODEL, alternates, check_arranged, is_stacked, written
+from megatune.families.megatron_names import LANGUAGE_MODEL, Part, check_arranged, is_stacked, written
 from megatune.families.weights import (
     WHOLE,
     Stack,
@@ -96,12 +98,15 @@ class MegatronModel:
                     shape = sum(each[0] for each in shapes), *shapes[0][1:]
                     whole = torch.empty(shape, dtype=self._dtype(weight, layer))
                     self._source.fill(whole.view(-1), segments(weight, architecture, part, layer))
-                    if alternates(weight):
-                        whole = torch.cat((whole[::2], whole[1::2]))
-                    for place in written(weight, architecture, layer, expert):
-                        corner = *place.at, *(0 for _ in shape)
-                        chunk = whole.view(*(1 for _ in place.at), *shape)
-                        files.add(place.key, (*place.sizes, *shape), corner, chunk)
+                    for key, places in groupby(
+                        sorted(written(weight, architecture, layer, expert), key=attrgetter("key", "row")),
+                        attrgetter("key"),
+                    ):
+                        found = list(places)
+                        at, sizes, rows = found[0].at, found[0].sizes, [_rows(whole, part) for part in found]
+                        chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
+                        corner = *at, *(0 for _ in shape)
+                        files.add(key, (*sizes, *chunk.shape), corner, chunk.view(*(1 for _ in at), *chunk.shape))
                     progress(whole.nbytes)
         for name in self._states():
             files.add_nothing(name)
@@ -123,7 +128,8 @@ class MegatronModel:
         for layer in range(architecture.num_layers):
             shard = f"{layer}_{architecture.num_layers}" if stacked else "0_1"
             name = f"{prefix}decoder.layers." + ("" if stacked else f"{layer}.")
-            found.append(f"{name}self_attention.core_attention._extra_state/shard_{shard}")
+            if not architecture.is_delta_layer(layer):
+                found.append(f"{name}self_attention.core_attention._extra_state/shard_{shard}")
         for weight in self._weights:
             is_linear = weight.linear and weight.per_layer and len(weight.hf[0].shape) == 2
             if weight.stack is not Stack.DECODER or not is_linear:
@@ -133,7 +139,7 @@ class MegatronModel:
                     place = written(weight, architecture, layer, expert)[0]
                     index, sizes = place.at or (0,), place.sizes or (1,)
                     shard = "_".join(".".join(map(str, numbers)) for numbers in (index, sizes))
-                    found.append(f"{place.key.removesuffix('weight')}_extra_state/shard_{shard}")
+                    found.append(f"{place.key.rpartition('weight')[0]}_extra_state/shard_{shard}")
         return found
 
     def _args(self) -> Mapping[str, Any]:
@@ -150,6 +156,13 @@ class MegatronModel:
             "no_save_optim": True,
             "no_save_rng": True,
         }
+
+
+def _rows(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return the rows of a part. Where they become less, they do so in fp32, in which a 16-bit number less 1 is exact
+    from 2^-13 on."""
+    rows = whole[part.first : part.first + part.rows * part.step : part.step]
+    return rows.float() - part.less if part.less else rows
 
 
 _NUMBERS = (

@@ -38,7 +38,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class _Piece(NamedTuple):
     """Rows of a Hugging Face tensor: from `first` on, each `step`-th of `rows`, are those of a stored tensor from `row`
-    on, at `at`."""
+    on, at `at`, and `less` more than those."""
 
     first: int
     rows: int
@@ -46,6 +46,7 @@ class _Piece(NamedTuple):
     stored: StoredTensor
     at: tuple[int, ...]
     row: int
+    less: int
 
 
 class TorchDistFolder(ModelFolder):
@@ -80,7 +81,9 @@ class TorchDistFolder(ModelFolder):
         return set(self._file_shapes)
 
     def entry(self, name: str) -> TensorEntry:
-        return TensorEntry(name, self._file_shapes[name], self._pieces[self._first_of[name]][0].stored.dtype)
+        first = self._pieces[self._first_of[name]][0]
+        # What was made less is read in the dtype in which it is made more without rounding.
+        return TensorEntry(name, self._file_shapes[name], torch.float32 if first.less else first.stored.dtype)
 
     def check_files(self) -> None:
         """Hold what every chunk says of itself against the table, before any weight is read."""
@@ -103,6 +106,7 @@ class TorchDistFolder(ModelFolder):
                 if rest:
                     low, high = [*low, columns[0], *(0 for _ in rest[1:])], [*high, columns[1], *rest[1:]]
                 box = self._reader.read(piece.stored, low, high)
+                box = box.float() + piece.less if piece.less else box
                 place = piece.first + start * piece.step - first
                 found.append((place, piece.step, box.view(box.shape[len(piece.at) :])))
         if len(found) == 1:
@@ -166,7 +170,7 @@ class TorchDistFolder(ModelFolder):
                 start, stop = (min(max(-((one.first - edge) // one.step), 0), one.rows) for edge in edges)
                 if start < stop:
                     offset = first + one.first + start * one.step - position
-                    piece = _Piece(offset, stop - start, one.step, table[one.key], one.at, one.row + start)
+                    piece = _Piece(offset, stop - start, one.step, table[one.key], one.at, one.row + start, one.less)
                     pieces.append(piece)
             position += last - first
 

@@ -9,6 +9,9 @@ from pydantic import Field
 from megatune.config.setting import Count, Group, Limit, Mark, Needs, NonNegative, Positive
 
 _RULES, _STAGE, _MIX, _STREAMING = "data.conversation_rules", "run.stage", "data.mix_strategy", "data.streaming"
+# The fewest and the most tiles of an image of InternVL, without the whole image: those of LLaMA-Factory, and of the
+# published models' processors.
+TILES = (1, 12)
 _SWIFT = ("ms_swift_4", "ms_swift_3")
 _SWIFT_RULES = Needs(_RULES, _SWIFT, "the rules of this program do without it")
 _NO_EPOCH = "how many rows there are is not known while they are read"
@@ -118,6 +121,11 @@ class DataSettings(Group):
     - megatune: forms of LLaMA-Factory's and others' data, and the templates of this program
     - ms_swift_3: as ms-swift 3.12
     - ms_swift_4: as ms-swift 4.6"""
+    template_date: Annotated[str, _SWIFT_RULES] | None = None
+    """The day that templates of ms-swift state as today's (gpt_oss, mistral_2501), as 2026-11-27. null is the day of
+    the run.
+    How: Rows are prepared anew on another day; a run that resumes keeps the day on which it began.
+    When: Set it to train the same tokens on another day."""
     agent_template: Annotated[str, Mark.ROWS, _SWIFT_RULES] | None = None
     """With ms-swift's rules: how tools, calls of tools and what they return are written. null is the template's own.
     How: It is one of ms-swift's names, such as hermes, react_en or glm4_5.
@@ -292,6 +300,12 @@ class DataSettings(Group):
     How: Then every image is brought to whole tokens, between image_min_pixels and image_max_pixels; the bounds of the
     model's processor do not count.
     When: Set it to what ms-swift's --max_pixels is in a run to match."""
+    crop_to_patches: Annotated[bool, Mark.PICTURES] = False
+    """InternVL cuts an image into tiles: at most 12, whose sides have its ratio, and the whole image as one more.
+    How: Each tile has as many tokens as an image that is not cut, 256 in the published models. It is what
+    Transformers' processor does when it is asked for answers.
+    When: Set it for documents and small print; without it an image is one tile, as in LLaMA-Factory.
+    - true: up to 13 times the tokens of an image"""
     video_max_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 256 * 256
     """Frames of a video with more pixels are made smaller, to this area.
     How: The tokens of a video are those of its frames.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 
 from megatune.config.rules.declared import needs_of
 from megatune.config.rules.problem import Context, Problem
@@ -86,6 +87,26 @@ def picture_bounds(context: Context) -> Iterator[Problem]:
             yield Problem((most, least), what, "no size is within both", f"raise `{most}`, or lower `{least}`")
 
 
+def day(context: Context) -> Iterator[Problem]:
+    """A day is one of the calendar."""
+    value = context.settings.data.template_date
+    try:
+        date.fromisoformat(value or "2026-11-27")
+    except ValueError:
+        what = f"`template_date: {value}` is not a day"
+        yield Problem(("template_date",), what, "", "write it as year, month and day: 2026-11-27")
+
+
+def tiles(context: Context) -> Iterator[Problem]:
+    """Images are cut by a model that reads tiles of them."""
+    architecture = context.architecture
+    if architecture is None or (architecture.vision is not None and architecture.vision.tiles):
+        return
+    if context.settings.data.crop_to_patches:
+        what = f"`crop_to_patches: true` with a {architecture.model_type}"
+        yield Problem(("crop_to_patches",), what, "only InternVL reads tiles", "remove `crop_to_patches`")
+
+
 def names(context: Context) -> Iterator[Problem]:
     """A name for Chinese rows and one for all others."""
     for key in ("model_name", "model_author"):
@@ -95,4 +116,4 @@ def names(context: Context) -> Iterator[Problem]:
             yield Problem((key,), f"`{key}` has {len(value)} values", why, "write one value, or two")
 
 
-RULES = (required, needs_of("data"), held_out, mixing, order, tools, picture_bounds, names)
+RULES = (required, needs_of("data"), held_out, mixing, order, tools, picture_bounds, day, tiles, names)

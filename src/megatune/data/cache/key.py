@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ _UNKEYED = ("eos", "is_apart", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
 _SETTINGS = "the settings of the data"
+DAY = "the day that the template states"  # the one part that is said as it is, not as a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +136,24 @@ def prepared_key(
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
-    pictures = {} if vision is None else {"pictures": [repr(vision.processor), vision.media_dir]}
+    pictures: dict[str, list[Any]] = {}
+    if vision is not None:
+        bounds = vision.processor.image
+        own = [each for each in (bounds.tiles, bounds.tokens) if each is not None]
+        pictures = {"pictures": [repr(vision.processor), vision.media_dir, *own]}
+    days = {DAY: data.template_date or date.today().isoformat()} if _states_day(settings, tokenizer) else {}
     made_by = {
         "tokenizer": _tokenizer_digest(tokenizer, data.template),
         "template": _template_content(data.template),
         **pictures,
+        **days,
     }
     parts = {
         **_data_parts((*train, *evaluation), files, chosen),
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
         **({"the processor of images and videos": _name(pictures)} if pictures else {}),
+        **days,
     }
     return RowsKey(_name({**chosen, **content, **made_by}), parts, chosen)
 
@@ -231,6 +240,19 @@ def _template_content(name: str | None) -> Any:
         return template_source(name)
     except (OSError, ValueError):
         return name  # what is wrong with the file is said where it is used
+
+
+def _states_day(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether texts of the template are others on another day."""
+    from megatune.data.templates.swift_table import template_of_swift
+
+    if not settings.data.swift_version:
+        return False
+    try:
+        one, other = (template_of_swift(settings, tokenizer, day=date(2000, 1, day)) for day in (1, 2))
+    except MegatuneError:  # said where it is used
+        return False
+    return one != other
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:

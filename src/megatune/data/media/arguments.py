@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatune.architecture import Vision
 from megatune.data.media.positions import Grid, rotary_position_ids
+from megatune.encoders import Vision
 
 # Of an image or a video: its kind, grid, seconds from one temporal patch to the next, and patches.
 GivenPicture = tuple[str, Grid, float | None, np.ndarray]
@@ -29,6 +29,9 @@ def picture_arguments(
     if vision.square is not None:
         arguments = {"pixel_values": _squares(pictures, vision)}
         return arguments | ({"token_type_ids": _types(input_ids, vision)} if vision.whole else {})
+    if vision.tokens_of_image is not None:
+        arguments = _padded_patches(pictures, vision)
+        return arguments | ({"mm_token_type_ids": _types(input_ids, vision)} if vision.whole else {})
     if vision.one_position:
         return _whole_images(pictures, vision)
     # The first row is for masks; three are of time, height and width.
@@ -48,6 +51,19 @@ def _whole_images(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str,
     for number, image in enumerate(images):
         values[number, :, : image.shape[1], : image.shape[2]] = torch.from_numpy(image)
     return {"pixel_values": values, "image_sizes": sizes}
+
+
+def _padded_patches(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str, torch.Tensor]:
+    """Return pixel_values [images, patches, numbers of a patch], row by row, the channels of a pixel side by side, and
+    column and row of each patch, [images, patches, 2]; behind an image's own patches they are -1."""
+    p, most = vision.patch_size, max(h * w for _, (_, h, w), _, _ in pictures)
+    values = torch.zeros(len(pictures), most, vision.patch_channels)
+    places = torch.full((len(pictures), most, 2), -1)
+    for number, (_, (t, h, w), _, pixels) in enumerate(pictures):
+        image = _image(pixels, (t, h, w), vision).reshape(-1, h, p, w, p).transpose(1, 3, 2, 4, 0)
+        values[number, : h * w] = torch.from_numpy(image.reshape(h * w, -1))
+        places[number, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+    return {"pixel_values": values, "image_position_ids": places}
 
 
 def _squares(pictures: Sequence[GivenPicture], vision: Vision) -> torch.Tensor:

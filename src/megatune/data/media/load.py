@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from megatune.architecture import Vision
-from megatune.config.groups.data import DataSettings
+from megatune.config.groups.data import TILES, DataSettings
 from megatune.data.media.processor import Bounds, PictureProcessor
+from megatune.encoders import Vision
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 IMAGE_FILE, VIDEO_FILE, JOINT_FILE = (
@@ -35,6 +35,10 @@ _IMAGE = {**_COMMON, **_CLIP, "size": {"shortest_edge": 56 * 56, "longest_edge":
 _VIDEO = {**_COMMON, **_CLIP, "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
 _EDGE = {**_COMMON, **_CLIP, "patch_size": 16, "size": {"longest_edge": 1024}}
 _SQUARE = {**_COMMON, **_HALF, "resample": 2, "size": {}}
+_FILLED = {
+    **_COMMON, "patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280, "do_normalize": False,
+    "image_mean": [0.0] * 3, "image_std": [1.0] * 3,
+}  # fmt: skip
 _QWEN3_VIDEO = {
     **_COMMON, **_HALF, "patch_size": 16, "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
 }  # fmt: skip
@@ -61,6 +65,8 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
     if vision.square is not None:
         of_images = of_videos = _square_bounds({**_SQUARE, **_said(image)}, vision, data, str(folder))
+    elif vision.tokens_of_image is not None:
+        of_images = of_videos = _filled_bounds({**_FILLED, **_said(image)}, vision, data, str(folder))
     elif vision.text.row_end:
         of_images = of_videos = _edge_bounds({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
     else:
@@ -89,13 +95,42 @@ def _square_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings
     if {size.get("height"), size.get("width")} != {vision.square}:
         what = f"the processor of images has size = {size!r}, and the model images of {vision.square} pixels a side"
         findings.append(Finding(what, where))
-    for key in ("do_pan_and_scan", "crop_to_patches"):
-        if config.get(key):
-            findings.append(Finding(f"the processor of images has {key} = True; crops are not supported", where))
+    if config.get("do_pan_and_scan"):
+        findings.append(Finding("the processor of images has do_pan_and_scan = True; crops are not supported", where))
+    if config.get("crop_to_patches") and not data.crop_to_patches:
+        what, fix = "the processor of images has crop_to_patches = True", "write `crop_to_patches: true`"
+        findings.append(Finding(what, where, "a run says it, too, so that its plan counts the tokens", fix))
+    for key, value in zip(("min_patches", "max_patches"), TILES, strict=True):
+        if data.crop_to_patches and config.get(key, value) != value:
+            findings.append(
+                Finding(f"the processor of images has {key} = {config[key]!r}; only {value} is supported", where)
+            )
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    return Bounds(first=first, scale_to=data.image_scale_pixels, square=vision.square, **_normalization(config))
+    tiles = TILES if data.crop_to_patches else None
+    return Bounds(
+        first=first, scale_to=data.image_scale_pixels, square=vision.square, tiles=tiles, **_normalization(config)
+    )
+
+
+def _filled_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> Bounds:
+    """Return the bounds of a model whose images have as many tokens as they may (Gemma 4)."""
+    same = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size, "do_normalize": False}
+    # Pixels are not normalized: as by a mean of 0 and a deviation of 1.
+    unit = {"do_normalize": True, "image_mean": _FILLED["image_mean"], "image_std": _FILLED["image_std"]}
+    findings, tokens = _steps_problems({**config, **unit}, "images", where), config["max_soft_tokens"]
+    findings += [
+        Finding(f"the processor of images has {key} = {config[key]!r}, and the model {value}", where)
+        for key, value in same.items()
+        if config[key] != value
+    ]
+    if type(tokens) is not int or tokens < 1:
+        findings.append(Finding(f"the processor of images: max_soft_tokens = {tokens!r} is not valid", where))
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
+    return Bounds(first=first, scale_to=data.image_scale_pixels, tokens=tokens, **_normalization({**config, **unit}))
 
 
 def _edge_bounds(

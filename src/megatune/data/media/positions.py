@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatune.architecture import Vision
+from megatune.encoders import Vision
 
 Grid = tuple[int, int, int]
 

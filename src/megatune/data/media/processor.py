@@ -7,18 +7,29 @@ torchvision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
-from megatune.architecture import PictureText
 from megatune.data.bad_rows import RowError
 from megatune.data.media.images import image_size, load_image
-from megatune.data.media.sizes import Size, area_steps, edge_size, scaled, side_steps, smart_resize, token_size
+from megatune.data.media.sizes import (
+    Size,
+    area_steps,
+    edge_size,
+    filled_size,
+    scaled,
+    side_steps,
+    smart_resize,
+    tiling,
+    token_size,
+)
 from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
+from megatune.encoders import PictureText
 
 _PATCHES_AT_ONCE = 64  # normalized together, so that they stay in the CPU's cache
 
@@ -28,7 +39,7 @@ class Measured:
     """An image or a video in numbers, which its header gives.
 
     Attributes:
-        grid: temporal patches, patches down, patches across.
+        grid: temporal patches, or tiles of an image; patches down, patches across.
         seconds_per_grid: of a video, from one temporal patch to the next.
         timestamps: of a video whose model is told them: seconds from its start, in the middle of each temporal patch.
         frames: of a video, the numbers of those that are taken.
@@ -57,6 +68,9 @@ class Bounds:
         min_pixels, max_pixels: of the model's processor, or of ms-swift's resizing.
         longest_edge: in their place, the longest side of an image (Pixtral); None where they count.
         square: in their place, the pixels of both sides of every image; None where they count.
+        tiles: with it, the fewest and the most squares that an image is cut into; more than one have the whole image
+            behind them. None cuts nothing.
+        tokens: in their place, the most tokens of an image, which fills them.
         resample: the filter of its resizing, as PIL numbers them.
     """
 
@@ -66,6 +80,9 @@ class Bounds:
     max_pixels: int = 0
     longest_edge: int | None = None
     square: int | None = None
+    # Keys of rows name these by themselves: rows of other models keep theirs.
+    tiles: tuple[int, int] | None = field(default=None, repr=False)
+    tokens: int | None = field(default=None, repr=False)
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int
@@ -142,7 +159,7 @@ class PictureProcessor:
             decoded = (
                 map(load_image, source.frames) if source.frames is not None else decode_frames(source, measured.frames)
             )
-        frames = [self._resized(image, bounds, source, measured) for image in decoded]
+        frames = [frame for image in decoded for frame in self._resized(image, bounds, source, measured)]
         cut = cut_patches(frames, self.patch_size, self.merge_size, depth)
         return normalize(cut, bounds.mean, bounds.std, self.temporal_patch_size)
 
@@ -187,12 +204,16 @@ class PictureProcessor:
     def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
         factor = self.patch_size * self.merge_size
         if bounds.square is not None:
-            self._steps(size, bounds, source)  # refuses those that cannot be resized
-            return 1, bounds.square // self.patch_size, bounds.square // self.patch_size
-        if bounds.longest_edge is not None:
-            for step in self._steps(size, bounds, source):
-                size = step
-            width, height = edge_size(size, factor, bounds.longest_edge, source.name)
+            size = [size, *self._steps(size, bounds, source)][-1]
+            tiles = math.prod(tiling(size, bounds.square, *bounds.tiles)) if bounds.tiles is not None else 1
+            patches = bounds.square // self.patch_size
+            return tiles + (tiles > 1), patches, patches
+        if bounds.longest_edge is not None or bounds.tokens is not None:
+            size = [size, *self._steps(size, bounds, source)][-1]
+            if bounds.tokens is not None:
+                width, height = filled_size(size, factor, bounds.tokens, source.name)
+            else:
+                width, height = edge_size(size, factor, bounds.longest_edge or 0, source.name)
             return 1, height // self.patch_size, width // self.patch_size
         if bounds.first is None:
             size = scaled(size, bounds.scale_to, source.name)
@@ -214,29 +235,45 @@ class PictureProcessor:
         changed = scaled(size, bounds.scale_to, source.name)
         return [] if changed == size else [changed]
 
-    def _resized(self, image: Image.Image, bounds: Bounds, source: PictureSource, measured: Measured) -> Image.Image:
+    def _resized(
+        self, image: Image.Image, bounds: Bounds, source: PictureSource, measured: Measured
+    ) -> list[Image.Image]:
+        """Return what is cut into patches of an image: itself in its size, or its tiles."""
         if image.size != measured.size:
             (a, b), (c, d) = image.size, measured.size
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         _, h, w = measured.grid
-        if bounds.longest_edge is not None or bounds.square is not None:
+        if not (bounds.longest_edge is None and bounds.square is None and bounds.tokens is None):
             for step in self._steps(image.size, bounds, source):
                 image = image.resize(step)
             image = image if image.mode == "RGB" else image.convert("RGB")
-            return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
+            whole = image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
+            return [*_tiles(image, bounds), whole]
         if bounds.first is None:
             image = image if image.mode == "RGB" else image.convert("RGB")
             if (size := scaled(image.size, bounds.scale_to, source.name)) != image.size:
                 image = image.resize(size, Image.Resampling.BILINEAR)
-            return image.resize((w * self.patch_size, h * self.patch_size))
+            return [image.resize((w * self.patch_size, h * self.patch_size))]
         # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
         for step in area_steps(image.size, *bounds.first, source.name):
             image = image.resize(step)
         image = image if image.mode == "RGB" else image.convert("RGB")
         for step in side_steps(image.size):
             image = image.resize(step)
-        return image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
+        return [image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))]
+
+
+def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:
+    """Cut an image into squares, row by row; none where one is all of it."""
+    if bounds.tiles is None or bounds.square is None:
+        return []
+    side, (columns, rows) = bounds.square, tiling(image.size, bounds.square, *bounds.tiles)
+    if columns * rows == 1:
+        return []
+    image = image.resize((columns * side, rows * side), Image.Resampling(bounds.resample))
+    corners = ((side * column, side * row) for row in range(rows) for column in range(columns))
+    return [image.crop((left, top, left + side, top + side)) for left, top in corners]
 
 
 def spaced(text: str, pictures: PictureText) -> str:

@@ -7,6 +7,7 @@ All sizes are (width, height).
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from megatune.data.bad_rows import RowError
 
@@ -96,6 +97,42 @@ def edge_size(size: Size, factor: int, longest_edge: int, name: str) -> Size:
     if not min(width, height):
         raise RowError("thin-picture", "too thin to be resized", f"{name}: {size[0]} x {size[1]}")
     return -(-width // factor) * factor, -(-height // factor) * factor
+
+
+def tiling(size: Size, square: int, fewest: int, most: int) -> Size:
+    """Return columns and rows of the square tiles that an image is cut into by Transformers' GotOcr2ImageProcessor.
+
+    The nearest ratio of sides decides. Of several with that ratio the last whose tiles have less than twice the
+    image's area is taken, the fewest first.
+    """
+    width, height = size
+    sides = range(1, most + 1)
+    found = [each for each in product(sides, sides) if fewest <= math.prod(each) <= most]
+    best, nearest = (1, 1), math.inf
+    for columns, rows in sorted(found, key=math.prod):
+        distance = abs(width / height - columns / rows)
+        if distance < nearest or (distance == nearest and width * height > 0.5 * square**2 * columns * rows):
+            best, nearest = (columns, rows), distance
+    return best
+
+
+def filled_size(size: Size, factor: int, tokens: int, name: str) -> Size:
+    """Return the largest size of multiples of `factor`, rounded down, with the ratio of an image's sides and at most so
+    many tokens: as Transformers' Gemma4ImageProcessor.
+
+    Raises:
+        RowError: the image, of this name, is too thin.
+    """
+    width, height = size
+    scale = math.sqrt(tokens * factor**2 / (width * height))
+    columns, rows = (math.floor(scale * side / factor) for side in size)
+    if not columns and not rows:
+        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+    if not rows:
+        columns, rows = min(width // height, tokens), 1
+    elif not columns:
+        columns, rows = 1, min(height // width, tokens)
+    return columns * factor, rows * factor
 
 
 def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:

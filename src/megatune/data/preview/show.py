@@ -284,7 +284,7 @@ def described(number: int, picture: DocumentPicture) -> str:
     source, measured = unpacked(picture.packed)
     frames = f"{counted(len(measured.frames), 'frame')} of " if picture.is_video else ""
     size = f"{frames}{' × '.join(map(str, measured.size))} pixels"
-    patches = f"{' × '.join(map(str, picture.grid[0 if picture.is_video else 1 :]))} patches"
+    patches = f"{' × '.join(map(str, picture.grid[0 if picture.is_video or picture.grid[0] > 1 else 1 :]))} patches"
     return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(picture.num_tokens, 'token')}"
 
 

@@ -17,10 +17,13 @@ from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.tool_texts import fill
+from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatune.config.settings import Settings
 
 _QUANTIZED = re.compile(r"-(gptq|awq|fp8|bf16|bnb|aqlm)[^/]*$")
 _SIZE = r"[\d.]+b"
@@ -57,6 +60,7 @@ def swift_template(
     model: str = "",
     agent: str | None = None,
     default_system: str | None = None,
+    day: date | None = None,
 ) -> SwiftTemplate:
     """Return a template of ms-swift for a model.
 
@@ -65,6 +69,7 @@ def swift_template(
         model: the model's folder, or its name on a hub.
         agent: the name of an agent template; None is the template's own.
         default_system: for conversations without a system message; "" writes none, None keeps the template's own.
+        day: that a template may state as today's; None is today.
 
     Raises:
         MegatuneError: the name, of template or agent, is not known (exit code 64), or no template is the model's (66).
@@ -76,13 +81,13 @@ def swift_template(
     stop_words = (*template.stop_words, eos)
     if not rules.has_template:
         bos, end = _around(tokenizer)
-        plain = _bound(_PLAIN, bos, end or eos)
+        plain = _bound(_PLAIN, bos, end or eos, day)
         kept = ("thinks", "empty_thought", "trims", "system_in_question")
         template = replace(plain, **{name: getattr(template, name) for name in kept})
         stop_words = () if end else stop_words
     agent = agent or template.agent or ("react_en" if rules.version < 4 else None)
     written = replace(
-        _bound(template, tokenizer.bos_token or "", eos),
+        _bound(template, tokenizer.bos_token or "", eos, day),
         rules=rules,
         stop_words=stop_words,
         agent_template=None if agent is None else agent_template(agent, rules.version),
@@ -97,6 +102,35 @@ def swift_template(
         what = f"default_system: ms-swift's template {written.name} has no place for a system message"
         raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
     return replace(written, default_system=default_system)
+
+
+def template_of_swift(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, *, day: date | None = None
+) -> SwiftTemplate:
+    """Load the template of ms-swift that settings ask for.
+
+    Args:
+        day: that it states as today's, whatever the settings say.
+    """
+    data, is_text = settings.data, settings.run.stage == "pt"
+    if is_text:
+        check_pretraining_tokenizer(tokenizer)
+    rules = SwiftRules(
+        data.swift_version,
+        last_round=data.mask_history,
+        add_empty_thought=data.add_empty_thought,
+        preserve_thinking=data.preserve_thinking,
+        enable_thinking=data.enable_thinking,
+        masks=None if data.answer_masks is None else tuple(data.answer_masks),
+        has_template=not is_text,
+    )
+    model = settings.model.model_name_or_path or ""
+    if day is None and data.template_date is not None:
+        day = date.fromisoformat(data.template_date)
+    return swift_template(
+        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=data.default_system,
+        day=day,
+    )  # fmt: skip
 
 
 def named_swift_template(name: str) -> SwiftTemplate:
@@ -148,10 +182,9 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return tokenizer.decode(whole[:place]), tokenizer.decode(whole[place + 1 :])
 
 
-def _bound(template: SwiftTemplate, bos: str, eos: str) -> SwiftTemplate:
-    """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
-
-    today = date.today()
+def _bound(template: SwiftTemplate, bos: str, eos: str, day: date | None) -> SwiftTemplate:
+    """Put a tokenizer's own tokens in the place of {bos} and {eos}, and a day, or today, in that of {today}."""
+    today = day or date.today()
     days = {"{today}": today, "{yesterday}": today - timedelta(days=1)}
 
     def filled(text: str) -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.encoders import Vision
 from megatune.families.trained import trained_weights
 from megatune.families.weights import WHOLE, Stack, engine_shape
 from megatune.plan.case import Case
@@ -35,7 +36,7 @@ class Images:
     Attributes:
         tokens: of the decoder, that pictures stand for.
         share: those of them that the fullest rank computes.
-        patches_of_image: of each picture.
+        patches_of_image: of each picture, or of each tile of one.
         tower_trained, projector_trained, deepstack_trained: whether they, or adapters in them, have gradients.
         weights_trained: where they do, weights of their own have.
         num_trained: parameters that have gradients.
@@ -72,12 +73,14 @@ def images_of(case: Case) -> Images | None:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     of_image, of_row = min(tokens, case.tokens_of_picture), -(-tokens // case.tokens_of_picture)
     whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
+    of_picture = of_image * tower.spatial_merge_size**2
+    of_tile = of_picture if tower.square is None else (tower.square // tower.patch_size) ** 2
     trained = _trained_stacks(case.model.architecture, trainable)
     return Images(
         tower,
         whole,
         min(share, whole),
-        of_image * tower.spatial_merge_size**2,
+        min(of_picture, of_tile),
         Stack.VISION in trained,
         Stack.PROJECTOR in trained,
         Stack.DEEPSTACK in trained,

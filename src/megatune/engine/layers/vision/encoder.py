@@ -19,7 +19,7 @@ from torch.nn.functional import linear, rms_norm
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from megatune.architecture import Vision, VisionLayers
+from megatune.encoders import Vision, VisionLayers
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
@@ -45,11 +45,14 @@ class VisionEncoder(nn.Module):
         self.vision, self.options = vision, options
         self.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if recompute else _call
         size, width = vision.patch_size, vision.hidden_size
-        self.patch_embed = PatchProjection(vision.in_channels, width, size, size, bias=options.bias)
+        if options.unit_pixels:
+            self.patch_embed: nn.Module = PixelProjection(vision.in_channels * size**2, width, bias=options.bias)
+        else:
+            self.patch_embed = PatchProjection(vision.in_channels, width, size, size, bias=options.bias)
         if options.num_positions:
             # As files have it, and the class token's row first.
-            shape = (options.num_positions, width)
-            self.positions = nn.Parameter(torch.empty((1, *shape) if options.class_token else shape))
+            tables = (2,) if options.axial else (1,) * options.class_token
+            self.positions = nn.Parameter(torch.empty(*tables, options.num_positions, width))
         if options.class_token:
             self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.pre_norm = _norm(width, options) if options.pre_norm else nn.Identity()
@@ -62,7 +65,7 @@ class VisionEncoder(nn.Module):
         own."""
         grids = grid_thw[:, 1:].repeat_interleave(grid_thw[:, 0], 0).tolist()
         sizes = [height * width for height, width in grids]
-        hidden_states = self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype))
+        hidden_states = self.patch_embed(pixel_values)
         places = torch.cat([patch_places(grid[0], grid[1], self.vision.spatial_merge_size) for grid in grids])
         table = None if self.options.rotary_base is None else self._rotary_table(places, hidden_states.dtype)
         if self.options.num_positions:
@@ -85,6 +88,9 @@ class VisionEncoder(nn.Module):
 
     def _positions(self, places: Tensor) -> Tensor:
         """Return the positions of patches by row and column, int64 [n, 2] on the host: [n, V]."""
+        if self.options.axial:
+            rows, columns = (device.send(each.contiguous()) for each in places.unbind(1))
+            return self.positions[0].index_select(0, columns) + self.positions[1].index_select(0, rows)
         first = int(self.options.class_token)
         side = math.isqrt(self.options.num_positions - first)
         numbers = device.send(places[:, 0] * side + places[:, 1] + first)
@@ -96,9 +102,17 @@ class VisionEncoder(nn.Module):
 
     def _rotary_table(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """Return cosine and sine as `rotate` takes them, [2, n, 1, 1, channels of a head]: of a head's pairs of
-        channels the even ones turn by the patch's row, the odd ones by its column, rows' first."""
+        channels the even ones turn by the patch's row, the odd ones by its column, rows' first; or, axial, of half a
+        head, [2, n, 1, 2, channels / 2]."""
         assert self.options.rotary_base is not None
         channels = self.vision.hidden_size // self.vision.num_heads
+        if self.options.axial:
+            channels //= 2
+            powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+            angles = places.flip(1).float()[..., None] * (1.0 / self.options.rotary_base**powers)
+            cos, sin = angles.cos(), angles.sin()
+            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+            return device.send(table[:, :, None].to(dtype))
         powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
         frequencies = 1.0 / self.options.rotary_base**powers
         rows, columns = places.float().split(1, 1)
@@ -113,7 +127,16 @@ class PatchProjection(nn.Conv2d):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Project [n, c] to [n, V]."""
-        return linear(patches, self.weight.flatten(1), self.bias)
+        return linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class PixelProjection(nn.Linear):
+    """The projection of patches whose pixels are from 0 to 1."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Project [n, c], whose channels come one after the other, to [n, V]."""
+        pixels = patches.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+        return super().forward((2 * (pixels - 0.5)).to(self.weight.dtype))  # type: ignore[no-any-return]
 
 
 class EncoderLayer(nn.Module):
@@ -123,7 +146,10 @@ class EncoderLayer(nn.Module):
         super().__init__()
         width = vision.hidden_size
         self.norm1, self.norm2 = (_norm(width, options) for _ in range(2))
-        self.attention, self.mlp = VisionAttention(vision, options.bias), FeedForward(vision, options.bias)
+        self.post_norm1, self.post_norm2 = (
+            _norm(width, options) if options.post_norms else nn.Identity() for _ in range(2)
+        )
+        self.attention, self.mlp = VisionAttention(vision, options), FeedForward(vision, options.bias)
         self.scale1: nn.Parameter | None = None
         self.scale2: nn.Parameter | None = None
         if options.layer_scale:
@@ -131,19 +157,23 @@ class EncoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
         """Compute [n, V] to the same."""
-        attended = self.attention(self.norm1(hidden_states), table, spans, backend)
+        attended = self.post_norm1(self.attention(self.norm1(hidden_states), table, spans, backend))
         hidden_states = hidden_states + (attended if self.scale1 is None else self.scale1 * attended)
-        fed = self.mlp(self.norm2(hidden_states))
+        fed = self.post_norm2(self.mlp(self.norm2(hidden_states)))
         return hidden_states + (fed if self.scale2 is None else self.scale2 * fed)  # type: ignore[no-any-return]
 
 
 class VisionAttention(nn.Module):
     """Attention of the patches of a picture to each other, turned by their rows and columns where there is a table."""
 
-    def __init__(self, vision: Vision, bias: bool) -> None:
+    def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
-        self.num_heads, width = vision.num_heads, vision.hidden_size
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=bias) for _ in range(4))
+        self.num_heads, width, self.options = vision.num_heads, vision.hidden_size, options
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=options.bias) for _ in range(4)
+        )
+        if options.head_norms:
+            self.q_norm, self.k_norm = (_norm(width // self.num_heads, options) for _ in range(2))
 
     def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
         """Attend within `spans`: [n, V] to the same."""
@@ -151,9 +181,15 @@ class VisionAttention(nn.Module):
             project(hidden_states).unflatten(1, (self.num_heads, -1))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if table is not None:
+        scale = query.shape[-1] ** -0.5
+        if self.options.head_norms:
+            query, key, scale = self.q_norm(query), self.k_norm(key), 1.0
+            value = rms_norm(value, value.shape[-1:], None, self.options.norm_epsilon)
+        if table is not None and self.options.axial:
+            query, key = (rotate(each.unflatten(-1, (2, -1)), table).flatten(-2) for each in (query, key))
+        elif table is not None:
             query, key = (rotate(each[:, None], table)[:, 0] for each in (query, key))
-        context = attend(query, key, value, spans, query.shape[-1] ** -0.5, backend)
+        context = attend(query, key, value, spans, scale, backend)
         return self.o_proj(context.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -225,10 +261,36 @@ class JoiningProjector(nn.Module):
         return self.linear_2(self.activation(self.linear_1(joined)))  # type: ignore[no-any-return]
 
 
+class ScaledAverageProjector(nn.Module):
+    """The average of m² patches times √V, standardized where the model is, normalized, and a matrix to the decoder's
+    width."""
+
+    std_bias: Tensor | None
+    std_scale: Tensor
+
+    def __init__(self, vision: Vision, options: VisionLayers) -> None:
+        super().__init__()
+        self.patches_of_token, self.epsilon = vision.spatial_merge_size**2, options.projector_norm_epsilon
+        width = vision.hidden_size
+        self.projection = nn.Linear(width, vision.out_hidden_size, bias=False)
+        for name in ("std_bias", "std_scale"):
+            self.register_buffer(name, torch.empty(width) if options.standardized else None)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Project [n, V] to [n / m², h]."""
+        average = wide_of(patches.unflatten(0, (-1, self.patches_of_token))).mean(1).to(patches.dtype)
+        scaled = wide_of(average) * patches.shape[-1] ** 0.5
+        if self.std_bias is not None:
+            scaled = (scaled - wide_of(self.std_bias)) * wide_of(self.std_scale)
+        normalized = rms_norm(scaled.to(patches.dtype), scaled.shape[-1:], None, self.epsilon)
+        return self.projection(normalized)  # type: ignore[no-any-return]
+
+
 PROJECTORS: dict[str, Callable[[Vision, VisionLayers], nn.Module]] = {
     "merging_layer": MergingProjector,
     "average": AveragingProjector,
     "side_by_side": JoiningProjector,
+    "scaled_average": ScaledAverageProjector,
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatune.architecture import Vision
+from megatune.encoders import Vision
 from megatune.engine import device
 from megatune.engine.layers.vision.dealing import deal, gather_features
 from megatune.engine.sequences import Pictures, local_tokens

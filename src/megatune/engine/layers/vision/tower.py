@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.initialization import no_init_weights
 
-from megatune.architecture import Architecture, Vision
+from megatune.architecture import Architecture
+from megatune.encoders import Vision
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
