@@ -1,5 +1,5 @@
-"""How fast data becomes token rows: CPU seconds and samples a second with one and two processes, beside what
-LLaMA-Factory does and datasets.map over apply_chat_template; peak memory; the start of a second run; and packing a
+"""How fast data becomes token rows: CPU seconds and samples a second with one and two processes, beside
+LLaMA-Factory's package and datasets.map over apply_chat_template; peak memory; the start of a second run; and packing a
 million lengths.
 
 Each figure is measured in a process of its own, the ways in turn, several rounds; the best round counts, since what
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import data_theirs
 from data_clock import Clock
 from reporting import add_output_flag, finish
 
@@ -138,21 +139,20 @@ def packing() -> dict[str, float]:
 
 
 def theirs(folder: Path, processes: int) -> dict[str, float]:
-    """LLaMA-Factory's steps."""
-    import data_theirs
-
+    """LLaMA-Factory's package; without its imports, as ours is."""
     tokenizer, _ = load_inputs(folder)
+    data_theirs.import_it()
     clock = Clock()
-    rows = data_theirs.prepare(folder, tokenizer, processes)
-    return {**clock.read(), "tokens": data_theirs.num_tokens(rows, tokenizer)}
+    rows = data_theirs.prepare(folder, tokenizer, "qwen", processes)
+    return {**clock.read(), "tokens": data_theirs.num_tokens(rows)}
 
 
 WAYS: dict[str, tuple[str, Callable[[Path], dict[str, float]]]] = {
-    "theirs-1": ("LLaMA-Factory's steps, one process", lambda folder: theirs(folder, 1)),
+    "theirs-1": ("LLaMA-Factory, one process", lambda folder: theirs(folder, 1)),
     "map-1": ("datasets.map, one process", lambda folder: datasets_map(folder, 1)),
     "named-1": ("megatune, template qwen, one process", lambda folder: ours(folder, "qwen", 1)),
     "default-1": ("megatune, the tokenizer's template, one process", lambda folder: ours(folder, "null", 1)),
-    "theirs-2": ("LLaMA-Factory's steps, two processes", lambda folder: theirs(folder, 2)),
+    "theirs-2": ("LLaMA-Factory, two processes", lambda folder: theirs(folder, 2)),
     "named-2": ("megatune, template qwen, two processes", lambda folder: ours(folder, "qwen", 2)),
 }
 
@@ -190,6 +190,8 @@ def main() -> None:
     if arguments.measure:
         measured(arguments.measure, arguments.folder)
         return
+    if data_theirs.version() is None:
+        parser.error("LLaMA-Factory's package is not there; benchmarks/data_theirs.py says how to install it")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, arguments.source, arguments.samples, arguments.vocab_size)
@@ -227,11 +229,11 @@ def report(best: dict[str, dict[str, float]], loads: Sequence[float], arguments:
     note = (
         f"{arguments.samples:,} alpaca-like rows; of {arguments.rounds} rounds, in turn, the one with the fewest CPU "
         "seconds (user and system, of all processes). Ours reads, renders, tokenises, labels, packs all rows together "
-        "and writes; LLaMA-Factory's steps are those of benchmarks/data_theirs.py, and pack within 1,000 rows; "
-        "datasets.map has no labels and no packing. Busiest: CPU seconds of this process or of all that it started, "
-        "the larger; with two processes that is what a second core leaves to wait for. Memory: the largest process, in "
-        f"GiB. Others used the machine: load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores, so "
-        "samples/s say little; a CPU second is longer, too, beside others.\n\n"
+        f"and writes; LLaMA-Factory is its package {data_theirs.version()} with template qwen, and packs within 1,000 "
+        "rows; datasets.map has no labels and no packing. Busiest: CPU seconds of this process or of all that it "
+        "started, the larger; with two processes that is what a second core leaves to wait for. Memory: the largest "
+        f"process, in GiB. Load of the machine: {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores; beside "
+        "others samples/s say little, and a CPU second is longer, too.\n\n"
         f"- the second process: {one['cpu'] / two['busiest']:.2f} times as fast, were both cores free (CPU seconds of "
         "one process by those of the busiest of two, the start of the second included)\n"
         f"- start of a second run, from the cache: {start['seconds']:.2f} s (key, opening, a row; without imports)\n"

@@ -32,7 +32,8 @@ def tower_of(model: PreTrainedModel) -> Any:
     """The encoder, with what makes tokens of its patches."""
     if hasattr(model.model, "visual"):
         return model.model.visual
-    return torch.nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
+    projector = "embed_vision" if hasattr(model.model, "embed_vision") else "multi_modal_projector"
+    return torch.nn.ModuleList([model.model.vision_tower, getattr(model.model, projector)])
 
 
 def logits(model: PreTrainedModel, folder: Path, picture: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,9 @@ LOSSES: dict[str, Preference] = {
     "several": Preference({"robust": 0.7, "apo_zero": 0.2, "sppo_hard": 0.01}, SHAPE, likelihood=0.5),
 }
 OPTIMIZER = {"adam": (OPTIMIZERS[ADAM], 1e-3), "sgd": (OPTIMIZERS["sgd"], 1e-5)}  # and how far an update may be off
-# Adapters are smaller than what they adapt. At the rate of the others the loss grows, and rounding grows with it.
-RATE_OF_ADAPTERS = {"adam": {}, "sgd": {"learning_rate": 1.0}}
+# Adapters are smaller than what they adapt, and ipo's gradient grows with its margins: at the rate of the others the
+# loss grows, and rounding grows with it.
+SMALL_RATE = {"adam": {}, "sgd": {"learning_rate": 1.0}}
 Truth = Callable[..., tuple[Case, Steps]]
 
 
@@ -45,7 +46,7 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     def make(losses: str, optimizer: str, family: str = "qwen3", *, lora: bool = False) -> tuple[Case, Steps]:
         if (key := (losses, optimizer, family, lora)) not in made:
             model, folder = model_dir(family), tmp_path_factory.mktemp("trl")
-            options = OPTIMIZER[optimizer][0] | (RATE_OF_ADAPTERS[optimizer] if lora else {})
+            options = OPTIMIZER[optimizer][0] | (SMALL_RATE[optimizer] if lora or losses == "ipo" else {})
             settings, adapter = EVERY["1"].settings(options), folder if lora else None
             if lora:
                 settings = settings.model_copy(update={"finetuning": finetuning("LoRA", folder)})

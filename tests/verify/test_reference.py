@@ -24,8 +24,8 @@ def test_parameters_come_back_as_the_checkpoint_has_them(model_dir, family):
     trained = {name: parameter.detach() for name, parameter in named}
     found = checkpoint_tensors(model, trained)
     saved = load_file(folder / "model.safetensors")
-    biases = ("e_score_correction_bias", ".mlp.expert_bias", ".layer_scalar")
-    expected = {name: tensor for name, tensor in saved.items() if not name.endswith(biases)}
+    buffers = ("e_score_correction_bias", ".mlp.expert_bias", ".layer_scalar", ".std_bias", ".std_scale")
+    expected = {name: tensor for name, tensor in saved.items() if not name.endswith(buffers)}
     assert found.keys() == expected.keys()
     assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 

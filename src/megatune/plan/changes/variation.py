@@ -70,10 +70,10 @@ def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[st
     model = replace(case.model, architecture=architecture)
     new = replace(case, settings=settings, model=model, world_size=world)
     steps, left = divmod(case.global_batch_size, new.micro_batch_size * new.dp_size)
-    if ACCUMULATION in changes or (left and any_rows) or steps == new.num_micro_batches:
-        return dict(changes), new
-    if left:
+    if left and not any_rows and ACCUMULATION not in changes:
         return None
+    if ACCUMULATION in changes or left or steps == new.num_micro_batches:
+        return dict(changes), new
     return {**changes, ACCUMULATION: steps}, replace(new, settings=with_settings(settings, {ACCUMULATION: steps}))
 
 
