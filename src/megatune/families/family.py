@@ -209,7 +209,7 @@ class Family:
         return sum(
             prod(shape)
             for weight in self.weight_map(architecture)
-            if weight.stack in stacks
+            if weight.stack in stacks and not weight.is_buffer
             for layer in layers_of(weight, architecture)
             for shape in hf_shapes(weight, architecture, layer).values()
         )
