@@ -18,10 +18,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-os.environ["DISABLE_VERSION_CHECK"] = "1"
-if importlib.util.find_spec("torchaudio") is None:
-    sys.modules["torchaudio"] = ModuleType("torchaudio")
-
 
 def version() -> str | None:
     """Return that of the package; None where it is not installed."""
@@ -32,6 +28,9 @@ def version() -> str | None:
 
 def import_it() -> None:
     """Import what `prepare` calls."""
+    os.environ["DISABLE_VERSION_CHECK"] = "1"
+    if importlib.util.find_spec("torchaudio") is None:
+        sys.modules["torchaudio"] = ModuleType("torchaudio")
     import llamafactory.data
     import llamafactory.hparams  # noqa: F401
 
