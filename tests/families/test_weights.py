@@ -89,6 +89,7 @@ def encoders(draw: st.DrawFn) -> Vision:
         for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size",
                      "spatial_merge_size", "temporal_patch_size", "num_position_embeddings")
     }  # fmt: skip
+    sizes["hidden_size"] *= sizes["num_heads"]  # a head has channels
     layers = VisionLayers(norm_epsilon=1e-6, num_positions=draw(st.integers(1, 6)))
     return Vision(**sizes, layers=layers, deepstack_visual_indexes=tuple(range(draw(st.integers(0, 3)))))
 
