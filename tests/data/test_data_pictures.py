@@ -84,7 +84,8 @@ def chat(*said: str, pictures: tuple[RowPicture, ...] = ()) -> Conversation:
     return Conversation(tuple(Message(roles[i % 2], text) for i, text in enumerate(said)), pictures=pictures)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Gemma 3 has text around pictures, which is written after the template: tests/data/test_media_squares.py.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3"])
 @pytest.mark.parametrize("template", ["named", "own"])
 def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path, family: str, template: str) -> None:
     """As a processor writes it: the tag replaced by all placeholders before anything is tokenised."""
@@ -98,8 +99,6 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     sources = [picture_source(each.value, each.kind, "") for each in pictures]
     measured = [processor.measure(each) for each in sources]
     texts = [processor.placeholder(each) for each in measured]
-    if processor.text.around:
-        pytest.skip("text around pictures is written after the template: tests/data/test_media_squares.py")
     whole = [said[0].replace("<image>", texts[0], 1).replace(f"<{second.kind}>", texts[1]), said[1], texts[2], said[3]]
     text_only = model.settings(Path(), [], **changes)
     (plain,) = make_encoder(text_only, model.tokenizer).encode([chat(*whole)])

@@ -43,38 +43,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(family, folder / family, num_layers=1) for family in PROCESSORS}
 
 
-@pytest.mark.parametrize("family", PROCESSORS)
-@pytest.mark.parametrize("size", [(97, 61), (224, 224), (300, 500)])
-def test_an_image_is_that_of_transformers(folders: dict[str, Path], family: str, size: tuple[int, int]) -> None:
-    vision = load_architecture(folders[family]).vision
+def pixels_of(folder: Path, content: bytes, **settings: Any) -> tuple[np.ndarray, int]:
+    """Pixels of an image as the model takes them, and its tokens."""
+    vision = load_architecture(folder).vision
     assert vision is not None
-    made = load_processor(folders[family], vision, DataSettings(**SETTINGS))
-    content = encoded(picture(*size), "PNG")
+    made = load_processor(folder, vision, DataSettings(**settings, **SETTINGS))
     source = PictureSource("image", data=content)
     measured = made.measure(source)
     (run,) = made.runs(measured)
     given = [("image", measured.grid, None, made.pixels(source, measured))]
     found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    return found["pixel_values"].numpy(), run
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+@pytest.mark.parametrize("size", [(97, 61), (224, 224), (300, 500)])
+def test_an_image_is_that_of_transformers(folders: dict[str, Path], family: str, size: tuple[int, int]) -> None:
+    content = encoded(picture(*size), "PNG")
+    found, run = pixels_of(folders[family], content)
     asked: Any = PROCESSORS[family].from_pretrained(folders[family])
     expected = asked([Image.open(io.BytesIO(content)).convert("RGB")], return_tensors="np")["pixel_values"]
-    assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected))
+    assert np.array_equal(found, np.stack(expected))
     assert run == 16
 
 
 @pytest.mark.parametrize("size", [(97, 61), (224, 224), (400, 400), (300, 500), (90, 999), (640, 480), (700, 610)])
 def test_tiles_are_those_of_transformers(folders: dict[str, Path], size: tuple[int, int]) -> None:
-    vision = load_architecture(folders["internvl"]).vision
-    assert vision is not None
-    made = load_processor(folders["internvl"], vision, DataSettings(crop_to_patches=True, **SETTINGS))
     content = encoded(picture(*size), "PNG")
-    source = PictureSource("image", data=content)
-    measured = made.measure(source)
-    (run,) = made.runs(measured)
-    given = [("image", measured.grid, None, made.pixels(source, measured))]
-    found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    found, run = pixels_of(folders["internvl"], content, crop_to_patches=True)
     processor = GotOcr2ImageProcessorPil.from_pretrained(folders["internvl"])
     expected: Any = processor([Image.open(io.BytesIO(content))], crop_to_patches=True, return_tensors="np")
-    assert np.array_equal(found["pixel_values"].numpy(), np.stack(expected["pixel_values"]))
+    assert np.array_equal(found, np.stack(expected["pixel_values"]))
     assert run == 16 * expected["num_patches"][0]
     assert expected["num_patches"][0] == processor.get_number_of_image_patches(*size[::-1], {"crop_to_patches": True})
 

@@ -199,4 +199,7 @@ def test_a_calibration_is_kept_and_taken_for_its_device(tmp_path: Path, monkeypa
     with pytest.raises(MegatuneError) as caught:
         read(path)
     assert caught.value.exit_code == ExitCode.INPUT
-    assert len(caught.value.findings) == 3
+    assert [each.what for each in caught.value.findings] == ["compute is -1", "framework is 1.5", "unknown key 'speed'"]
+    path.write_text("[1]")
+    with pytest.raises(MegatuneError, match="is not a mapping of factors"):
+        read(path)

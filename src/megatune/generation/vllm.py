@@ -9,7 +9,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -168,8 +168,12 @@ class VllmBackend:
         id_, answer = self._begin(prompt, sampling)
         try:
             while True:
-                with suppress(queue.Empty):
+                try:
                     event = answer.events.get(timeout=_LOOK_SECONDS)
+                except queue.Empty:
+                    if not self._thread.is_alive():
+                        raise RuntimeError("vLLM was closed before the answer was whole") from None
+                else:
                     if isinstance(event, BaseException):
                         raise event
                     if isinstance(event, Reply):

@@ -42,12 +42,17 @@ def remembered_digest(path: Path, folder: Path | None = None, algorithm: Algorit
             return str(remembered["digest"])
     digest = _content_digest(path, algorithm)
     if _identity(path) == identity and max(identity[1:3]) < began - _SETTLED_NS:
-        with suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            partial = note.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"path": str(path), "identity": identity, "digest": digest}), "ascii")
-            partial.replace(note)
+        remember(note, json.dumps({"path": str(path), "identity": identity, "digest": digest}))
     return digest
+
+
+def remember(note: Path, text: str) -> None:
+    """Write a note, whole or not at all; a place that cannot be written remembers nothing."""
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(text, "ascii")
+        partial.replace(note)
 
 
 def _identity(path: Path) -> list[int]:

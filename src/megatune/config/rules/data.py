@@ -90,8 +90,10 @@ def picture_bounds(context: Context) -> Iterator[Problem]:
 def day(context: Context) -> Iterator[Problem]:
     """A day is one of the calendar."""
     value = context.settings.data.template_date
+    if value is None:
+        return
     try:
-        date.fromisoformat(value or "2026-11-27")
+        date.fromisoformat(value)
     except ValueError:
         what = f"`template_date: {value}` is not a day"
         yield Problem(("template_date",), what, "", "write it as year, month and day: 2026-11-27")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.digests import cache_dir, remembered_digest
+from megatune.hub.digests import cache_dir, remember, remembered_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,11 +81,7 @@ def _sources() -> str:
     with suppress(OSError, UnicodeDecodeError):
         return note.read_text(encoding="ascii")
     said = xxhash.xxh3_64(repr([(parts, _said(path)) for path, parts in files.items()]).encode()).hexdigest()
-    with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        partial = note.with_suffix(f".{os.getpid()}")
-        partial.write_text(said, encoding="ascii")
-        partial.replace(note)
+    remember(note, said)
     return said
 
 

@@ -74,11 +74,7 @@ def read(path: str | Path, device: str | None = None) -> Calibration:
         finding = Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one")
         raise MegatuneError(finding, ExitCode.INPUT) from None
     except ValidationError as error:
-        known = f"it has {', '.join(_File.model_fields)}"
-        problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
-        raise MegatuneError(
-            [Finding(f"{name}: {why}" if name else why, str(path), fix=known) for name, why in problems], ExitCode.INPUT
-        ) from None
+        raise MegatuneError([_finding(each, path) for each in error.errors()], ExitCode.INPUT) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         mark, why = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -89,3 +85,12 @@ def read(path: str | Path, device: str | None = None) -> Calibration:
         finding = Finding(f"was fitted to {found.device}", str(path), f"this plan is for {device}", fix)
         raise MegatuneError(finding, ExitCode.INPUT)
     return Calibration(**found.model_dump(exclude={"device"}))
+
+
+def _finding(error: Mapping[str, Any], path: str | Path) -> Finding:
+    """Say what pydantic has against a file: which key, with which value, and what was expected."""
+    name, known = ".".join(map(str, error["loc"])), f"it has {', '.join(_File.model_fields)}"
+    if error["type"] == "extra_forbidden":
+        return Finding(f"unknown key {name!r}", str(path), fix=known)
+    what = f"{name} is {error['input']!r}" if name else "is not a mapping of factors"
+    return Finding(what, str(path), error["msg"], known)
