@@ -1,4 +1,4 @@
-"""The thread of vLLM's backend, for which vLLM is not needed; what vLLM computes is in tests/rl/test_rollout_vllm.py."""
+"""The thread of vLLM's backend, which needs no vLLM; what vLLM computes is in tests/rl/test_rollout_vllm.py."""
 
 from __future__ import annotations
 
