@@ -327,7 +327,8 @@ def test_use_cpu_hides_the_gpus_of_the_machine(run: dict[str, Any], monkeypatch:
 
 
 def test_gpus_decide_what_is_not_written(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that the catalogue has, and one whose compute capability alone is known."""
+    """A GPU that the catalogue has, and one whose compute capability alone is known; the environment is the one given."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = [f"{key}={json.dumps(value)}" for key, value in run.items()]
     for name, capability, bf16 in (
         ("NVIDIA H100 80GB HBM3", "9.0", True), ("Tesla V100-SXM2-32GB", "7.0", False),

@@ -49,7 +49,7 @@ class Launch:
     @staticmethod
     def of(loaded: Loaded, env: Mapping[str, str] = os.environ) -> Launch:
         """Decide the world of settings, or find what contradicts."""
-        place, num_gpus, settings = joined(env), count_gpus(), loaded.settings
+        place, num_gpus, settings = joined(env), count_gpus(env), loaded.settings
         world, problems = None, tuple[Finding, ...]()
         if place is None:
             asked = settings.run.num_processes
