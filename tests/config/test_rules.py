@@ -240,6 +240,11 @@ WRONG = [
         "min_lr 1 is above learning_rate 5e-05\n    fix: write a min_lr of 5e-05 or less",
     ),
     (
+        ["lr_scheduler_type=polynomial", "learning_rate=1e-7"],
+        "lr_end 1e-07 is not below learning_rate 1e-07\n"
+        "    fix: write lr_scheduler_kwargs: {lr_end: 1e-08}, a tenth of the highest",
+    ),
+    (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: low}"],
         "lr_scheduler_kwargs: min_lr is 'low'\n"
         "    why: expected a number, at least 0\n"

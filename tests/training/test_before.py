@@ -327,7 +327,7 @@ def test_use_cpu_hides_the_gpus_of_the_machine(run: dict[str, Any], monkeypatch:
 
 
 def test_gpus_decide_what_is_not_written(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that the catalogue has, and one whose compute capability alone is known; the environment is the one given."""
+    """A GPU that the catalogue has, and one whose compute capability alone is known, in the environment given."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = [f"{key}={json.dumps(value)}" for key, value in run.items()]
     for name, capability, bf16 in (

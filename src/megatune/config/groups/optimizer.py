@@ -90,6 +90,8 @@ class OptimizerSettings(Group):
         "constant",
         "constant_with_warmup",
         "inverse_sqrt",
+        "polynomial",
+        "cosine_with_restarts",
         "cosine_with_min_lr",
         "warmup_stable_decay",
     ] = "linear"
@@ -102,13 +104,15 @@ class OptimizerSettings(Group):
     - constant: stays, without warm-up
     - constant_with_warmup: stays after the warm-up
     - inverse_sqrt: falls with the square root of the steps
+    - polynomial: falls to lr_end as the power of what is left of the run; power 1 is a line
+    - cosine_with_restarts: falls to 0 along half a cosine num_cycles times, from the highest rate each time
     - cosine_with_min_lr: a cosine that ends at min_lr, or at min_lr_rate of the highest
     - warmup_stable_decay: stays, and falls in the last num_decay_steps"""
     lr_scheduler_kwargs: dict[str, Any] = Field(default={})
     """What the scheduler takes beyond its type: cosine_with_min_lr wants min_lr or min_lr_rate, warmup_stable_decay
     wants num_decay_steps.
     How: The names are those of Transformers; what a scheduler does not take is refused.
-    When: Set it with those two types."""
+    When: Set it with those two types; polynomial takes lr_end and power, cosine_with_restarts num_cycles."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1), "share of all steps"] = 0.0
     """Share of the run in which the learning rate rises from 0.
     How: The number of steps is the share of all steps, rounded up; the first step has a rate of 0.

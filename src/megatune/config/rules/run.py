@@ -159,6 +159,7 @@ _SHARE: _Check = (lambda value: _is_number(value) and 0 <= value <= 1, "a number
 _CYCLES: _Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
 _STEPS: _Check = (_is_count, "a whole number of steps, at least 0")
 _TIMESCALE: _Check = (lambda value: _is_count(value) and value > 0, "a whole number of steps, at least 1")
+_TIMES: _Check = (lambda value: _is_count(value) and value > 0, "a whole number, at least 1")
 _SHAPE: _Check = (lambda value: value in ("linear", "cosine", "1-sqrt"), "one of: linear, cosine, 1-sqrt")
 
 # What each scheduler takes: the arguments of Transformers' schedulers of these names.
@@ -168,6 +169,8 @@ SCHEDULER_KWARGS: dict[str, dict[str, _Check]] = {
     "constant_with_warmup": {},
     "cosine": {"num_cycles": _CYCLES},
     "inverse_sqrt": {"timescale": _TIMESCALE},
+    "polynomial": {"lr_end": _RATE, "power": _CYCLES},
+    "cosine_with_restarts": {"num_cycles": _TIMES},
     "cosine_with_min_lr": {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _CYCLES},
     "warmup_stable_decay": {
         "num_decay_steps": _STEPS,
@@ -196,13 +199,17 @@ def scheduler_kwargs(context: Context) -> Iterator[Problem]:
 
 
 def scheduler_needs(context: Context) -> Iterator[Problem]:
-    """Two schedulers cannot do without an argument."""
+    """Two schedulers cannot do without an argument, and lowest rates are below the highest."""
     optimizer = context.settings.optimizer
     kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     if kind == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         what = f"`{_TYPE} warmup_stable_decay` without num_decay_steps"
         fix = f"write `{_KWARGS}: {{num_decay_steps: 100}}`, with the steps in which the rate falls at the end"
         yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", fix)
+    if kind == "polynomial" and _is_number(end := kwargs.get("lr_end", 1e-7)) and end >= optimizer.learning_rate:
+        what = f"lr_end {end:g} is not below `learning_rate {optimizer.learning_rate:g}`"
+        fix = f"write `{_KWARGS}: {{lr_end: {optimizer.learning_rate / 10:g}}}`, a tenth of the highest"
+        yield Problem((_KWARGS, "learning_rate"), what, "", fix)
     if kind != "cosine_with_min_lr":
         return
     given = [name for name in ("min_lr", "min_lr_rate") if name in kwargs]
