@@ -1,7 +1,7 @@
 """Three optimizer steps on preference pairs against TRL's trainers: losses, gradient norms, metrics and weights.
 
-Updates are measured as in test_one_step. Either side finds its own reference: the model at the start, or without its
-adapter.
+TRL computes in fp64, and updates are measured as in test_one_step. Either side finds its own reference: the model at
+the start, or without its adapter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,14 @@ def check(pool: Any, truth: tuple[Case, Steps], layout: str, size: int, bound: f
         for found, step in zip(log, expected.log, strict=True):
             assert {name: found[name] for name in step} == pytest.approx(step, rel=1e-5, abs=2e-5)
     errors = update_errors(expected.before, expected.after, saved(folder))
-    assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= bound}
+    rounding = storage_errors(expected)
+    assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= bound + rounding[name]}
+
+
+def storage_errors(expected: Steps) -> dict[str, float]:
+    """What an update is off by at most since each step rounds weights to fp32: a norm's are near 1, and hardly move."""
+    moved = {name: (after - expected.before[name]).norm().item() for name, after in expected.after.items()}
+    return {name: NUM_STEPS * 2**-24 * expected.after[name].norm().item() / moved[name] for name in moved}
 
 
 @pytest.mark.extended("hinge", "robust", "cpo")

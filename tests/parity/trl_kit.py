@@ -1,4 +1,4 @@
-"""Steps on preference pairs by TRL's own trainers, in fp32 on this process.
+"""Steps on preference pairs by TRL's own trainers, in fp64 on this process.
 
 What TRL means in another way than this project is set so that both are the same. Its likelihood of chosen answers is a
 mean over the tokens of a micro-batch: losses that have one take a pair at a time, and accumulate gradients. ORPO's is
@@ -92,7 +92,7 @@ def trl_steps(
         "gradient_accumulation_steps": len(pairs) if one_by_one else 1,
         "beta": objective.shape.beta,
     }
-    model = load_reference_model(model_dir, torch.float32)
+    model = load_reference_model(model_dir, torch.float64)
     if objective.has_reference:
         trainer = _dpo(model, pairs, objective, common, model_dir, adapter)
     else:
@@ -149,7 +149,7 @@ def _dpo(
         **common, loss_type=list(losses), loss_weights=list(losses.values()), max_length=None,
         label_smoothing=objective.shape.smoothing, router_aux_loss_coef=0.0,
     )  # fmt: skip
-    reference = load_reference_model(model_dir, torch.float32) if adapter is None else None
+    reference = load_reference_model(model_dir, torch.float64) if adapter is None else None
     rows = []
     for pair in pairs:
         (prompt, chosen), (_, rejected) = map(_split, (pair.chosen, pair.rejected))
