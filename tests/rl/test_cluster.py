@@ -133,6 +133,7 @@ def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
             assert engines.call("state") == [(version, taken)] * present
 
 
+@pytest.mark.extended(signal.SIGKILL)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path) -> None:
     """It dies, or hangs: the broadcast breaks off, the others get all from the first bucket, and it meets them again
@@ -164,6 +165,7 @@ def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path
 NOTHING = 0
 
 
+@pytest.mark.extended(signal.SIGSEGV)
 @pytest.mark.parametrize(
     ("role", "signum", "says"),
     [

@@ -320,6 +320,7 @@ def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended("full")
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Path, tuner: str) -> None:
     make_checkpoint("qwen3", tmp_path / "Qwen3-tiny")
