@@ -11,6 +11,8 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Every process of a run would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What the libraries below megatune have a part in: the hub, tokenizers and templates, models, the engine, the command line.
 STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify tests/test_dependencies.py \
