@@ -212,7 +212,7 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
         (("actor_train.use_dynamic_batching_in_train=true",), "without max_tokens_per_microbatch_in_train"),
         (("actor_train.router_replay.mode=R2",), "write mode: R3"),
-        (("force_disable_old_logprobs_recompute=true", "ppo_epochs=2"), "updates a step"),
+        (("force_disable_old_logprobs_recompute=true", "add_token_level_kl=true"), "before its updates"),
         ((f"{CORRECTION}.filters=[{{enable: true}}]",), "did you mean train_infer_correction.filters.enabled?"),
         ((f"{STRATEGY}.tensor_model_paralel_size=1",), f"did you mean {STRATEGY}.tensor_model_parallel_size?"),
         ((f"{STRATEGY}.overlap_param_gather=true",), "ROLL refuses it, too"),

@@ -174,6 +174,61 @@ def test_updates_are_the_same_in_every_layout(pool, model_dir, layout, batch, to
         torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+def expect(model: Path, settings: RLSettings) -> tuple[list[float], dict[str, Tensor]]:
+    """What plain PyTorch does: ratios are to the first pass over a sample, weights those of the correction."""
+    from transformers import AutoModelForCausalLM
+
+    reference, samples = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), samples_of(0)
+    reference.config.use_cache = False
+    optimizer, first = torch.optim.SGD(reference.parameters(), 0.03), {}
+    algorithm, losses = settings.algorithm, []
+    for chosen in mini_batches(len(samples), 3, algorithm.ppo_epochs, settings.run.seed, 0):
+        parts = []
+        for sample in chosen:
+            tokens, prompt = torch.tensor(samples.tokens[sample]), samples.prompt_lengths[sample]
+            logits = reference(tokens[None]).logits[0, prompt - 1 : -1] / settings.sampling_temperature
+            log_probs = logits.log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0]
+            old = first.setdefault(sample, log_probs.detach())
+            rollout, advantages = (
+                torch.tensor(samples.per_token[name][sample]) for name in ("rollout_log_probs", "advantages")
+            )
+            ratio = (log_probs - old).exp()
+            clipped = ratio.clamp(1 - algorithm.pg_clip_low, 1 + algorithm.pg_clip_high)
+            weights = (old - rollout).exp().clamp(max=1.0)
+            parts.append(-torch.min(ratio * advantages, clipped * advantages) * weights)
+        loss = torch.cat(parts).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(reference.state_dict())
+
+
+@pytest.mark.parametrize(("layout", "batch"), [("pp2, packed", (3, 1)), ("cp2 p2p", (1, 3))])
+def test_later_epochs_compare_with_the_first_pass(pool, model_dir, layout, batch):
+    """Of three mini-batches of two epochs, which have other samples, on other ranks."""
+    model = model_dir("qwen3")
+    correction = {"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.0}}
+    algorithm = {
+        "adv_estimator": "grpo", "loss_agg_mode": "token-mean", "ppo_epochs": 2, "pg_clip_low": 0.2,
+        "pg_clip_high": 0.2, "train_infer_correction": correction,
+    }  # fmt: skip
+    optimizer = {
+        "optimizer": "sgd", "learning_rate": 0.03, "sgd_momentum": 0, "max_grad_norm": 0, "lr_scheduler_type": "constant"
+    }  # fmt: skip
+    tokens = 40 if "packed" in layout else None
+    settings = settings_of(
+        model, ALL[layout], batch=batch, packed_tokens=tokens, algorithm=algorithm, optimizer=optimizer
+    )
+    losses, weights = expect(model, settings)
+    (found, others), *_ = pool.run(ALL[layout].world_size, update, settings)
+    assert found.updates == len(losses) == 6
+    assert 0.1 < found.metrics["actor/ppo_ratio_clipfrac"] < 0.45
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    for name, tensor in others.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-6)
+
+
 def merged_weights(settings: RLSettings) -> list[tuple[str, Tensor]]:
     """On every rank: after an update, so that no adapter is zero; a checkpoint has the adapters alone."""
     worker = started(PolicyWorker, settings)

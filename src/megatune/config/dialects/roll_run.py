@@ -119,10 +119,6 @@ def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
     needing, switch = [name for name, needed in needs.items() if needed], "force_disable_old_logprobs_recompute"
     if not settings.force_disable_old_logprobs_recompute:
         return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
-    if updates > 1:
-        why = "each would compute its ratio to itself: it is always 1, and nothing bounds later updates"
-        fix = f"remove {switch}, or write ppo_epochs: 1 and one update a step"
-        top.find(f"{switch} with {updates} updates a step", switch, why=why, fix=fix)
     if needing:
         why = "it is computed from the trainer's log-probabilities before its updates"
         top.find(f"{switch} with {needing[0]}", switch, why=why, fix=f"remove {switch}, or {needing[0]}")

@@ -263,9 +263,11 @@ class AlgorithmSettings(Group):
     otherwise the first forward pass of training serves.
     When: Leave it: what needs it has it."""
     force_disable_old_logprobs_recompute: bool = False
-    """Never compute them: the ratio is then that of the first forward pass, or of the engine that sampled.
-    How: It needs one update a step; train_infer_correction then acts in the loss. It is refused with what needs them.
-    When: To save the pass where an update a step is all there is."""
+    """Never compute them in a pass of their own: a ratio is to the log-probabilities of the first update that took the
+    sample.
+    How: It is 1 in the first of ppo_epochs, also where earlier mini-batches have moved the weights; only later epochs
+    are clipped. train_infer_correction acts in the loss. It is refused with add_token_level_kl and distillation.
+    When: To save the pass, with few mini-batches a step."""
     importance_sampling: Literal["token", "seq"] = "token"
     """What the ratio of new to old probability is of.
     How: seq is GSPO: exp of the mean of a response's log-ratios, the same for all of its tokens.

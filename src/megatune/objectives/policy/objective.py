@@ -6,7 +6,7 @@ Values of tokens lie where their response's tokens are predicted, as labels do. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,8 +23,10 @@ from megatune.objectives.policy.losses import Range, Terms, kl_terms, token_loss
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
 # token of a response has a label, also where its mask is 0.
 MASK, ADVANTAGES, WEIGHTS = "mask", "advantages", "weights"  # always
-OLD = "old_log_probs"  # where enable_old_logprobs_recompute: of the trainer before the first update
-ROLLOUT = "rollout_log_probs"  # elsewhere: the ratio is 1 then, and the train-infer correction is made here
+# With enable_old_logprobs_recompute the trainer's before its updates; elsewhere of the first pass over a sample, which
+# has none itself: its ratio is 1.
+OLD = "old_log_probs"
+ROLLOUT = "rollout_log_probs"  # without enable_old_logprobs_recompute: the train-infer correction is made here
 REFERENCE = "reference_log_probs"  # where use_kl_loss
 # An extra of documents, `DocumentValues` fp32 [D]: scores, where the variant is topr.
 SCORES = "scores"
@@ -52,6 +54,8 @@ class PolicyObjective:
         norm_length: what seq-mean-token-sum-norm divides by; ROLL's is sequence_length - 1.
         samples: in the mini-batch, of all ranks; used by seq-mean-token-sum-norm alone.
         ratio: see `token_losses`.
+        first: gets log-probabilities, fp32 [b, s / cp], and `Sequences.boundaries` of micro-batches that have no old
+            ones, for later passes over their samples; None keeps none.
     """
 
     settings: AlgorithmSettings
@@ -62,6 +66,7 @@ class PolicyObjective:
     norm_length: int = 1
     samples: int = 1
     ratio: Range = (None, None)
+    first: list[tuple[Tensor, tuple[int, ...]]] | None = field(default=None, compare=False)
 
     @property
     def head(self) -> Head:
@@ -98,10 +103,12 @@ class PolicyObjective:
         norm = self.samples / self.norm_length
         of_tokens = aggregation.token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
         metrics: Mapping[str, tuple[Tensor, Tensor]] = {}
-        if settings.enable_old_logprobs_recompute:
-            old = extras[OLD]
-        else:
+        old = extras.get(OLD)
+        if old is None:
             old = log_probs.detach()
+            if self.first is not None:
+                self.first.append((old, batch.sequences.boundaries))
+        if not settings.enable_old_logprobs_recompute:
             weights, of_tokens, metrics = self._corrected(old, weights, of_tokens, batch)
         log_ratio = torch.where(mask > 0, log_probs - old, 0.0)
         terms = self._terms(log_probs, log_ratio, batch)

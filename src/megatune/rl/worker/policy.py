@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from megatune.bridge.export import export_weights
 from megatune.config.rl.settings import ModelRole, RLSettings
-from megatune.engine import device
+from megatune.data.batches import Batch
+from megatune.engine import device, groups
 from megatune.engine.layers.adapter import without_adapters
+from megatune.engine.sequences import whole_rows
+from megatune.engine.step import Objective
 from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
-from megatune.objectives.policy.objective import PolicyObjective
+from megatune.objectives.policy.objective import OLD, ROLLOUT, PolicyObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
 from megatune.rl.worker.model import Ready
-from megatune.rl.worker.rows import Answer
-from megatune.rl.worker.training import TrainedWorker
+from megatune.rl.worker.rows import Answer, answer
+from megatune.rl.worker.training import Trained, TrainedWorker
+from megatune.training.train_step import StepResult
 
 
 class PolicyWorker(TrainedWorker):
@@ -26,6 +31,7 @@ class PolicyWorker(TrainedWorker):
     _route: Route
     _sender: Sender | None
     _stream: Iterator[dict[str, Tensor]]
+    _first: Answer  # of the step's samples: log-probabilities from the first pass over each
 
     def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         super().__init__(context, settings, role)
@@ -47,7 +53,39 @@ class PolicyWorker(TrainedWorker):
             norm_length=self.rl.rollout.max_sequence_length - 1,
             samples=num_samples,
             ratio=(role.pg_ratio_low, role.pg_ratio_high),
+            first=[] if self._keeps_first else None,
         )
+
+    @property
+    def _keeps_first(self) -> bool:
+        """Whether ratios of later epochs are to what the first pass over a sample computed."""
+        return self.rl.algorithm.ppo_epochs > 1 and not self.rl.algorithm.enable_old_logprobs_recompute
+
+    def train(self, rollouts: Rollouts, step: int) -> Trained:
+        self._first = {}
+        return super().train(rollouts, step)
+
+    def _update(self, rollouts: Rollouts, samples: Sequence[int], learning_rate: float, step: int) -> StepResult:
+        # Updates of the first epoch have none of these samples, later ones all of those that count.
+        is_later = any(sample in self._first for sample in samples)
+        self.token_extras = (*self.objective(1).token_extras, *(OLD,) * is_later)
+        if is_later:
+            old = [self._first.get(sample, values) for sample, values in enumerate(rollouts.per_token[ROLLOUT])]
+            rollouts = replace(rollouts, per_token={**rollouts.per_token, OLD: old})
+        return super()._update(rollouts, samples, learning_rate, step)
+
+    def _keep(
+        self, rollouts: Rollouts, mine: Sequence[Sequence[int]], batches: Sequence[Batch], objective: Objective
+    ) -> None:
+        if not self._keeps_first:
+            return
+        assert isinstance(objective, PolicyObjective)
+        assert objective.first is not None
+        place, found = self.loaded.place, Answer()
+        for samples, batch, (values, boundaries) in zip(mine, batches, objective.first, strict=False):
+            found |= answer(rollouts, samples, batch, whole_rows(values, boundaries))
+        for each in groups.gather(found if place.tp_rank == place.cp_rank == 0 else Answer()):
+            self._first |= each
 
     def reference_log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
         """Compute those of the model without its adapters: the reference of a run that trains adapters."""

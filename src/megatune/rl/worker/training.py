@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatune.bridge.assemble import Assembly, attach_optimizer, load_model
 from megatune.config.settings import with_settings
+from megatune.data.batches import Batch
 from megatune.engine import device
 from megatune.engine.groups import build
 from megatune.engine.step import Objective, StepTotals
@@ -168,10 +169,17 @@ class TrainedWorker(ModelWorker):
         places = sharing.shares([lengths[sample] for sample in samples])
         shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
         batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
-        result = train_step(self.loaded, batches, self.objective(len(samples)), learning_rate=learning_rate)
+        objective = self.objective(len(samples))
+        result = train_step(self.loaded, batches, objective, learning_rate=learning_rate)
         if result.problem is not None:
             raise self._not_finite(result, step)
+        self._keep(rollouts, shares[self.loaded.place.dp_rank], batches, objective)
         return result
+
+    def _keep(
+        self, rollouts: Rollouts, mine: Sequence[Sequence[int]], batches: Sequence[Batch], objective: Objective
+    ) -> None:
+        """Keep what later updates of the step need of this one. Collective."""
 
     def _not_finite(self, result: StepResult, step: int) -> MegatuneError:
         by_rank = list(not_finite_gradients(self.loaded).items())[:3]
