@@ -177,13 +177,16 @@ def test_many_keys_are_counted_and_some_named(copy):
     assert "and 7 more" in str(refusal(copy))
 
 
-def test_output_layer_beside_tied_embeddings_is_ignored(model_dir, tmp_path):
-    """As Transformers does; published checkpoints have it."""
+def test_output_layer_beside_tied_embeddings_is_their_copy(model_dir, tmp_path):
+    """Published checkpoints have it. Transformers also saves one that differs, whatever config.json says."""
     shutil.copytree(model_dir("qwen2", tied=True), tmp_path / "copy")
     weights = load_file(tmp_path / "copy" / "model.safetensors")
-    weights["lm_head.weight"] = torch.zeros(301, 64)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "copy" / "model.safetensors")
     open_checkpoint(tmp_path / "copy", load_architecture(tmp_path / "copy"))
+    weights["lm_head.weight"][3] += 1
+    save_file(weights, tmp_path / "copy" / "model.safetensors")
+    assert "lm_head.weight differs from model.embed_tokens.weight" in str(refusal(tmp_path / "copy"))
 
 
 def test_tensors_of_other_dtypes_are_refused(copy):

@@ -104,6 +104,13 @@ def test_pictures_inside_quarantined_rows_are_kept_as_digests(tmp_path: Path) ->
     assert kept["row"]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,<")
 
 
+def test_a_quarantined_row_may_be_nested_deeper_than_python_calls(tmp_path: Path) -> None:
+    row = RawRow("rows.jsonl:1", {"text": json.loads(f"{'[' * 900}{']' * 900}")})
+    with BadRows("quarantine", "drop", tmp_path) as bad_rows:
+        bad_rows.add(Sample(row), RowError("wrong-type", "a list"))
+    assert json.loads((tmp_path / "bad_rows.jsonl").read_text())["row"] == "nested too deep"
+
+
 def test_a_run_that_asks_for_skipped_rows_finds_them_prepared(folder: Path) -> None:
     """And goes on from the checkpoints of one that skipped them: they have the same key."""
     skipped = prepared(folder)

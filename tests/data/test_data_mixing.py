@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
 import numpy as np
@@ -21,6 +21,11 @@ STRATEGIES = {
     "interleave_once": "all_exhausted_without_replacement",
 }
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+
+
+def endless(num_sets: int, probabilities: Sequence[float] | None, seed: int) -> Iterator[int]:
+    """The draws from data sets none of which is ever used up."""
+    return draws(num_sets, "interleave_over", probabilities, seed, lambda: 0)
 
 
 def interleaved(sizes: Sequence[int], strategy: str, probabilities: Sequence[float] | None, seed: int) -> list[int]:
@@ -63,7 +68,7 @@ def test_with_probabilities_every_draw_counts(sizes: list[int], strategy: str, s
     first = np.cumsum([0, *sizes]).tolist()
     taken = Counter[int]()
     expected: list[int] = []
-    for number in draws(len(sizes), probabilities, seed):
+    for number in endless(len(sizes), probabilities, seed):
         if strategy != "interleave_once" or taken[number] < sizes[number]:
             expected.append(first[number] + taken[number] % sizes[number])
         taken[number] += 1
@@ -80,17 +85,17 @@ def test_many_draws_continue_over_chunks() -> None:
     assert np.array_equal(np.sort(once), np.arange(sum(sizes)))
     over = mixed_order(sizes, "interleave_over", probabilities, None, seed=5)
     assert len(np.unique(over)) == sum(sizes)
-    drawn = np.fromiter(islice(draws(2, probabilities, 5), len(over)), dtype=np.int64)
+    drawn = np.fromiter(islice(endless(2, probabilities, 5), len(over)), dtype=np.int64)
     assert np.array_equal(over >= sizes[0], drawn == 1)
 
 
 def test_the_draws_are_the_same_for_ever() -> None:
-    assert list(islice(draws(3, [0.5, 0.25, 0.25], 42), 16)) == [0, 2, 2, 1, 2, 0, 1, 0, 1, 2, 1, 0, 0, 2, 0, 1]
-    assert list(islice(draws(3, None, 42), 7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(islice(endless(3, [0.5, 0.25, 0.25], 42), 16)) == [0, 2, 2, 1, 2, 0, 1, 0, 1, 2, 1, 0, 0, 2, 0, 1]
+    assert list(islice(endless(3, None, 42), 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_draws_follow_the_probabilities() -> None:
-    counts = np.bincount(list(islice(draws(3, [0.7, 0.2, 0.1], 1), 20_000)))
+    counts = np.bincount(list(islice(endless(3, [0.7, 0.2, 0.1], 1), 20_000)))
     np.testing.assert_allclose(counts / 20_000, [0.7, 0.2, 0.1], atol=0.01)
 
 

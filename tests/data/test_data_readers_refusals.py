@@ -264,6 +264,14 @@ def test_a_broken_columnar_file(tmp_path: Path, kind: str) -> None:
     assert code == ExitCode.DATA
 
 
+def test_a_time_beyond_pythons_calendar(tmp_path: Path) -> None:
+    table = pyarrow.table({"time": pyarrow.array([10**15], pyarrow.timestamp("s"))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    message, code = refusal(tmp_path / "a.parquet")
+    assert message.startswith("a.parquet: not a complete parquet file: ")
+    assert code == ExitCode.DATA
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])

@@ -96,24 +96,30 @@ def trained_by_llamafactory(name: str, settings: FinetuningSettings) -> bool:
     return int(inside[1]) in layers and (asked == ["all"] or inside[2] in asked)
 
 
+_PROJECTORS = ("multi_modal_projector.", "embed_vision.")
+
+
 def part_of(name: str) -> str:
-    if "visual." not in name and "vision_tower." not in name and "multi_modal_projector." not in name:
+    if not any(part in name for part in ("visual.", "vision_tower.", *_PROJECTORS)):
         return "language"
-    return (
-        "deepstack" if "deepstack" in name else "projector" if ".merger." in name or "projector." in name else "tower"
-    )
+    is_projector = any(part in name for part in (".merger.", *_PROJECTORS))
+    return "deepstack" if "deepstack" in name else "projector" if is_projector else "tower"
 
 
 def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
     """Rows; of a vision-language model two images, none, a video if it takes any, none, and then text alone."""
     lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
-    images = [SamplePicture("image", (1, 4, 6), seed=index), SamplePicture("image", (1, 2, 2), seed=index + 10)]
+    side = vision.spatial_merge_size if vision is not None else 2
+    sizes = ((1, 2 * side, 3 * side), (1, side, side))
+    images = [SamplePicture("image", grid, seed=index + 10 * number) for number, grid in enumerate(sizes)]
     video = SamplePicture("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
     videos = [video] if vision is not None and vision.has_videos else []
     if vision is not None and vision.square is not None:
         side = vision.square // vision.patch_size
         images = [replace(each, grid=(1, side, side)) for each in images]
-    return random_samples(301, lengths, seed=index, pictures=(images, (), videos), vision=vision)
+    # Transformers gives the embedding of Gemma 4's padding, 296, no gradient; it is zero, and its gradient is large.
+    pictures = {"pictures": (images, (), videos), "vision": vision, "padding": None if vision is None else 296}
+    return random_samples(301, lengths, seed=index, **pictures)
 
 
 Tensors = dict[str, Tensor]
@@ -380,7 +386,8 @@ PICTURE_CASES = [
       for layout in ("1", "cp2 p2p", "recompute full")),
     *(("qwen2_vl", selection, "tp2 sp") for selection in OF_PICTURES[::2]),
     *(("qwen2_5_vl", selection, "tp2 sp") for selection in OF_PICTURES[1::2]),
-    *((family, selection, "tp2 sp") for family in ("mistral3", "gemma3", "internvl") for selection in OF_PICTURES[::3]),
+    *((family, selection, "tp2 sp") for family in ("mistral3", "gemma3", "gemma4", "internvl")
+      for selection in OF_PICTURES[::3]),
     *(("qwen3_vl", selection, layout) for selection in list(SELECTIONS)[-3:]
       for layout in ("tp2 pp2 dp2 sp, overlaps, fusions", "recompute full")),
 ]  # fmt: skip

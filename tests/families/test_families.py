@@ -134,6 +134,8 @@ def test_what_families_add(tmp_path):
     qwen2, qwen3 = load(tmp_path, model_type="qwen2"), load(tmp_path, model_type="qwen3", hidden_size=1024)
     assert (qwen2.add_qkv_bias, qwen2.qk_layernorm) == (True, False)
     assert (qwen3.add_qkv_bias, qwen3.qk_layernorm, qwen3.kv_channels) == (False, True, 128)
+    # Published with a dropout, as every one is left out.
+    assert load(tmp_path, model_type="granite", attention_dropout=0.1, attention_multiplier=0.5).softmax_scale == 0.5
 
 
 @pytest.mark.parametrize(

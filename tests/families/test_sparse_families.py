@@ -11,7 +11,7 @@ import pytest
 
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.errors import ExitCode, MegatuneError
-from megatune.families import load_architecture
+from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.rope_scaling import YarnRopeScaling
 
 _DECODER = {"rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "tie_word_embeddings": False}
@@ -239,3 +239,16 @@ def test_yarn_of_other_families(tmp_path, name):
     assert scaling == YarnRopeScaling(
         factor=4.0, original_max_position_embeddings=4096, attention_factor=0.1 * math.log(4) + 1
     )
+
+
+def test_ernie_may_have_no_shared_experts():
+    """As its largest model."""
+    config = {
+        "model_type": "ernie4_5_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_k": 2,
+        "num_attention_heads": 4, "vocab_size": 301, "moe_num_experts": 4, "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 0,
+    }  # fmt: skip
+    architecture = read_architecture(config, "")
+    names = {weight.engine for weight in FAMILIES["ernie4_5_moe"].weight_map(architecture)}
+    assert "decoder.layers.{layer}.mlp.experts.weight1" in names
+    assert not [name for name in names if "shared_experts" in name]

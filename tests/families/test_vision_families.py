@@ -228,6 +228,10 @@ def test_flat_files_of_old_are_the_same_model(family, tmp_path):
         ("qwen3_vl", True, True, True),
         ("qwen3_vl_moe", False, True, False),  # text_config has a default of its own, which nothing reads
         ("qwen3_vl_moe", True, False, True),
+        ("gemma3", None, None, True),  # as published, beside no output layer
+        ("gemma3", False, True, False),  # the default of its decoder's part is True
+        ("mistral3", None, None, False),  # as published, beside an output layer
+        ("mistral3", None, True, True),
     ],
 )
 def test_where_it_is_said_that_embeddings_are_tied(family, root, text, tied):

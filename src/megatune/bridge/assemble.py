@@ -6,8 +6,8 @@ Each rank reads the slices of weights, and of the optimizer's state, that it hol
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,17 +32,18 @@ from megatune.engine.model import Chunk, build_model
 from megatune.engine.optimizer import MainShard, Optimizer, build_optimizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
-from megatune.families.dense import SCORE
+from megatune.families.dense import EMBEDDING, SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
 from megatune.families.table import Box
 from megatune.families.weight_index import key_findings
-from megatune.families.weights import TensorLayout, Weight, hf_shapes
+from megatune.families.weights import Segment, TensorLayout, Weight, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
 
 _READ_TOGETHER = 2**25  # elements of a parameter that ranks with copies of it read at a time
 _READ_ALONE = 2**16  # fewer are not worth an exchange
+_COMPARED_ROWS = 64  # of an output layer and an embedding, which are trained apart in every row or in none
 
 
 @dataclass(slots=True)
@@ -185,8 +186,25 @@ def _check_keys(
         if name in names and folder.file_shape(name) != shape:
             what = f"{name} is {list(folder.file_shape(name))}, config.json says {list(shape)}"
             findings.append(Finding(what, where))
+    if architecture.tie_word_embeddings and not findings:
+        (words,) = (tensor.name for weight in weights if weight.engine == EMBEDDING.engine for tensor in weight.hf)
+        findings += _tying_problems(folder, form.file_name(words))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
+
+
+def _tying_problems(folder: SafetensorsFolder, words: str) -> Iterator[Finding]:
+    """Compare an output layer in the files with the embedding that config.json ties to it, in their first rows.
+
+    Transformers leaves two that differ untied, and saves both of them with config.json as it was.
+    """
+    for name in sorted(name for name in folder.names() if name.endswith("lm_head.weight")):
+        rows = Segment("", 0, 0, min(folder.file_shape(name)[0], folder.file_shape(words)[0], _COMPARED_ROWS))
+        first, second = (folder.read(replace(rows, name=each)) for each in (words, name))
+        if not torch.equal(first.float(), second.float()):
+            what, where = f"{name} differs from {words}, to which config.json ties it", str(folder.folder)
+            why, fix = "the output layer would be left out", "set tie_word_embeddings to false in config.json"
+            yield Finding(what, where, why, fix)
 
 
 @torch.no_grad()

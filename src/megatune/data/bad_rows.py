@@ -99,7 +99,7 @@ class BadRows:
             # What JSON spells as half of a surrogate pair is written as it was: backslash, u, four digits.
             self._file = open(self._path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         # A row that could not be parsed is kept as its text.
-        row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": _without_media(sample.row.fields)}
+        row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": _written(sample.row.fields)}
         entry = {"where": sample.row.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
         self._file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
@@ -122,6 +122,14 @@ class BadRows:
                 findings += [*named, Finding(f"{more}{count} of {num_read} {what}", fix=fix)]
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
+
+
+def _written(fields: Mapping[str, Any]) -> Any:
+    """Return what is written of a row; json reads more levels than Python's own functions go through."""
+    try:
+        return _without_media(fields)
+    except RecursionError:
+        return "nested too deep"
 
 
 def _without_media(value: Any) -> Any:

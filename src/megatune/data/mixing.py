@@ -7,9 +7,9 @@ is its first_exhausted, interleave_over its all_exhausted, interleave_once its a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, islice
 from operator import mul, truediv
 
 import numpy as np
@@ -46,8 +46,6 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
         return _concatenated(sizes, weights, seed)
     if strategy not in ("interleave_under", "interleave_over", "interleave_once"):
         raise ValueError(f"mix_strategy {strategy}")
-    if not any(sizes) or (strategy == "interleave_under" and not all(sizes)):
-        return np.empty(0, dtype=np.int64)
     if strategy == "interleave_over":
         shares = probabilities or [1 / len(sizes)] * len(sizes)
         why = "interleave_over draws until every data set is used up, and one is drawn from too rarely for its size"
@@ -55,14 +53,23 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
     return _interleaved(sizes, strategy, probabilities, seed)
 
 
-def draws(num_sets: int, probabilities: _Shares, seed: int) -> Iterator[int]:
-    """Return which data set is drawn from next, without end; `mixed_order` follows the same sequence.
+def draws(
+    num_sets: int, strategy: str, probabilities: _Shares, seed: int, num_used_up: Callable[[], int], first: int = 0
+) -> Iterator[int]:
+    """Yield which data set is drawn from next, until one is used up (interleave_under) or all are.
 
-    Without probabilities they come in turn, and a strategy ends at the end of a round.
+    Without probabilities data sets come in turn, and the last round is whole.
+
+    Args:
+        num_used_up: returns of how many data sets every sample has been taken by now.
+        first: the draw to begin with; those before it are skipped.
     """
-    if probabilities is None:
-        return cycle(range(num_sets))
-    return _drawn(probabilities, seed)
+    drawn = cycle(range(num_sets)) if probabilities is None else _drawn(probabilities, seed)
+    most = 1 if strategy == "interleave_under" else num_sets
+    for count, number in enumerate(islice(drawn, first, None), first):
+        if (probabilities is not None or count % num_sets == 0) and num_used_up() >= most:
+            return
+        yield number
 
 
 def _drawn(probabilities: Sequence[float], seed: int) -> Iterator[int]:
@@ -91,14 +98,10 @@ def _check_length(samples: float, key: str, why: str) -> None:
 
 
 def _interleaved(sizes: Sequence[int], strategy: str, probabilities: _Shares, seed: int) -> np.ndarray:
-    """Draw data sets until one is used up (interleave_under), or all are; in turn, to the end of that round."""
     first = [reached - size for reached, size in zip(accumulate(sizes), sizes, strict=True)]
     taken, left = [0] * len(sizes), {number for number, size in enumerate(sizes) if size}
     samples = array("q")
-    for count, drawn in enumerate(draws(len(sizes), probabilities, seed)):
-        is_round = probabilities is not None or count % len(sizes) == 0
-        if is_round and (len(left) < len(sizes) if strategy == "interleave_under" else not left):
-            break
+    for drawn in draws(len(sizes), strategy, probabilities, seed, lambda: len(sizes) - len(left)):
         if strategy == "interleave_once" and len(left) == 1:  # whatever is drawn meanwhile, the rest comes in order
             (last,) = left
             samples.extend(range(first[last] + taken[last], first[last] + sizes[last]))

@@ -110,7 +110,7 @@ class Family:
         # A reward model has none, and may be made from a language model.
         without = architecture.tie_word_embeddings or architecture.num_labels
         patterns = _of_layers(self.ignored_keys, architecture) + self.carried(architecture)
-        return [*patterns, *([r"lm_head\.weight"] if without else [])]
+        return [*patterns, *([r"(language_model\.)?lm_head\.weight"] if without else [])]
 
     def in_modules(self, name: str) -> str:
         """Return what Transformers' modules call a tensor, by its name in files."""

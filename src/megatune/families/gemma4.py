@@ -10,6 +10,7 @@ from megatune.encoders import PictureText, VisionLayers
 from megatune.families import gemma4_text
 from megatune.families.encoder import H, V, layers, projector, tower
 from megatune.families.family import Config
+from megatune.families.sparse import fused_experts
 from megatune.families.values import side
 from megatune.families.vision import VisionDeclaration, as_decoder
 from megatune.families.weights import HFTensor, Role
@@ -107,5 +108,5 @@ FAMILY = replace(
     weights=(*as_decoder(gemma4_text.FAMILY.weights), *ENCODER),
     vision=VISION,
     carried_keys=(r"model\.(audio_tower|embed_audio)\..+",),
-    forms=(gemma4_text.fused("model.language_model."),),
+    forms=(fused_experts("model.language_model.layers.{layer}.experts"),),
 )

@@ -19,9 +19,8 @@ from megatune.families.dense import (
     layer_weight,
 )
 from megatune.families.family import Config, Family
-from megatune.families.forms import CheckpointForm
 from megatune.families.rope import FULL_ATTENTION, SLIDING_ATTENTION
-from megatune.families.sparse import routed_experts, shared_experts, sparse_weight
+from megatune.families.sparse import fused_experts, routed_experts, shared_experts, sparse_weight
 from megatune.families.weights import Layers, Role, TensorLayout
 
 _ATTENTION = (*ATTENTION, *QK_NORMS)
@@ -55,17 +54,6 @@ _ROPE = {
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
 }
-
-
-def fused(decoder: str) -> CheckpointForm:
-    """Declare files that have all experts of a layer in two tensors, by the decoder's name in them."""
-    experts = f"{decoder}layers.{{layer}}.experts."
-    return CheckpointForm(
-        fused=(
-            ("decoder.layers.{layer}.mlp.experts.weight1", f"{experts}gate_up_proj"),
-            ("decoder.layers.{layer}.mlp.experts.weight2", f"{experts}down_proj"),
-        )
-    )
 
 
 def _experts(config: Config) -> MixtureOfExperts | None:
@@ -147,5 +135,5 @@ FAMILY = Family(
     derive=_numbers,
     windows=windows,
     problems=_problems,
-    forms=(fused("model."),),
+    forms=(fused_experts("model.layers.{layer}.experts"),),
 )  # fmt: skip

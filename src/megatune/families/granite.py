@@ -13,7 +13,8 @@ FAMILY = Family(
         "residual_multiplier": "residual_multiplier",
         "logits_scaling": "logits_scaling",
     },
-    required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_act": "silu"},
+    # Granite 3.0's dropout of 0.1 is left out, as every dropout is.
+    required={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
     # In Transformers the scale of the scores is 1, too, where it is not said.
     defaults={
         "embedding_multiplier": 1, "attention_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,

@@ -27,6 +27,7 @@ VISION = VisionDeclaration(
     read=lambda config: {
         "intermediate_size": config["vision_config"]["embed_dim"] * config["vision_config"]["mlp_ratio"]
     },
+    text_ties=True,
     mrope=MultimodalRope(section=(16, 24, 24), interleaved=False),
 )
 FAMILY = replace(

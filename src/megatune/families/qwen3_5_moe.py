@@ -5,24 +5,11 @@ from dataclasses import replace
 from megatune.families import qwen3_5, qwen3_next
 from megatune.families.delta import DELTA_NETS, DIMENSIONS
 from megatune.families.dense import DECODER, QK_NORMS
-from megatune.families.forms import AS_MAPPED, CheckpointForm
-from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, shared_experts
+from megatune.families.forms import AS_MAPPED
+from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, fused_experts, shared_experts
 from megatune.families.vision import as_decoder
 
-
-def _fused(decoder: str, prefixes: tuple[tuple[str, str], ...] = ()) -> CheckpointForm:
-    """Declare files that have all experts of a layer in two tensors, by the decoder's name in them."""
-    experts = f"{decoder}layers.{{layer}}.mlp.experts."
-    return CheckpointForm(
-        prefixes=prefixes,
-        fused=(
-            ("decoder.layers.{layer}.mlp.experts.weight1", f"{experts}gate_up_proj"),
-            ("decoder.layers.{layer}.mlp.experts.weight2", f"{experts}down_proj"),
-        ),
-    )
-
-
-_PART = "model.language_model."
+_EXPERTS, _OF_PART = "model.layers.{layer}.mlp.experts", "model.language_model.layers.{layer}.mlp.experts"
 TEXT = replace(
     qwen3_5.TEXT,
     model_type="qwen3_5_moe_text",
@@ -41,7 +28,9 @@ TEXT = replace(
     },
     aliases=qwen3_next.FAMILY.aliases,
     experts=qwen3_next.FAMILY.experts,
-    forms=(AS_MAPPED, _fused("model."), qwen3_5.AS_PART, _fused(_PART, qwen3_5.AS_PART.prefixes)),
+    forms=(
+        AS_MAPPED, fused_experts(_EXPERTS), qwen3_5.AS_PART, fused_experts(_OF_PART, qwen3_5.AS_PART.prefixes),
+    ),
 )  # fmt: skip
 FAMILY = replace(
     TEXT,
@@ -50,5 +39,5 @@ FAMILY = replace(
     vision=replace(
         qwen3_5.VISION, encoder="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel"
     ),
-    forms=(AS_MAPPED, _fused(_PART)),
+    forms=(AS_MAPPED, fused_experts(_OF_PART)),
 )

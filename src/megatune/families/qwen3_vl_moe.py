@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 from megatune.families import qwen3_moe, qwen3_vl
-from megatune.families.forms import AS_MAPPED, CheckpointForm
+from megatune.families.forms import AS_MAPPED
+from megatune.families.sparse import fused_experts
 from megatune.families.vision import as_decoder
 
-_FUSED = (
-    ("decoder.layers.{layer}.mlp.experts.weight1", "model.language_model.layers.{layer}.mlp.experts.gate_up_proj"),
-    ("decoder.layers.{layer}.mlp.experts.weight2", "model.language_model.layers.{layer}.mlp.experts.down_proj"),
-)
+_EXPERTS = "model.language_model.layers.{layer}.mlp.experts"
 
 FAMILY = replace(
     qwen3_moe.FAMILY,
@@ -23,5 +21,5 @@ FAMILY = replace(
         text={"norm_topk_prob": True, "tie_word_embeddings": None},
     ),
     # Published checkpoints have experts' matrices transposed; Transformers 5 saves them as its modules hold them.
-    forms=(CheckpointForm(fused=_FUSED, transposed=True), CheckpointForm(fused=_FUSED), AS_MAPPED),
+    forms=(fused_experts(_EXPERTS, transposed=True), fused_experts(_EXPERTS), AS_MAPPED),
 )

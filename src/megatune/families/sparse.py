@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.families.dense import layer_weight
+from megatune.families.dense import ENGINE_LAYER, layer_weight
+from megatune.families.forms import CheckpointForm
 from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 
@@ -34,15 +35,23 @@ def routed_experts(module: str, gate: str, up: str, down: str, router: str = "")
 def shared_experts(module: str) -> tuple[Weight, ...]:
     """Declare the experts that every token goes to, as one feed-forward of this name; "" is the layer's own."""
     hf, size = f"mlp.{module}".removesuffix("."), "moe.shared_expert_intermediate_size"
+
+    def exists(architecture: Architecture) -> bool:
+        return architecture.moe is not None and architecture.moe.shared_expert_intermediate_size > 0
+
     return (
         sparse_weight(
             "shared_experts.linear_fc1.weight",
             TensorLayout.GATE_UP,
             (f"{hf}.gate_proj.weight", size, "hidden_size"),
             (f"{hf}.up_proj.weight", size, "hidden_size"),
+            exists=exists,
         ),
         sparse_weight(
-            "shared_experts.linear_fc2.weight", TensorLayout.COLUMNS, (f"{hf}.down_proj.weight", "hidden_size", size)
+            "shared_experts.linear_fc2.weight",
+            TensorLayout.COLUMNS,
+            (f"{hf}.down_proj.weight", "hidden_size", size),
+            exists=exists,
         ),
     )
 
@@ -50,6 +59,15 @@ def shared_experts(module: str) -> tuple[Weight, ...]:
 def sparse_weight(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
     """Declare a weight of the sparse feed-forwards, by its name in the engine's; see `layer_weight`."""
     return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, **declared)
+
+
+def fused_experts(
+    experts: str, prefixes: tuple[tuple[str, str], ...] = (), *, transposed: bool = False
+) -> CheckpointForm:
+    """Declare files that have all experts of a layer in two tensors, by the experts' name in them, with {layer}."""
+    names = (("weight1", "gate_up_proj"), ("weight2", "down_proj"))
+    fused = tuple((f"{ENGINE_LAYER}.mlp.experts.{engine}", f"{experts}.{name}") for engine, name in names)
+    return CheckpointForm(prefixes, fused, transposed)
 
 
 EXPERTS = routed_experts("mlp", "gate_proj", "up_proj", "down_proj")

@@ -21,7 +21,9 @@ _SIDES = ("image_size", "patch_size")
 _WHOLE = {
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 4096)),
-    **dict.fromkeys(("first_k_dense_replace", "num_labels", "moe_layer_start_index"), (0, 1000)),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "num_labels", "moe_layer_start_index", "moe_num_shared_experts"), (0, 1000)
+    ),
     **dict.fromkeys(
         (
             "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -30,7 +32,7 @@ _WHOLE = {
             "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
             "v_head_dim", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "in_channels",
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
-            "tokens_per_second", "moe_k", "moe_num_shared_experts", "num_shared_experts", "moe_layer_interval",
+            "tokens_per_second", "moe_k", "num_shared_experts", "moe_layer_interval",
             "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
             "rotary_dim", "num_channels", "image_size", "mm_tokens_per_image",
         ),

@@ -41,6 +41,7 @@ class VisionDeclaration:
         constants: Vision attributes that every member shares and vision_config does not say.
         read: Vision attributes that take more than a key of vision_config, from config.json.
         text: keys of the decoder's part that have this value in this family, whatever is written.
+        text_ties: a decoder's part that ties embeddings does so whatever the root says.
         mrope: where the decoder's rotary settings do not say it; None where rotary embedding turns by one position.
     """
 
@@ -55,6 +56,7 @@ class VisionDeclaration:
     constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
+    text_ties: bool = False
     mrope: MultimodalRope | None = None
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -83,7 +85,9 @@ class VisionDeclaration:
     def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the decoder's part of config.json, nested under text_config or beside vision_config."""
         text = {**(config.get("text_config") or config), **self.text}
-        text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+        # Transformers asks the root; where nothing is said the decoder's family decides.
+        root, own = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+        text["tie_word_embeddings"] = own if root is None or (own and self.text_ties) else root
         if self.decoder is not None:
             own = self.decoder(text)
             defaults = {"head_dim": own.head_dim_default, **own.defaults}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,6 +134,9 @@ def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
 
 def _architecture(model: Any) -> Architecture:
     architecture, where = read_architecture(model.config.to_dict(), str(model.name_or_path)), str(model.name_or_path)
+    # Its config has defaults that its files may disagree with: what differs in them is not tied.
+    tied = architecture.tie_word_embeddings and bool(model.all_tied_weights_keys)
+    architecture = replace(architecture, tie_word_embeddings=tied)
     return as_trained(architecture, STAGE, where) if hasattr(model, "score") else architecture
 
 

@@ -35,7 +35,7 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
                     yield _row(f"{path}:row {number}", fields, decoders, Position(number))
     except UnicodeDecodeError as error:
         raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a value that Python has no type for
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last: values not of Python's
         place = f"{path}:row {number + 1}" if number else str(path)
         raise unreadable(place, f"not a complete {kind[1:]} file: {error}") from error
 

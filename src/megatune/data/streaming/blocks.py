@@ -128,8 +128,8 @@ class MixedStream:
         """Return the next sample, None at the end of the epoch."""
         if self.strategy == "concat":
             return next((taken for reader in self.sets if (taken := _take(reader)) is not None), None)
-        while not self._is_over():
-            drawn = self.sets[next(self._draws)]
+        for number in self._draws:
+            drawn = self.sets[number]
             self._now = replace(self._now, draws=self._now.draws + 1)
             if not drawn.has_next():
                 if self.strategy == "interleave_once":
@@ -227,14 +227,11 @@ class MixedStream:
 
     def _drawn_from(self, skipped: int) -> Iterator[int]:
         data, seed = self._pipeline.settings.data, self._pipeline.settings.run.seed
-        return islice(draws(len(self.sets), data.interleave_probs, seed), skipped, None)
 
-    def _is_over(self) -> bool:
-        """Return whether the epoch is, by the rules of `data.mixing`: what is drawn in turn ends with a round."""
-        if self._pipeline.settings.data.interleave_probs is None and self._now.draws % len(self.sets):
-            return False
-        over = any if self.strategy == "interleave_under" else all
-        return over(reader.is_used_up for reader in self.sets)
+        def num_used_up() -> int:
+            return sum(reader.is_used_up for reader in self.sets)
+
+        return draws(len(self.sets), self.strategy, data.interleave_probs, seed, num_used_up, skipped)
 
 
 def _take(reader: DatasetReader) -> Encoded | None:
