@@ -107,14 +107,16 @@ class Worker:
         self.sender.free()
 
     def connect(self, route: Route, first: int) -> None:
+        if self.doomed and self.is_early:
+            os.kill(os.getpid(), self.doomed)
         self.receiver = Receiver(route, first, torch.device("cpu"))
 
     def begin_update(self, version: int, num_tensors: int) -> None:
         self.taken, self.expected = {}, num_tensors
 
-    def doom(self, signum: int) -> None:
-        """Send this process a signal in the next update, before its third bucket."""
-        self.doomed = signum
+    def doom(self, signum: int, is_early: bool) -> None:
+        """Send this process a signal before it meets the others, or in the next update, before its third bucket."""
+        self.doomed, self.is_early = signum, is_early
 
     def update(self, parcel: Parcel) -> bool:
         time.sleep(0.01 * self.context.rank)

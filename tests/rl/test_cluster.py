@@ -135,9 +135,9 @@ def test_weights(route: Route, ray: None, tmp_path: Path) -> None:
 
 @pytest.mark.extended(signal.SIGKILL)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path) -> None:
-    """It dies, or hangs: the broadcast breaks off, the others get all from the first bucket, and it meets them again
-    with the next weights."""
+def test_an_engine_is_lost_in_a_broadcast_and_one_in_a_meeting(signum: int, ray: None, tmp_path: Path) -> None:
+    """It dies, or hangs: what the others wait in breaks off, they get all from the first bucket, and it meets them
+    again with the next weights."""
     specs = [
         RoleSpec("actor_train", WORKER, devices=(0, 1), rendezvous=True),
         RoleSpec("actor_infer", SERVER, devices=(0, 1, 2), is_server=True, restarts=1),
@@ -149,7 +149,7 @@ def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path
         carried = weights_of(groups, 10, 3)
         engines.on_loss = lambda rank: carried._break_off()
         groups["actor_train"].call("plan", [1000, 5, 300_000, 7, 3000])
-        engines.start_one(1, "doom", signum).result()
+        engines.start_one(1, "doom", signum, False).result()
         began = time.monotonic()
         assert len(carried._sent(5)) == 5
         assert time.monotonic() - began < 300, "nobody waits for the timeout of a broadcast"
@@ -160,6 +160,12 @@ def test_an_engine_is_lost_in_a_broadcast(signum: int, ray: None, tmp_path: Path
         states = engines.call("state")
         assert [version for version, _ in states] == [6, 6, 6]
         assert states[0] == states[1] == states[2]
+        engines.start_one(2, "doom", signum, True).result()
+        engines.changes += 1  # they meet anew
+        began = time.monotonic()
+        assert len(carried._sent(7)) == 5
+        assert time.monotonic() - began < 100, "nobody waits for the timeout of a meeting"
+        assert [version for version, _ in engines.call("state")] == [7, 7]
 
 
 NOTHING = 0

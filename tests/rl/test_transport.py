@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatune.rl.transport import Parcel, Receiver, Route, Sender, choose_route, merged
+from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender, break_off, choose_route, merged
 
 
 def chosen(trainer: list[int], engines: list[int], *, on_gpus: bool) -> Route:
@@ -98,6 +99,23 @@ def test_through_the_memory_of_a_machine() -> None:
 def test_by_gloo() -> None:
     sent = check(Route("device", (0,), (0, 1), seconds=60.0), 2)
     assert all(not each.file and not each.handles for each in sent), "Ray carries no bytes"
+
+
+def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
+    """One of two listeners comes; both processes that are there learn of the other in their first broadcast."""
+    cpu, sent = torch.device("cpu"), Route("device", (0,), (0, 1), seconds=60.0)
+    sender = Sender(sent, cpu)
+    route = sender.open("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        meeting, coming = threads.submit(sender.join), threads.submit(Receiver, route, 0, cpu)
+        break_off(route)
+        meeting.result(60)
+        receiver = coming.result(60)
+    parcel = sender.pack(buckets()[0])
+    with pytest.raises(LostPeerError):
+        sender.broadcast()
+    with pytest.raises(LostPeerError), receiver.opened(parcel):
+        pass
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -214,7 +214,8 @@ def test_later_epochs_compare_with_the_first_pass(pool, model_dir, layout, batch
         "pg_clip_high": 0.2, "train_infer_correction": correction,
     }  # fmt: skip
     optimizer = {
-        "optimizer": "sgd", "learning_rate": 0.03, "sgd_momentum": 0, "max_grad_norm": 0, "lr_scheduler_type": "constant"
+        "optimizer": "sgd", "learning_rate": 0.03, "sgd_momentum": 0, "max_grad_norm": 0,
+        "lr_scheduler_type": "constant",
     }  # fmt: skip
     tokens = 40 if "packed" in layout else None
     settings = settings_of(

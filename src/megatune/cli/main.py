@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after the program's name; None takes the process's own.
     """
-    if argv is None:
+    if is_own := argv is None:
         argv = sys.argv[1:]
         end_with_reader()  # a verb whose work must not end with it says so (`outlive_reader`)
         end_as_peers()
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tell(report(error), error.exit_code, first=is_first())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        if is_own:
+            _exit_at_once(ExitCode.INTERRUPTED)
         return int(ExitCode.INTERRUPTED)
     except OutputLost as lost:
         if lost.reason:
@@ -56,6 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(_internal(error), file=sys.stderr)
         return int(ExitCode.INTERNAL)
+
+
+def _exit_at_once(code: ExitCode) -> NoReturn:
+    """End the process once its exit handlers have run, without freeing every module, which takes seconds with torch."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def report(error: MegatuneError) -> str:

@@ -25,7 +25,7 @@ from torch.distributed import BroadcastOptions, TCPStore
 
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 WAITING_BUCKETS = 2
-_BROKEN = "broken"  # a key of the store, where a process of a broadcast has gone
+_HERE, _BROKEN = "here", "broken"  # keys of the store: of each process that has come, and where one has gone
 _POLL_SECONDS, _LOOK_SECONDS = 0.0005, 0.2  # between two looks at a broadcast, and at whether it is broken off
 _MEETING = timedelta(seconds=120)  # that processes of a route wait for each other when it is opened
 _BREAKING = timedelta(seconds=5)  # that the driver waits for the first sender's store
@@ -257,11 +257,11 @@ class _Memory:
 
 def _store_of(route: Route, timeout: timedelta) -> TCPStore:
     """Return a client of the store by which the first sender and the listeners meet."""
-    return TCPStore(route.address, route.port, 1 + len(route.listeners), timeout=timeout)
+    return TCPStore(route.address, route.port, None, wait_for_workers=False, timeout=timeout)
 
 
 def break_off(route: Route) -> None:
-    """Let all that wait in a broadcast of a route know that one of them has gone: NCCL would wait for it."""
+    """Let all that meet, or wait in a broadcast of a route, know that one of them has gone: NCCL would wait for it."""
     if route.listeners:
         with suppress(RuntimeError):  # the first sender has gone, too
             _store_of(route, _BREAKING).set(_BROKEN, "")
@@ -272,6 +272,12 @@ def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> An
     one of them does not come."""
     size = 1 + len(route.listeners)
     try:
+        store.set(f"{_HERE}{rank}", "")
+        until = time.monotonic() + _MEETING.total_seconds()
+        while not store.check([f"{_HERE}{each}" for each in range(size)]):
+            if store.check([_BROKEN]) or time.monotonic() > until:
+                return None
+            time.sleep(_LOOK_SECONDS)
         if device.type == "cuda":
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=route.seconds)

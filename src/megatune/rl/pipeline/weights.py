@@ -63,7 +63,9 @@ class Weights:
             on_gpus=self._policy.ready.on_gpu, seconds=self._settings.run.rpc_timeout,
         )  # fmt: skip
         here = tuple(place for place in route.listeners if place // workers in engines.ranks)
-        route = trainer.call("open_route", replace(route, listeners=here))[0]
+        route = self._route = trainer.call("open_route", replace(route, listeners=here))[0]
+        if self._connected != engines.changes:  # since `here` was known
+            self._break_off()
         joining = trainer.start("join_route")
         firsts = [(route, number * workers) for number in range(self._engines.number)]
         trainer.run(engines.start_each("connect", firsts))
@@ -71,7 +73,7 @@ class Weights:
         return route
 
     def _break_off(self) -> None:
-        """Let nobody wait for an engine that was lost in a broadcast."""
+        """Let nobody wait for an engine that was lost in a meeting, or in a broadcast."""
         if self._route is not None:
             break_off(self._route)
             self._route = None
