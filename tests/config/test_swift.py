@@ -185,6 +185,10 @@ def test_experts_have_defaults_of_their_own():
     assert value(new, "experts.moe_aux_loss_coeff") == 0
     assert value(old, "experts.moe_router_dtype") is None
     assert value(old, "experts.moe_aux_loss_coeff") is None  # config.json's
+    ernie = CONFIG | {"moe_num_experts": 8, "moe_num_shared_experts": 2}
+    overlap = read("--moe_shared_expert_overlap true", config=ernie)
+    assert value(overlap, "experts.moe_router_dtype") == "fp32"
+    assert value(overlap, "experts.moe_shared_expert_overlap") is True
 
 
 def test_late_flags_of_version_3_tell_its_late_defaults():

@@ -93,6 +93,13 @@ def test_columns_of_json_are_decoded(tmp_path: Path, kind: str) -> None:
     assert [row.raw for row in read_rows(path)][2:] == ["{", '{"x": 1, "x": 2}']
 
 
+def test_fields_that_other_objects_of_a_column_have_are_left_out(tmp_path: Path) -> None:
+    """A call of one tool would otherwise have the arguments of all others, null, and be trained with them."""
+    calls = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "post", "arguments": {"code": {"zip": 5}}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"calls": calls, "id": None}]), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [("a.parquet:row 1", {"calls": calls, "id": None})]
+
+
 def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
     import datasets
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -65,3 +67,15 @@ def test_the_reference_is_computed_without_the_engine():
     modules = loaded.splitlines()
     assert "megatune.verify.reference" in modules
     assert not [name for name in modules if name.startswith(("megatron", "megatune.engine"))]
+
+
+def test_an_output_layer_that_only_a_default_ties_has_a_gradient(model_dir, tmp_path):
+    """As Mistral Small 3.1 is published: config.json says nothing, and Transformers' default is tied."""
+    model = tmp_path / "model"
+    shutil.copytree(model_dir("mistral3"), model)
+    config = json.loads((model / "config.json").read_text())
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (model / "config.json").write_text(json.dumps(config))
+    fp32 = {"weights_dtype": torch.float32, "dtype": torch.float32}
+    write_reference(model, random_samples(296, [5]), tmp_path / "numbers", **fp32)
+    assert "lm_head.weight" in Numbers(tmp_path / "numbers").names

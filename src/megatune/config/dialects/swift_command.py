@@ -21,6 +21,11 @@ from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
 _FILES = (".yaml", ".yml", ".json")
+# Keys of config.json that count them, or say how wide they are.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED_EXPERTS = (
+    "shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts",
+)  # fmt: skip
 
 
 @cache
@@ -134,7 +139,11 @@ class Command:
 
     @property
     def has_experts(self) -> bool:
-        return any(self.model_config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        return any(self.model_config.get(name) for name in _EXPERTS)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return any(self.model_config.get(name) for name in _SHARED_EXPERTS)
 
     def given(self, name: str) -> bool:
         """Whether a flag was typed."""

@@ -228,7 +228,7 @@ def experts(command: Command) -> None:
     """Mixtures of experts have defaults of their own."""
     if not command.has_experts:
         return
-    if not any(command.model_config.get(name) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
+    if not command.has_shared_experts:
         command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
     tp, pp, ep = (int(command.number(f"{kind}_model_parallel_size")) or 1 for kind in ("tensor", "pipeline", "expert"))
     if command.version > 3:

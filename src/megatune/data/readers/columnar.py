@@ -27,7 +27,7 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
     try:
         batches = _parquet_batches(path, number) if kind == ".parquet" else _from_row(_arrow_batches(path), number)
         for batch in batches:
-            decoders = {field.name: decode for field in batch.schema if (decode := json_decoder(field.type))}
+            decoders = {field.name: decode for field in batch.schema if (decode := decoder(field.type))}
             size = _rows_at_once(batch.nbytes, batch.num_rows)
             for start in range(0, batch.num_rows, size):
                 for fields in batch.slice(start, size).to_pylist():
@@ -54,23 +54,27 @@ def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after
     return RawRow(where, fields, None, "", after)
 
 
-def json_decoder(kind: Any) -> Decoder | None:
-    """Return what decodes the values of an Arrow type that holds JSON as text; None where it holds none.
+def decoder(kind: Any) -> Decoder | None:
+    """Return what decodes the values of an Arrow type; None where they stay as they are.
 
-    `datasets` writes columns of that type where the rows' values have no type in common.
+    All structs of a column have the same fields, null where a row had none: nulls in them are left out. JSON as text is
+    what `datasets` writes where the rows' values have no type in common.
     """
     import pyarrow.types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda text: None if text is None else json.loads(text, object_pairs_hook=unique_keys)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        inner = json_decoder(kind.value_type)
+        inner = decoder(kind.value_type)
         return inner and (lambda values: None if values is None else [inner(value) for value in values])
     if pyarrow.types.is_struct(kind):
-        parts = {field.name: decode for field in kind if (decode := json_decoder(field.type))}
-        if parts:
-            return lambda value: value and {**value, **{name: decode(value[name]) for name, decode in parts.items()}}
+        parts = {field.name: decoder(field.type) or _unchanged for field in kind}
+        return lambda value: value and {name: parts[name](v) for name, v in value.items() if v is not None}
     return None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
