@@ -20,6 +20,9 @@ from pool_launch import CommandLine
 # Devices and calibrations that a user keeps must not change what is planned here.
 _NO_USER = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = _NO_USER.name
+# Nor does a run that is tested keep what it measured for the next one: a file is where the folder would be.
+(Path(_NO_USER.name) / "megatune").mkdir()
+(Path(_NO_USER.name) / "megatune" / "calibration").touch()
 os.environ.pop("MEGATUNE_DEVICES", None)
 
 # Started in a shell's background, or by nohup, this process ignores signals, and what it starts would, too.

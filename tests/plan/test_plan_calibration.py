@@ -11,13 +11,15 @@ from megatune.architecture import Architecture
 from megatune.cli.main import main
 from megatune.config.settings import ParallelSettings, Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.plan.calibration.fit import calibrate
+from megatune.plan.calibration.fit import calibrate, keep_first
 from megatune.plan.calibration.store import calibration_for, default_path, read, write
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.memory.estimate import beyond_tensors
+from megatune.plan.pages.document import standing_notes
+from megatune.plan.run.preflight import _plan_lines
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, comparable, dump_records
 
 H100S = find_machine("h100-80g", gpus_per_node=8)
@@ -104,6 +106,32 @@ def test_what_a_gpu_holds_beyond_tensors_is_taken_from_the_first_run_that_measur
     least, measured, most = beyond_tensors(known, estimate(known).fullest)
     assert least == measured == most
     assert measured == pytest.approx(assumed + 3 * 2**30, rel=0.05)
+
+
+@pytest.mark.parametrize("machine", [H100S, CPU], ids=["gpu", "cpu"])
+def test_the_first_run_of_a_device_replaces_what_is_assumed(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its memory alone, and what was fitted before stays."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    tiny = PlannedModel(name="tiny", architecture=replace(MODEL, num_layers=2, hidden_size=256, vocab_size=2048))
+    planned = replace(case(2, 512, world=1, machine=machine), model=tiny)
+    truth = Calibration(compute=2.0, framework=2**29)
+    run = leave(tmp_path / "r0", planned, truth, overhead=machine is H100S)
+    path = keep_first(run)
+    assert path == default_path(machine.device.name)
+    known = calibration_for(machine.device.name)
+    assert known == Calibration(framework=known.framework, num_runs=1)
+    assert known.framework == pytest.approx(2**29, rel=0.05)
+    after = estimate(replace(planned, machine=replace(machine, calibration=known)))
+    assert "plan       memory beyond tensors is as 1 run on this device held it" in list(_plan_lines(after))
+    assert "memory beyond tensors is as 1 run on this device held it" in list(standing_notes(after.case))
+    assert keep_first(run) is None
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.touch()
+    with pytest.raises(MegatuneError, match="cannot write"):
+        keep_first(run)
 
 
 def test_what_runs_cannot_tell_is_left_as_it_is(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatune.config.groups.performance import RecomputeSettings
 from megatune.plan.case import Case
-from megatune.plan.memory.estimate import StageMemory, fullest_bytes, stage_memory
-from megatune.plan.time import StepTime, step_time
+from megatune.plan.memory.estimate import FixedMemory, StageMemory, fixed_memory, fullest_bytes, stage_memory
+from megatune.plan.time import FixedTime, StepTime, step_time
 from megatune.plan.uncertainty import safe_bytes
 
 
@@ -16,6 +17,22 @@ class Estimate:
     """What a case takes. Each part is computed when it is first asked for: one rules most layouts of a search out."""
 
     case: Case
+    _plain: Estimate | None = None  # of the same case with nothing recomputed, which knows what both share
+
+    def recomputing(self, how: RecomputeSettings) -> Estimate:
+        """Return the same case with other activations recomputed."""
+        settings = self.case.settings.model_copy(update={"recompute": how})
+        return Estimate(replace(self.case, settings=settings), self._plain or self)
+
+    @cached_property
+    def fixed_memory(self) -> FixedMemory:
+        """What recomputation does not change of `bytes`."""
+        return self._plain.fixed_memory if self._plain else fixed_memory(self.case)
+
+    @cached_property
+    def fixed_time(self) -> FixedTime:
+        """What recomputation does not change of `time`."""
+        return self._plain.fixed_time if self._plain else FixedTime(self.case)
 
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
@@ -25,7 +42,7 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """Seconds of a step, by part."""
-        return step_time(self.case)
+        return step_time(self.case, self.fixed_time)
 
     @cached_property
     def fullest(self) -> StageMemory:
@@ -35,7 +52,7 @@ class Estimate:
     @cached_property
     def bytes(self) -> int:
         """The total of `fullest`, without the parts."""
-        return fullest_bytes(self.case)
+        return fullest_bytes(self.case, self.fixed_memory)
 
     @property
     def fits(self) -> bool:

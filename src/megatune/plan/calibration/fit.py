@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.plan.calibration.store import default_path, write
 from megatune.plan.case import Case
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
@@ -169,6 +170,25 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
         left=left,
         refused=tuple(refused),
     )
+
+
+def keep_first(run: Path) -> Path | None:
+    """Keep what a run held beyond tensors for later plans on its device, where nothing was fitted to that before; its
+    seconds are not taken: a first run may be too short for these.
+
+    Returns:
+        The file; None where none is written.
+
+    Raises:
+        MegatuneError: INPUT, where the run measured nothing; CANNOT_WRITE.
+    """
+    measured = _measured([run])
+    device = measured[0].mean.machine.device.name
+    path, framework = default_path(device), _fit("memory", measured)[0].get("framework", 0)
+    if path.exists() or not framework:
+        return None
+    write(Calibration(framework=framework, num_runs=len(measured)), path, device)
+    return path
 
 
 def _worse(before: Sequence[float | None], left_out: Sequence[float | None]) -> str:

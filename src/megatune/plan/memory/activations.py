@@ -71,11 +71,14 @@ class ActivationBytes:
         return StageActivations(activations, both - activations, self.total - both)
 
 
-def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes]:
+def stage_activations(case: Case, stages: Iterable[int], shapes: Shapes | None = None) -> list[ActivationBytes]:
     """Count the activations of each of these stages at its peak.
 
     With 1F1B that is when as many micro-batches are held as the schedule ever holds, and one of them is at the peak of
     its forward or backward pass. Every token is taken to be trained, and every row to be as long as the longest.
+
+    Args:
+        shapes: of the case, where they are known.
 
     Returns:
         In `parts` `logits_and_loss` is what the output layer and the loss add to the stage's peak, `expert_imbalance`
@@ -83,14 +86,13 @@ def stage_activations(case: Case, stages: Iterable[int]) -> list[ActivationBytes
     """
     parallel, recompute = case.settings.parallel, recompute_of(case.settings)
     contents = stage_chunks(parallel, case.model.architecture, case.settings.finetuning)
-    shapes, images = shapes_of(case), images_of(case)
+    shapes, images = shapes or shapes_of(case), images_of(case)
     pictures = _picture_memory(shapes, images) if images else None
     pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
     places = (_Stage(pp, stage, count, contents[stage], recompute, pictures) for stage in stages)
     return [ActivationBytes(case.machine.calibration.activations, shapes, place) for place in places]
 
 
-@lru_cache(16384)
 def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
     """Return bytes at the peak, of all but output layer and loss, and what these add."""
     passes = [_pass(shapes, chunk, stage.recompute, stage.pictures, with_loss=False) for chunk in stage.chunks]

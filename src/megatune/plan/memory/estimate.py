@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,9 +11,10 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case
 from megatune.plan.checkpoint import bytes_of
-from megatune.plan.memory.activations import ActivationBytes, stage_activations
-from megatune.plan.memory.parameters import Rules, StageState, stage_parameters, stage_state
+from megatune.plan.memory.activations import stage_activations
+from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
 from megatune.plan.memory.tensors import stage_chunks
+from megatune.plan.operators.shapes import Shapes, shapes_of
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
 # torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
@@ -78,19 +78,37 @@ MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name n
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
-    stages = range(case.settings.parallel.pipeline_model_parallel_size)
+    rules, stages = Rules.of(case), range(case.settings.parallel.pipeline_model_parallel_size)
+    parts = (
+        (stage_state(rules, stage), kept.parts, workspace_bytes(case, stage))
+        for stage, kept in zip(stages, stage_activations(case, stages), strict=True)
+    )
     return tuple(
-        StageMemory(stage=stage, **state._asdict(), **kept.parts._asdict(), **work._asdict())
-        for stage, (state, kept, work) in enumerate(_parts(case, stages))
+        StageMemory(stage=stage, **state._asdict(), **kept._asdict(), **work._asdict())
+        for stage, (state, kept, work) in enumerate(parts)
     )
 
 
-def fullest_bytes(case: Case) -> int:
-    """Return the largest `StageMemory.total`, without its parts: of stages that hold the same one after the other, the
-    first one holds it for most micro-batches."""
-    settings = case.settings
+class FixedMemory(NamedTuple):
+    """What recomputation does not change: the shapes, and bytes of state and of what no pass keeps, by stage."""
+
+    shapes: Shapes
+    stages: dict[int, int]
+
+
+def fixed_memory(case: Case) -> FixedMemory:
+    """Return it for each stage that holds other things than the one before: of those that hold the same, the first
+    holds it for most micro-batches."""
+    rules, settings = Rules.of(case), case.settings
     stages = _unlike_stages(settings.parallel, case.model.architecture, settings.finetuning)
-    return max(state.exact + kept.total + sum(work) for state, kept, work in _parts(case, stages))
+    fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in stages}
+    return FixedMemory(shapes_of(case), fixed)
+
+
+def fullest_bytes(case: Case, fixed: FixedMemory) -> int:
+    """Return the largest `StageMemory.total`, without its parts."""
+    kept = stage_activations(case, fixed.stages, fixed.shapes)
+    return max(each.total + size for each, size in zip(kept, fixed.stages.values(), strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -103,12 +121,6 @@ def _unlike_stages(
         for stage in stage_chunks(parallel, architecture, trainable)
     ]
     return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
-
-
-def _parts(case: Case, stages: Iterable[int]) -> Iterator[tuple[StageState, ActivationBytes, Workspace]]:
-    rules = Rules.of(case)
-    for stage, kept in zip(stages, stage_activations(case, stages), strict=True):
-        yield stage_state(rules, stage), kept, workspace_bytes(case, stage)
 
 
 def workspace_bytes(case: Case, stage: int) -> Workspace:

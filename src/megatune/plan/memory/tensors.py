@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
@@ -107,7 +107,7 @@ class LayerContent(NamedTuple):
     gradient: Literal["weights", "through", "none"] = "weights"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a key of many caches, which `chunk_content` makes once
 class ChunkContent:
     """What a pipeline chunk holds: whether the embedding, which layers, and whether the loss."""
 
@@ -115,9 +115,11 @@ class ChunkContent:
     layers: tuple[LayerContent, ...]
     loss: bool
 
-    def __hash__(self) -> int:
-        """Hash some of it, quickly: it is a key of many caches."""
-        return hash((self.embedding, len(self.layers), self.loss))
+
+@cache
+def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool) -> ChunkContent:
+    """Return the one chunk of this content."""
+    return ChunkContent(embedding, layers, loss)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
@@ -157,7 +159,7 @@ def stage_chunks(
     contents, first, layers = [], 0, layer_contents(architecture, trainable)
     for chunk in pipeline_chunks(parallel, architecture.num_layers):
         last = first + chunk.num_layers
-        contents.append(ChunkContent(chunk.embedding, layers[first:last], chunk.loss))
+        contents.append(chunk_content(chunk.embedding, layers[first:last], chunk.loss))
         first = last
     pp = parallel.pipeline_model_parallel_size
     return tuple(tuple(contents[stage::pp]) for stage in range(pp))

@@ -55,7 +55,7 @@ def standing_notes(case: Case) -> Iterator[str]:
         if settings.checkpoint.async_save:
             copies = sum(checkpoint_bytes(settings, case.model.architecture))
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
-    if not device.on_cpu:
+    if machine.calibration.framework or not device.on_cpu:
         yield _beyond_words(case)
     if pictures := picture_words(case):
         yield f"{pictures} (--image_tokens)"
@@ -72,18 +72,18 @@ def standing_notes(case: Case) -> Iterator[str]:
             f"expert imbalance: an expert's tokens vary by {variation:.0%} of their mean ({where}), so the fullest of "
             f"{ranks} expert-parallel ranks has {expert_imbalance(spread, moe):.2f} times an even share"
         )
-    if runs := machine.calibration.num_runs:
-        yield f"efficiencies are fitted to {counted(runs, 'run')} on this device"
+    if machine.calibration.of_time:
+        yield f"efficiencies are fitted to {counted(machine.calibration.num_runs, 'run')} on this device"
     else:
         yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
 
 
 def _beyond_words(case: Case) -> str:
     if case.machine.calibration.framework:
-        return "context, NCCL's buffers and fragments of freed memory are as runs on this machine held them"
+        return f"memory beyond tensors is as {counted(case.machine.calibration.num_runs, 'run')} on this device held it"
     fragments = "fragments of freed memory are not planned"
     range_ = f"half to twice as much, and fragments up to {MOST_FRAGMENTS:.0%} of activations, are assumed"
-    return f"neither was measured, and {fragments}: {range_}; megatune plan --calibrate RUN replaces them"
+    return f"neither was measured, and {fragments}: {range_}; the first run on this device replaces them"
 
 
 def _planned(estimate: Estimate) -> dict[str, Any]:

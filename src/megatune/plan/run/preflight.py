@@ -197,8 +197,9 @@ def _awaited(planned: Estimate, phrased: Callable[[Finding], Finding]) -> Iterat
 def _plan_lines(planned: Estimate) -> Iterator[str]:
     """Yield layout and batch, below them memory and time, and what was assumed of pictures."""
     case, time = planned.case, planned.time
-    runs = case.machine.calibration.num_runs
-    fitted = f", fitted to {runs} run{'s' * (runs > 1)}" if runs else ""
+    calibration = case.machine.calibration
+    runs = counted(calibration.num_runs, "run")
+    fitted = f", fitted to {runs}" if calibration.of_time else ""
     factors = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size}"
     rows = f"{factors} = {counted(case.global_batch_size, 'row')}"
     yield (
@@ -209,6 +210,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
         f" ±{percent(time.uncertainty)}{fitted}"
     )
+    if calibration.framework:
+        yield f"plan       memory beyond tensors is as {runs} on this device held it"
     if host := host_words(planned):
         yield f"plan       {host}"
     if reference := reference_words(planned):

@@ -178,7 +178,7 @@ def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
     listed = sorted(((share, part) for part, share in shares.items() if share >= 0.01), reverse=True)
     yield f"slow       {ratio:.1f} times what was planned, which is ±{percent(planned.time.uncertainty)}"
     yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
-    if not planned.case.machine.calibration.num_runs:
+    if not planned.case.machine.calibration.of_time:
         fits = f"`megatune plan --calibrate {folder}` fits the planner to this machine"
         yield f"           {fits}; what stays slow after it is the run's"
     yield from _listed(speedups(planned))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.case import Case
@@ -201,16 +200,18 @@ class _Search:
 
     def may_be_better(self, point: _Point) -> bool:
         """Return whether a point may be ranked, or be on the frontier."""
-        is_dominated = self.request.below < math.inf or self.frontier.dominates(point.state, point.shortest)
-        if point.shortest >= self.request.below or (is_dominated and not self._may_be_ranked(point, point.shortest)):
+        state, shortest, below = point.state, point.shortest, self.request.below
+        is_dominated = below < math.inf or self.frontier.dominates(state, shortest)
+        if shortest >= below or (is_dominated and not self._may_be_ranked(state, shortest)):
             return False
         miss = self._misses.get(point.layout)
         # A larger micro-batch does not fit where a smaller one does not.
         return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
-    def _may_be_ranked(self, point: _Point, seconds: float) -> bool:
-        """Return whether what takes so long is among the first, or as fast as the first as far as is known."""
-        key, keep = (point.state > safe_bytes(self.request.case), seconds), self.request.keep
+    def _may_be_ranked(self, smallest: int, seconds: float) -> bool:
+        """Return whether what takes so many bytes at least, and so long, is among the first, or as fast as the first as
+        far as is known."""
+        key, keep = (smallest > safe_bytes(self.request.case), seconds), self.request.keep
         if len(self.ranked) < keep or key < rank_key(self.ranked[keep - 1])[:2]:
             return True
         first = self.ranked[0]
@@ -220,8 +221,10 @@ class _Search:
     def judge(self, point: _Point) -> None:
         """Estimate what the bounds do not rule out."""
         kept, least = self._ends(point, None)
-        seconds = kept.time.total - kept.time.pipeline
-        ranks = self._may_be_ranked(point, seconds)
+        # Virtual stages are all that makes it faster.
+        waits = kept.time.pipeline if self.space.virtual_stages(point.layout, point.batch) else 0.0
+        seconds = kept.time.total - waits
+        ranks = self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
         if not (ranks and kept.fits) and not least.fits:
             self._misses[point.layout] = least
             return
@@ -245,9 +248,10 @@ class _Search:
             ((self._ends(point, number)[0], number) for number in numbers), key=lambda pair: pair[0].time.total
         ):
             seconds = kept.time.total
-            is_best = best is not None and not best.is_tight and best.time.total <= seconds
-            if is_best or not self._may_be_ranked(point, seconds):
+            if best is not None and not best.is_tight and best.time.total <= seconds:
                 break
+            if not self._may_be_ranked(min(each.bytes for each in self._ends(point, virtual)), seconds):
+                continue
             other = self._best_way(point, virtual)
             if other is not None and (best is None or rank_key(other) < rank_key(best)):
                 best = other
@@ -318,18 +322,15 @@ class _Search:
 
     def fill_frontier(self) -> None:
         """Try ways between nothing and everything recomputed, of the layouts that are on the frontier."""
-        each = {(settings.parallel, settings.batch): settings
-                for settings in (found.case.settings for found in self.frontier.estimates)}  # fmt: skip
-        for settings in each.values():
-            layers = self.request.case.model.architecture.num_layers // settings.parallel.pipeline_model_parallel_size
+        each = {(found.case.settings.parallel, found.case.settings.batch): found for found in self.frontier.estimates}
+        for found in each.values():
+            stages = found.case.settings.parallel.pipeline_model_parallel_size
+            layers = self.request.case.model.architecture.num_layers // stages
             blocks = [block(number) for number in (layers // 2, 3 * layers // 4) if number]
-            kept = self._recomputed(settings, NO_RECOMPUTE)
-            for found in (kept, *(self._recomputed(settings, how) for how in (*self.space.selective, *blocks))):
-                if found.fits and not self.frontier.dominates(found.bytes, kept.time.total):
-                    self.frontier.add(found)
-
-    def _recomputed(self, settings: Settings, how: RecomputeSettings) -> Estimate:
-        return self.space.estimate(settings.model_copy(update={"recompute": how}))
+            kept = found.recomputing(NO_RECOMPUTE)
+            for other in (kept, *map(found.recomputing, (*self.space.selective, *blocks))):
+                if other.fits and not self.frontier.dominates(other.bytes, kept.time.total):
+                    self.frontier.add(other)
 
     def reshape(self, variants: Callable[[Settings], Iterable[Settings]]) -> None:
         """Replace the first few, and the simplest, by the first in rank of their variants."""

@@ -101,6 +101,7 @@ class Space:
         self.selective = selective(self.architecture, self.settings.experts)
         self._parallels: dict[tuple[CandidateLayout, int | None], ParallelSettings] = {}
         self._batches: dict[CandidateBatch, BatchSettings] = {}
+        self._plain: dict[tuple[CandidateLayout, CandidateBatch, int | None], Estimate] = {}
 
     def layouts(self) -> Iterator[CandidateLayout]:
         """Yield tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
@@ -190,8 +191,11 @@ class Space:
         virtual: int | None,
         how: RecomputeSettings = NO_RECOMPUTE,
     ) -> Estimate:
-        """Return the request's model in this layout."""
-        return self.estimate(self.settings_of(layout, batch, virtual, how))
+        """Return the request's model in this layout; those of one layout and batch share what they can."""
+        key = layout, batch, virtual
+        if key not in self._plain:
+            self._plain[key] = self.estimate(self.settings_of(*key, NO_RECOMPUTE))
+        return self._plain[key] if how is NO_RECOMPUTE else self._plain[key].recomputing(how)
 
     def estimate(self, settings: Settings) -> Estimate:
         """Return the estimate of the request's case with these settings."""

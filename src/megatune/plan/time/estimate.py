@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
-from megatune.plan.machine import Calibration
-from megatune.plan.memory.parameters import stage_parameters
-from megatune.plan.memory.tensors import ChunkContent, LayerContent, layer_contents, stage_chunks
+from megatune.plan.memory.parameters import StageParameters, stage_parameters
+from megatune.plan.memory.tensors import ChunkContent, LayerContent, chunk_content, layer_contents, stage_chunks
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
+from megatune.plan.operators.shapes import of_layer, shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds, forward_seconds
 from megatune.plan.time.communication import (
     Exchange,
-    Groups,
+    Reduction,
     end_exchange,
     exposed_seconds,
     group_of,
@@ -78,7 +79,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return sum(getattr(self, part) for part in TIME_PARTS)
+        return sum(_parts_of(self))
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,6 +104,7 @@ class StepTime:
 
 _OTHERS = ("tokens", "model_flops", "num_gpus", "peak_flops", "forward", "chunks", "uncertainty")
 TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in _OTHERS)
+_parts_of = attrgetter(*TIME_PARTS)
 
 # Between steps the host reads rows, asks for the loss and the norm (which waits for the device), and logs.
 _OVERHEAD = 0.02
@@ -156,16 +158,19 @@ class _Parts(NamedTuple):
         )
 
 
-def step_time(case: Case) -> StepTime:
+def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     """Time of a step.
+
+    Args:
+        fixed: of the same case, with whatever recomputed.
 
     Raises:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
-    case = case.in_the_mean
-    settings, rank = case.settings, _Rank.of(case)
-    contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
-    chunks = {content: rank.chunk(content) for content in set(itertools.chain(*contents))}
+    case, fixed = case.in_the_mean, fixed or FixedTime(case)
+    settings, contents, images = case.settings, fixed.contents, images_of(case)
+    rank = _Rank(fixed, recompute_of(settings), images)
+    chunks = {content: rank.chunk(content) for content in dict.fromkeys(itertools.chain(*contents))}
     seconds = {content: chunk.time for content, chunk in chunks.items()}
     times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
     slowest = max(range(len(times)), key=lambda stage: sum(chunk.total for chunk in times[stage]))
@@ -177,26 +182,22 @@ def step_time(case: Case) -> StepTime:
     backward = sum(chunk.backward for chunk in times[slowest])
     # Exchanges between stages that nothing hides.
     pp, virtual, overlap = len(times), len(times[0]), settings.parallel.overlap_p2p_comm
-    hop = calibration.communication * send(group_of(case, pp, case.world_size // pp), rank.shapes.hidden)
-    hops = exchange_seconds(pp, virtual, count, overlap, hop, count * (forward + backward))
+    hops = exchange_seconds(pp, virtual, count, overlap, fixed.hop, count * (forward + backward))
     without_gradients = forward_seconds(times, count)
-    # Of the stages that may hold most parameters.
-    ends = [stage_parameters(case, stage) for stage in sorted({0, pp // 2, pp - 1})]
     return StepTime(
         compute=count * (total.forward + total.backward) + num_forward_passes(settings) * without_gradients,
         recompute=count * total.recompute,
-        tensor_parallel=count * total.tensor
-        + calibration.communication * sum_of_shares(case, rank.groups, rank.images),
+        tensor_parallel=count * total.tensor + calibration.communication * sum_of_shares(case, fixed.groups, images),
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
         host=count * waiting,
         pipeline=bubble_seconds(times) + hops,
         data_parallel=calibration.communication
-        * max(exposed_seconds(case, reduction(case, elements), forward, backward) for elements in ends),
-        optimizer=calibration.compute * max(optimizer_seconds(case, rank.rates, elements) for elements in ends),
+        * max(exposed_seconds(case, exchange, forward, backward) for exchange in fixed.reductions),
+        optimizer=fixed.optimizer,
         overhead=_OVERHEAD,
         tokens=case.tokens,
-        model_flops=model_flops(case),
+        model_flops=fixed.model_flops,
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
         forward=without_gradients,
@@ -210,26 +211,70 @@ def micro_batch_seconds(case: Case) -> float:
 
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
-    layers = layer_contents(case.model.architecture, case.settings.finetuning)
-    return _Rank.of(case.in_the_mean).chunk(ChunkContent(embedding=True, layers=layers, loss=True)).time.total
+    case, layers = case.in_the_mean, layer_contents(case.model.architecture, case.settings.finetuning)
+    rank = _Rank(FixedTime(case), recompute_of(case.settings), images_of(case))
+    return rank.chunk(chunk_content(embedding=True, layers=layers, loss=True)).time.total
 
 
-class _Rank(NamedTuple):
-    """One rank of a case, and what its layers are timed by."""
+class FixedTime:
+    """What recomputation does not change of a case's time; each part is computed when it is first asked for.
 
-    shapes: Shapes
-    rates: Rates
-    groups: Groups
-    recompute: Recompute
-    images: Images | None
-    calibration: Calibration
+    Attributes:
+        contents: chunks by stage and virtual stage.
+        hop: seconds of a message to the next stage.
+        reductions: of the stages that may hold most parameters.
+    """
 
-    @classmethod
-    def of(cls, case: Case) -> _Rank:
-        precision = case.settings.precision
-        rates = Rates.of(case.machine, precision.params_dtype, fp8=precision.fp8 is not None, host=case.engine.host)
-        recompute = recompute_of(case.settings)
-        return cls(shapes_of(case), rates, groups_of(case), recompute, images_of(case), case.machine.calibration)
+    def __init__(self, case: Case) -> None:
+        self._case = case = case.in_the_mean
+        settings, precision = case.settings, case.settings.precision
+        self.rates = Rates.of(
+            case.machine, precision.params_dtype, fp8=precision.fp8 is not None, host=case.engine.host
+        )
+        self.shapes, self.groups, self.calibration = shapes_of(case), groups_of(case), case.machine.calibration
+        self.contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
+        self._layers: dict[LayerContent, tuple[Seconds, Exchange]] = {}
+
+    def layer(self, layer: LayerContent) -> tuple[Seconds, Exchange]:
+        """Return one layer of a micro-batch, with nothing recomputed."""
+        if layer not in self._layers:
+            shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
+            seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
+            self._layers[layer] = seconds, layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
+        return self._layers[layer]
+
+    @cached_property
+    def hop(self) -> float:
+        pp = len(self.contents)
+        group = group_of(self._case, pp, self._case.world_size // pp)
+        return self.calibration.communication * send(group, self.shapes.hidden)
+
+    @cached_property
+    def _ends(self) -> list[StageParameters]:
+        pp = len(self.contents)
+        return [stage_parameters(self._case, stage) for stage in sorted({0, pp // 2, pp - 1})]
+
+    @cached_property
+    def reductions(self) -> list[Reduction]:
+        return [reduction(self._case, elements) for elements in self._ends]
+
+    @cached_property
+    def optimizer(self) -> float:
+        seconds = (optimizer_seconds(self._case, self.rates, elements) for elements in self._ends)
+        return self.calibration.compute * max(seconds)
+
+    @cached_property
+    def model_flops(self) -> float:
+        return model_flops(self._case)
+
+
+class _Rank:
+    """One rank of a case, with what is recomputed."""
+
+    def __init__(self, fixed: FixedTime, recompute: Recompute, images: Images | None) -> None:
+        self.fixed, self.recompute, self.images = fixed, recompute, images
+        self.shapes, self.rates, self.groups = fixed.shapes, fixed.rates, fixed.groups
+        self.calibration = fixed.calibration
 
     def chunk(self, content: ChunkContent) -> _Parts:
         """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
@@ -276,10 +321,8 @@ class _Rank(NamedTuple):
 
     def _layer(self, layer: LayerContent, again: float) -> _Parts:
         """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-        sparse, shapes = layer.kind.sparse, of_layer(self.shapes, layer.kind, layer.gradient == "weights")
-        seconds = layer_seconds(shapes, self.rates, sparse)
-        exchange = layer_exchange(shapes, self.groups, seconds, sparse)
-        computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, sparse)
+        seconds, exchange = self.fixed.layer(layer)
+        computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, layer.kind.sparse)
         relaunched = again * seconds.launches[0]
         relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in self.recompute.modules)
         called = exchange.calls[1] + again * exchange.calls[0]

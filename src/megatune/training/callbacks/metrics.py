@@ -17,6 +17,7 @@ from typing import Any
 
 from megatune.engine import device
 from megatune.errors import MegatuneError
+from megatune.plan.calibration.fit import keep_first
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
 from megatune.training.callbacks.base import Callback, Generated, StepReport, TrainSummary
@@ -215,6 +216,12 @@ class Prediction(Callback):
         self._write(summary.outcome, summary.memory)
         if summary.outcome != "failed" and (lines := list(plan_record.verdict(self._record))):
             print("\n".join(lines), flush=True)
+        with contextlib.suppress(MegatuneError):  # it measured nothing, or the user's folder cannot be written
+            if summary.outcome == "finished" and (path := keep_first(self._output_dir)):
+                print(
+                    f"plan       later plans on this device take memory beyond tensors from this run: {path}",
+                    flush=True,
+                )
 
     def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
