@@ -320,7 +320,7 @@ WRONG_COMMAND_LINE = [
         ["seed=a:²"],
         [],
         "seed=a:²: seed is 'a:²'\n    why: expected a whole number, at least 0, below 4294967296\n"
-        "    fix: write seed: 42, the default",
+        "    fix: write seed=42, the default",
     ),
     (
         ["packing=[" + 5000 * "9" + "]"],
@@ -339,7 +339,7 @@ WRONG_COMMAND_LINE = [
         ["--output_dir", "--bf16"],
         "--output_dir: output_dir is true\n"
         "    why: expected text, or null\n"
-        "    fix: remove output_dir, or give it text",
+        "    fix: remove --output_dir, or give it text",
     ),
 ]
 
