@@ -137,6 +137,8 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
         return Finding("this line is not a key and its value", where, "no colon with a space after it was found", fix)
     why = f"{error.context}, {problem}" if error.context else problem
     fix = "write one `key: value` a line; quote text that holds `: `"
+    if "undefined alias" in problem:
+        fix = "quote text that begins with *, or write its anchor, &NAME, in a line before"
     return Finding("not readable as YAML", where, why, fix)
 
 
