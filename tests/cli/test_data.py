@@ -175,7 +175,7 @@ def test_stats(run: Run, tmp_path: Path) -> None:
         ),
         (["preview", "run.yaml", "--rows", "many"], ExitCode.SETTINGS, ["--rows: rows is 'many'"]),
         (["preview", "run.yaml", "--row", "9"], ExitCode.SETTINGS, ["--row 9 of 2 rows"]),
-        (["preview", "run.yaml", "on_bad_row=eror"], ExitCode.SETTINGS, ["write on_bad_row: error"]),
+        (["preview", "run.yaml", "on_bad_row=eror"], ExitCode.SETTINGS, ["write on_bad_row=error"]),
         (["stats", "run.yaml", "on_bad_row=error"], ExitCode.DATA, ["rows.jsonl:2: field 'output' is missing"]),
         (["preview", "no.yaml"], ExitCode.INPUT, ["there is no settings file no.yaml"]),
         (["preview", "run.yaml", "model_name_or_path=nowhere"], ExitCode.INPUT, ["nowhere"]),

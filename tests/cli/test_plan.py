@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatune.cli.main import main
+from megatune.cli.plan import COMMAND
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
@@ -45,6 +46,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return code, output.out, output.err
 
     return call
+
+
+def test_a_file_is_no_value_of_a_flag_that_nobody_knows() -> None:
+    given = COMMAND.read(["--foo", "1", "--json", "run.yaml"])
+    assert (given.settings.source, given.options.json_) == ("run.yaml", True)
 
 
 def test_a_file_is_planned_as_it_is(run: Run) -> None:

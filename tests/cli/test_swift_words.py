@@ -16,8 +16,11 @@ def test_export_takes_what_it_reads_and_names_what_changes_nothing() -> None:
     options = given.options
     assert (options.model_name_or_path, options.to_mcore, options.overwrite_output_dir) == ("M", True, True)
     assert (options.adapters, options.export_size, options.mcore_model) == (["a", "b"], 2.0, "N")
-    ignored = [entry.key for entry in given.entries if (row := command.table.foreign.get(entry.key)) and row.ignored]
-    assert ignored == ["tensor_model_parallel_size", "thread_count", "seed"]
+    assert given.lines == [
+        "accepted   tensor_model_parallel_size: the file is the same for every layout",
+        "accepted   thread_count: tensors are written one by one, so that memory does not grow",
+        "accepted   seed: it is about training",
+    ]
     assert variables_of(given, {}) == {
         "USE_MODELSCOPE_HUB": "0", "HF_TOKEN": "secret", "MODELSCOPE_API_TOKEN": "secret"
     }  # fmt: skip

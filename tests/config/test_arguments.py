@@ -18,6 +18,11 @@ from megatune.errors import ExitCode, MegatuneError
         (["--dataset", "a", "b", "--seed", "-1"], Arguments(None, [], ["--dataset", "a", "b", "--seed", "-1"])),
         (["--default_system", "a=b"], Arguments(None, [], ["--default_system", "a=b"])),
         (["--bf16", "seed=1", "run.yaml"], Arguments("run.yaml", ["seed=1"], ["--bf16"])),
+        # A settings file is no value of a boolean, nor of a flag that nobody knows.
+        (["--foo", "1", "--json", "run.yaml"], Arguments("run.yaml", [], ["--foo", "1", "--json"])),
+        (["--bf16", "run.yaml"], Arguments("run.yaml", [], ["--bf16"])),
+        (["--foo", "run.yaml", "--dataset", "a.json"], Arguments("run.yaml", [], ["--foo", "--dataset", "a.json"])),
+        (["--default_system", "-- a", "b"], Arguments(None, [], ["--default_system", "-- a", "b"])),
     ],
 )
 def test_split(words, expected):

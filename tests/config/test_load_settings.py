@@ -242,6 +242,11 @@ WRONG = [
         "    fix: keep one of the two lines, eval_strategy by preference",
     ),
     ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML takes only spaces\n    fix: indent with spaces"),
+    (
+        "default_system: *x",
+        "run.yaml:1: not readable as YAML\n    why: found undefined alias 'x'\n"
+        "    fix: quote text that begins with *, or write its anchor, &NAME, in a line before",
+    ),
     ("- seed\n- bf16", "run.yaml:1: the file holds a list, not settings\n    fix: write one `key: value` a line"),
     ("seed", "run.yaml:1: the file holds one value, not settings\n    fix: write one `key: value` a line"),
     (
@@ -320,7 +325,7 @@ WRONG_COMMAND_LINE = [
         ["seed=a:²"],
         [],
         "seed=a:²: seed is 'a:²'\n    why: expected a whole number, at least 0, below 4294967296\n"
-        "    fix: write seed: 42, the default",
+        "    fix: write seed=42, the default",
     ),
     (
         ["packing=[" + 5000 * "9" + "]"],
@@ -339,7 +344,7 @@ WRONG_COMMAND_LINE = [
         ["--output_dir", "--bf16"],
         "--output_dir: output_dir is true\n"
         "    why: expected text, or null\n"
-        "    fix: remove output_dir, or give it text",
+        "    fix: remove --output_dir, or give it text",
     ),
 ]
 

@@ -217,7 +217,7 @@ def test_everything_wrong_in_an_own_file(tmp_path: Path) -> None:
         (5, "first: tflops has no bfloat16, float16, float32"),
         (7, "second: generation is 'hooper'"),
         (7, "second has no tflops, bandwidth_gb_per_s, link"),
-        (8, "second: memory_gib is -1.0"),
+        (8, "second: memory_gib is -1"),
         (9, "second: gpus_per_node is 1.5"),
         (10, "second: there is no network 'nvlink4'"),
         (12, "second appears twice"),

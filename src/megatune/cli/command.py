@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Generic
 
 from megatune.cli.pages import Help, write_page
-from megatune.config.entry import Arguments, SettingEntry, is_key, read_file, read_overrides, split_arguments
-from megatune.config.flags import flags_with_words, meant_by
+from megatune.config.building import Builder
+from megatune.config.entry import SETTINGS_FILES, Arguments, SettingEntry, is_key, read_file, read_overrides
+from megatune.config.flags import FlagWords, flags_with_words, meant_by
 from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
-_FILES = (".yaml", ".yml", ".json")
 _FILE_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--yaml")
 
 
@@ -75,28 +75,22 @@ class Command(Generic[G]):
         """
         if {"-h", "--help"} & {*words}:
             raise Help(self.help())
-        findings: list[Finding] = []
-        entries: list[SettingEntry] = []
+        builder = Builder()
+        findings = builder.findings
         file: list[SettingEntry] = []
-        settings = Arguments(None, [], [])
-        flags, rest = self._split(_name_file_first(words, self.program), findings)
-        if self.takes_settings:
-            asked = split_arguments(rest)
-            overrides = [word for word in asked.overrides if self._is_own(word)]
-            kept = [word for word in asked.overrides if word not in overrides]
-            settings, rest = Arguments(asked.source, kept, self._without_misspelt(asked.flags, findings)), []
-        else:
-            rest, overrides = self._positional(rest, findings)
-            if self.most_words == 1 and rest and rest[0].endswith(_FILES):
-                file, wrong = read_file(rest.pop(0))
-                findings += wrong
+        flags, settings, rest = self._scan(_name_file_first(words, self.program), findings)
+        overrides = [word for word in settings.overrides if not self.takes_settings or self._is_own(word)]
+        settings.overrides = [word for word in settings.overrides if word not in overrides]
+        if self.most_words == 1 and rest and rest[0].endswith(SETTINGS_FILES):
+            file, wrong = read_file(rest.pop(0))
+            findings += wrong
         run: list[SettingEntry] = []
         if any(entry.key == "dataset" for entry in file):
             run, file = self._of_training(file, findings)
         first = [SettingEntry(name, parse(text), "", "default") for name, text in (defaults or {}).items()]
         written, _ = read_overrides(overrides)
-        options = self.table.build([*first, *file, *written, *flags], entries, findings)
-        lines = self.table.accepted_lines(entries)
+        options, entries = self.table.build([*first, *file, *written, *flags], builder)
+        lines = [f"accepted   {', '.join(keys)}: {why}" for why, keys in builder.ignored.items()]
         if run:
             lines.append(f"accepted   {', '.join(entry.key for entry in run)}: said of the run that the file trains")
         return Given(self.program, options, rest, settings, entries, findings, lines)
@@ -119,65 +113,62 @@ class Command(Generic[G]):
         key = word.partition("=")[0]
         return key in self.table.names and not (self.takes_settings and is_key(key))
 
-    def _split(self, words: Sequence[str], findings: list[Finding]) -> tuple[list[SettingEntry], list[str]]:
-        """Return the flags that are options, and all other words."""
+    def _scan(self, words: Sequence[str], findings: list[Finding]) -> tuple[list[SettingEntry], Arguments, list[str]]:
+        """Return the flags that are options, settings with all overrides, and words that are neither."""
         found: list[SettingEntry] = []
-        rest: list[str] = []
-        names = self.table.names
-        for flag in flags_with_words(words, self.table.is_flag):
+        settings, rest, names = Arguments(), list[str](), self.table.names
+        for flag in flags_with_words(words):
             meant = meant_by(flag.key, names) if self.abbreviates else []
             key = meant[0] if len(meant) == 1 else flag.key
-            positive = key.removeprefix("no_")
-            negated = self.table.find(positive)
+            positive, behind = key.removeprefix("no_"), flag.behind
+            negated = self.table.find(positive) if key != positive else None
             if key in names:
-                value, left = self.table.take(key, flag)
-                rest += left
+                value, behind = self.table.take(key, flag)
                 if value is None:
                     findings.append(Finding("a value is missing", flag.word, fix=f"{flag.word} VALUE"))
                 else:
                     found.append(SettingEntry(key, value, flag.word, "flag"))
-            elif key != positive and negated is not None and negated.info.kinds == {bool}:
+            elif negated is not None and negated.info.kinds == {bool}:
                 found.append(SettingEntry(positive, Value(False, "false"), flag.word, "flag"))
-                rest += flag.behind
+            elif flag.typed and self.takes_settings:
+                near = self._misspelt(flag)
+                findings += [Finding(f"{flag.word!r} is not known here", fix=f"did you mean {near}?")] if near else []
+                behind = (Arguments() if near else settings).take(flag)
+            elif flag.typed:
+                findings.append(self.table.unknown(flag.word, f"{flag.word!r} is not known here", self.program))
+                behind = [word for word in behind if self._is_override(word)]  # what else there is may be its value
+            if self.takes_settings:
+                settings.place(behind)
             else:
-                rest += [*filter(None, [flag.typed]), *flag.behind]
-        return found, rest
+                self._place(behind, settings.overrides, rest, findings)
+        return found, settings, rest
 
-    def _without_misspelt(self, flags: list[str], findings: list[Finding]) -> list[str]:
-        """Return the flags of settings, without those that are most like an option of the verb."""
-        kept: list[str] = []
-        is_left_out = False  # the words of a wrong flag go with it
+    def _misspelt(self, flag: FlagWords) -> str | None:
+        """Return the option of the verb that a flag is most like, where it is no setting."""
+        from megatune.config.dialects.dialect import LLAMAFACTORY
+
         own = [f"--{name}" for name in self.table.own]
-        for word in flags:
-            if word.startswith("--"):
-                from megatune.config.dialects.dialect import LLAMAFACTORY
+        near = closest(flag.word, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)]) if own else None
+        return near if near in own and not is_key(flag.key) else None
 
-                flag = word.partition("=")[0]
-                near = closest(flag, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)])
-                is_left_out = near in own and not is_key(flag[2:].replace("-", "_"))
-                if is_left_out:
-                    findings.append(Finding(f"{flag!r} is not known here", fix=f"did you mean {near}?"))
-            kept += [] if is_left_out else [word]
-        return kept
+    def _is_override(self, word: str) -> bool:
+        key, equals, _ = word.partition("=")
+        may_be = self.most_words == 1 and key.isidentifier() and not Path(word).exists()
+        return bool(equals) and (may_be or self._is_own(word))
 
-    def _positional(self, words: list[str], findings: list[Finding]) -> tuple[list[str], list[str]]:
-        """Return words that are neither flags nor options, and `key=value` words; note what is too much."""
-        rest: list[str] = []
-        overrides: list[str] = []
-        is_unknown = False  # so that words behind an unknown flag are its value
-        for word in words:
-            key, equals, _ = word.partition("=")
-            is_setting = self.most_words == 1 and key.isidentifier() and not Path(word).exists()
+    def _place(self, words: list[str], overrides: list[str], rest: list[str], findings: list[Finding]) -> None:
+        """Sort words that belong to no flag into overrides and others; note what is too much."""
+        for at, word in enumerate(words):
             if word.startswith("-") and len(word) > 1:
-                is_unknown = True
-                findings.append(self.table.unknown(key, f"{key!r} is not known here", self.program))
-            elif equals and (self._is_own(word) or is_setting):
+                findings.append(self.table.unknown(word, f"{word!r} is not known here", self.program))
+                overrides += filter(self._is_override, words[at:])
+                break
+            if self._is_override(word):
                 overrides.append(word)
-            elif not is_unknown and self.most_words is not None and len(rest) >= self.most_words:
+            elif self.most_words is not None and len(rest) >= self.most_words:
                 findings.append(Finding(f"{word!r} is one word too many", self.program, fix=f"usage: {self.usage}"))
-            elif not is_unknown:
+            else:
                 rest.append(word)
-        return rest, overrides
 
 
 def _name_file_first(words: Sequence[str], program: str) -> Sequence[str]:
@@ -193,8 +184,10 @@ def _name_file_first(words: Sequence[str], program: str) -> Sequence[str]:
         value = text if equals else next(iter(words[at + 1 : at + 2]), "")
         rest = [*words[:at], *words[at + (1 if equals else 2) :]]
         is_value = [False, *(each.startswith("--") and "=" not in each for each in rest)]
-        has_file = any(each.endswith(_FILES) and "=" not in each and not is_value[i] for i, each in enumerate(rest))
-        if flag == "--config" and value.endswith(_FILES) and not has_file:
+        has_file = any(
+            each.endswith(SETTINGS_FILES) and "=" not in each and not is_value[i] for i, each in enumerate(rest)
+        )
+        if flag == "--config" and value.endswith(SETTINGS_FILES) and not has_file:
             return [value, *rest]
         what = f"{value}: there is a settings file already" if has_file else "a settings file is named by itself"
         command = [*program.split(), *([] if has_file else [value or "FILE.yaml"]), *rest]
@@ -204,7 +197,7 @@ def _name_file_first(words: Sequence[str], program: str) -> Sequence[str]:
 
 def unknown_verb(word: str, verbs: Sequence[str], parent: str) -> MegatuneError:
     """Say what a word could be in place of a verb of the program or verb `parent`."""
-    if word.endswith(_FILES):
+    if word.endswith(SETTINGS_FILES):
         what, fix = f"{word!r} is a settings file, not a verb", f"{parent} {verbs[0]} {word}"
         return MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)
     near = closest(word, verbs, cutoff=0.5)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from megatune.config.flags import flags_with_words, value_of_words
+from megatune.config.flags import FlagWords, flags_with_words, value_of_words
 from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
+SETTINGS_FILES = (".yaml", ".yml", ".json")
 RL_ROLES = ("actor_train", "student_train", "actor_infer")  # of which every file of reinforcement learning has one
 _LONGEST_PLACE = 200  # characters
 # In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
@@ -32,6 +33,13 @@ class SettingEntry:
     value: Value
     where: str
     origin: str
+
+    def written(self, value: str = "") -> str:
+        """Write the key as its user does, with a value behind it; one that is below another key as in a file."""
+        is_nested = "." in self.where.partition("=")[0]
+        prefix, joint = {"flag": ("--", " "), "override": ("", ": " if is_nested else "=")}.get(self.origin, ("", ": "))
+        name = prefix + re.split(r"\.|: ", self.key)[-1]
+        return f"{name}{joint}{value}" if value else name
 
 
 def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
@@ -129,48 +137,63 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
         return Finding("this line is not a key and its value", where, "no colon with a space after it was found", fix)
     why = f"{error.context}, {problem}" if error.context else problem
     fix = "write one `key: value` a line; quote text that holds `: `"
+    if "undefined alias" in problem:
+        fix = "quote text that begins with *, or write its anchor, &NAME, in a line before"
     return Finding("not readable as YAML", where, why, fix)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arguments:
     """A command line in its parts: the file if there is one, its key=value overrides, and --key value flags."""
 
-    source: str | None
-    overrides: list[str]
-    flags: list[str]
+    source: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+
+    def take(self, flag: FlagWords) -> list[str]:
+        """Take a flag with its value: the words up to an override, and of a boolean or a flag that nobody knows up to a
+        settings file. Return the words behind them.
+
+        What holds an = is an override if its key is one of a settings file: `--default_system a=b` is a flag and its
+        value.
+        """
+        count = 0 if flag.text is not None else len(flag.behind)
+        for at, word in enumerate(flag.behind[:count]):
+            key, equals, _ = word.partition("=")
+            if (equals and is_key(key)) or (word.endswith(SETTINGS_FILES) and not takes_text(flag.key)):
+                count = at
+                break
+        self.flags += [flag.typed, *flag.behind[:count]]
+        return flag.behind[count:]
+
+    def place(self, words: Iterable[str]) -> None:
+        """Take words that are no value of a flag.
+
+        Raises:
+            MegatuneError: two of them could be the file (exit 64).
+        """
+        for word in words:
+            key, equals, _ = word.partition("=")
+            if equals and key.isidentifier():
+                self.overrides.append(word)
+            elif self.source is None:
+                self.source = word
+            else:
+                what = f"{word!r} is one word too many: {self.source!r} is the settings file already"
+                finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
+                raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 def split_arguments(arguments: Sequence[str]) -> Arguments:
     """Split `FILE.yaml key=value --key value`, in any order.
 
-    Words after `--key` belong to it until the next flag or override. What holds an = there is an override if its
-    key is one of a settings file: `--default_system a=b` is a flag and its value.
-
     Raises:
         MegatuneError: two words could be the file (exit 64).
     """
-    sources: list[str] = []
-    overrides: list[str] = []
-    flags: list[str] = []
-    takes_words = False
-    for word in arguments:
-        key, equals, _ = word.partition("=")
-        if word.startswith("--"):
-            flags.append(word)
-            takes_words = not equals
-        elif equals and (is_key(key) if takes_words else key.isidentifier()):
-            overrides.append(word)
-            takes_words = False
-        elif takes_words:
-            flags.append(word)
-        else:
-            sources.append(word)
-    if len(sources) > 1:
-        what = f"{sources[1]!r} is one word too many: {sources[0]!r} is the settings file already"
-        finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
-        raise MegatuneError(finding, ExitCode.SETTINGS)
-    return Arguments(sources[0] if sources else None, overrides, flags)
+    found = Arguments()
+    for flag in flags_with_words(arguments):
+        found.place(found.take(flag) if flag.typed else flag.behind)
+    return found
 
 
 def is_key(key: str) -> bool:
@@ -178,6 +201,14 @@ def is_key(key: str) -> bool:
     from megatune.config.dialects.dialect import LLAMAFACTORY  # builds all settings, which --help does without
 
     return LLAMAFACTORY.knows(key)
+
+
+def takes_text(key: str) -> bool:
+    """Tell whether a key of a settings file has values that are not true or false."""
+    from megatune.config.dialects.dialect import LLAMAFACTORY
+
+    row = LLAMAFACTORY.row_of(key)
+    return row is not None and row.type is not bool
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatune.config.values import TRUTH, Value, parse, shown
@@ -41,11 +41,12 @@ class FlagWords(NamedTuple):
         return self.behind if self.text is None else [self.text, *self.behind]
 
 
-def begins_like_a_flag(word: str) -> bool:
-    return word.startswith("--")
+def is_flag(word: str) -> bool:
+    """Tell a flag from a quoted text that begins like one."""
+    return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def flags_with_words(words: Iterable[str], is_flag: Callable[[str], bool] = begins_like_a_flag) -> list[FlagWords]:
+def flags_with_words(words: Iterable[str]) -> list[FlagWords]:
     """Group each flag with the words that follow it; words before the first flag are a group of their own."""
     grouped: list[FlagWords] = []
     for word in words:

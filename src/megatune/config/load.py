@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from megatune.architecture import Architecture
+from megatune.config.building import Builder, Written
 from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect
 from megatune.config.dialects.table import ACCUMULATION, foreign_keys
 from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
 from megatune.config.rules.problem import Rule, either, multiples_around
-from megatune.config.setting import Group, Mark, fitted
+from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
-from megatune.config.values import Value, coerce, is_long_name, quoted, shown, wrong_value
+from megatune.config.values import Value, coerce, is_long_name, quoted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
@@ -175,16 +176,16 @@ def load(
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
     """
-    reading = _Reading(dialect)
+    reading = _Reading(dialect=dialect)
     if source is not None:
         entries, findings = read_file(source)
         reading.findings += findings
         if findings and not entries:  # nothing of the file is known: rules would only guess
-            reading.invalid.update(all_settings())
-        reading.add(entries, last_wins=False)
+            reading.refused.update(all_settings())
+        reading.take(entries, last_wins=False)
     for entries, findings in (read_overrides(overrides), read_flags(flags)):
         reading.findings += findings
-        reading.add(entries, last_wins=True)
+        reading.take(entries, last_wins=True)
     return reading.finish()
 
 
@@ -197,9 +198,9 @@ def load_entries(
         places: entries of each place; those of a later one win, and the last of one place.
         findings: what was wrong with reading them.
     """
-    reading = _Reading(dialect, [*findings])
+    reading = _Reading([*findings], dialect=dialect)
     for entries in places:
-        reading.add(entries, last_wins=True)
+        reading.take(entries, last_wins=True)
     return reading.finish()
 
 
@@ -223,23 +224,21 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """Entries gathered by what they set, then made into settings."""
+class _Reading(Builder):
+    """Entries gathered by what they set, then made into settings; `refused` has "group.name"."""
 
-    dialect: Dialect
-    findings: list[Finding] = field(default_factory=list)
-    invalid: set[str] = field(default_factory=set)
+    dialect: Dialect = LLAMAFACTORY
     # By "group.name", or by the key of what sets nothing: who sets it, and to what.
     chosen: dict[str, tuple[SettingEntry, Any]] = field(default_factory=dict)
 
-    def add(self, entries: Iterable[SettingEntry], *, last_wins: bool) -> None:
-        """Take the entries of one place; they win over those of the places added earlier."""
+    def take(self, entries: Iterable[SettingEntry], *, last_wins: bool) -> None:
+        """Take the entries of one place; they win over those of the places taken earlier."""
         here: dict[str, tuple[SettingEntry, Any]] = {}
         for entry in entries:
             if not self.dialect.knows(entry.key):
                 finding, meant = _unknown_key(entry, self.dialect)
                 self.findings.append(finding)
-                self.invalid.update(meant)  # that they are missing follows from it
+                self.refused.update(meant)  # that they are missing follows from it
                 continue
             row = self.dialect.row_of(entry.key)
             sets = row.read(entry.value) if row is not None and row.paths else {}
@@ -257,61 +256,32 @@ class _Reading:
 
     def finish(self) -> Loaded:
         infos = all_settings()
-        values: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        written: dict[str, dict[str, Written]] = {group: {} for group in GROUPS}
         secrets: dict[str, str] = {}
-        accepted: dict[str, list[str]] = {}
         for target, (entry, value) in self.chosen.items():
             row = self.dialect.row_of(entry.key)
             assert row is not None, "what nobody knows was found"
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
-            if row.ignored and not row.passes_as(read):
-                accepted.setdefault(row.ignored, []).append(entry.key)
-            if row.is_refused(read):
-                said = read if entry.value.text is None else entry.value.text
-                what, why, fix = row.refusal(entry.key, said, self.dialect.prefix, self.dialect.separator)
-                self._report(Finding(what, entry.where, why, fix))
-                self.invalid.add(target)
-            elif target in marked(Mark.NAME) and is_long_name(value):
+            if not self.passes(entry, row, read, target):
+                continue
+            if target in marked(Mark.NAME) and is_long_name(value):
                 why, fix = "no file system has such names: 255 bytes between two /, 4095 in all", "write a shorter one"
-                self._report(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix))
-                self.invalid.add(target)
+                self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), target)
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
-                values[infos[target].group][infos[target].name] = value
+                info = infos[target]
+                written[info.group][info.name] = Written(entry, value, row.described(target), target)
             elif row.paths:
-                self.findings.append(self._wrong_value(entry, row.paths[0]))
-        groups = {group: self._group(group, model, values[group]) for group, model in GROUPS.items()}
+                self.wrong(Written(entry, value, row.described(row.paths[0]), target))
+        groups = {group: self.group(model, written[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
         if steps is not None and _is_global_batch(steps, self.dialect):
             settings = with_settings(settings, {ACCUMULATION: infos[ACCUMULATION].default})
-            self.invalid.add(ACCUMULATION)
-        invalid = frozenset(self.invalid & set(infos))
-        findings = in_order(self.findings)
-        return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=accepted)
-
-    def _group(self, group: str, model: type[Group], values: dict[str, Any]) -> Group:
-        """Build the group of these values, less those that are wrong."""
-        built, wrong = fitted(model, values)
-        for name, items in wrong.items():
-            path = f"{group}.{name}"
-            self._report(self._wrong_value(self.chosen[path][0], path, items))
-            self.invalid.add(path)
-        return built
-
-    def _report(self, finding: Finding) -> None:
-        if finding not in self.findings:  # a key may set several settings
-            self.findings.append(finding)
-
-    def _wrong_value(self, entry: SettingEntry, path: str, items: Sequence[Any] = ()) -> Finding:
-        """Say what is wrong with one value; of a list, with `items`."""
-        row, key = self.dialect.row_of(entry.key), entry.key
-        assert row is not None
-        info = row.described(path)
-        value, dialect = coerce(entry.value, info), self.dialect
-        written = (dialect.prefix, dialect.separator)
-        return wrong_value(key, value, info, entry.where, *written, said=entry.value.data, items=items)
+            self.refused.add(ACCUMULATION)
+        invalid, findings = frozenset(self.refused & set(infos)), in_order(self.findings)
+        return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=self.ignored)
 
 
 def _described(settings: Settings) -> Settings:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
+from megatune.config.building import Builder, Written
 from megatune.config.entry import Arguments, SettingEntry
 from megatune.config.flags import FlagWords, value_of_words
-from megatune.config.setting import G, Group, SettingInfo, describe, fitted
-from megatune.config.values import TRUTH, Value, coerce, parse, shown, wrong_value
+from megatune.config.setting import G, Group, SettingInfo, describe
+from megatune.config.values import TRUTH, Value, coerce, parse, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:
@@ -107,11 +108,6 @@ class Options(Generic[G]):
         fix = self.unknown_fix or did_you_mean(key, [dashes + name for name in self.names], otherwise)
         return Finding(what, where, fix=fix)
 
-    def is_flag(self, word: str) -> bool:
-        """Tell a flag from a quoted text that begins like one."""
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        return word.startswith("--") and (" " not in word or name in self.names)
-
     def take(self, key: str, flag: FlagWords) -> tuple[Value | None, list[str]]:
         """Take the value of a flag; None where there should be one. Return the words behind it that are not its own."""
         option = self.find(key)
@@ -131,36 +127,23 @@ class Options(Generic[G]):
         kind = list if list in info.kinds else next(iter(info.kinds)) if len(info.kinds) == 1 else object
         return value_of_words(words, kind), behind[count:]
 
-    def build(self, written: Iterable[SettingEntry], entries: list[SettingEntry], findings: list[Finding]) -> G:
-        """Make the group of what was written, and note the entries, and everything that is wrong with them."""
-        values: dict[str, Any] = {}
-        by_field: dict[str, tuple[SettingEntry, Option]] = {}
+    def build(self, written: Iterable[SettingEntry], builder: Builder) -> tuple[G, list[SettingEntry]]:
+        """Make the group of what was written; return it with the entries of options, by their own names."""
+        found: dict[str, Written] = {}
+        entries: list[SettingEntry] = []
         for entry in written:
-            key, is_null, row = entry.key, entry.value.data is None, self.foreign.get(entry.key)
-            if row is not None and row.unsupported:
-                if row.is_refused(entry.value.data):
-                    what, why, fix = row.refusal(key, entry.value.text or entry.value.data)
-                    findings.append(Finding(what, entry.where, why, fix))
-            elif row is not None and row.ignored and not is_null:
-                entries.append(entry)
-            elif (option := self.find(key)) is not None and not is_null:
+            key, row, option = entry.key, self.foreign.get(entry.key), self.find(entry.key)
+            if not builder.passes(entry, row, entry.value.data, key):
+                continue
+            if option is not None and entry.value.data is not None:
                 name, value = option.info.name, self._coerced(option, entry.value)
-                values[name] = [*values.get(name, ()), *value] if option.flag.repeats else value
-                by_field[name] = (entry, option)
-                entries.append(SettingEntry(name.rstrip("_"), entry.value, entry.where, entry.origin))
+                value = [*found[name].value, *value] if option.flag.repeats and name in found else value
+                info = replace(option.info, optional=False)  # null is no value of an option
+                found[name] = Written(entry, value, info, key, option.flag.expected)
+                entries.append(replace(entry, key=name.rstrip("_")))
             elif key not in self.names:
-                findings.append(self.unknown(key, f"unknown setting {key!r}", entry.where))
-        options, wrong = fitted(self.group, values)
-        findings += [_wrong(*by_field[name]) for name in wrong]
-        return options
-
-    def accepted_lines(self, entries: Iterable[SettingEntry]) -> list[str]:
-        """Say which keys change nothing, a line for each reason."""
-        keys: dict[str, list[str]] = {}
-        for entry in entries:
-            if (row := self.foreign.get(entry.key)) is not None and row.ignored:
-                keys.setdefault(row.ignored, []).append(entry.key)
-        return [f"accepted   {', '.join(names)}: {why}" for why, names in keys.items()]
+                builder.add(self.unknown(key, f"unknown setting {key!r}", entry.where))
+        return builder.group(self.group, found), entries
 
     def _coerced(self, option: Option, value: Value) -> Any:
         """Convert a value to the type of an option, as far as there is one right way."""
@@ -178,17 +161,6 @@ class Options(Generic[G]):
         items = [value] if text is not None else value.items
         texts = [shown(item.data) if item.text is None else item.text for item in items]
         return [part.strip() for each in texts for part in each.split(",")] if flag.commas else texts
-
-
-def _wrong(entry: SettingEntry, option: Option) -> Finding:
-    """Say what is wrong with a value, and which one would do."""
-    written = {"flag": ("--", " "), "override": ("", "=")}.get(entry.origin, ("", ": "))
-    info = replace(option.info, optional=False)  # null is no value of an option
-    value = coerce(entry.value, info)
-    finding = wrong_value(entry.key, value, info, entry.where, *written, said=entry.value.data)
-    if not option.flag.expected:
-        return finding
-    return Finding(finding.what, finding.where, f"expected {option.flag.expected}", finding.fix)
 
 
 @dataclass(slots=True)

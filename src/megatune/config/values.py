@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatune.config.setting import SettingInfo
-from megatune.errors import Finding, closest
+from megatune.errors import closest
 
 _MAX_DEPTH = 8  # an alias inside its own anchor nests without end
 # No settings file has a hundredth of these; one that is made to keep a reader busy has more.
@@ -272,46 +272,6 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     if highest is not None and value > highest:
         return highest
     return round(value) if whole and value == value and abs(value) != float("inf") else None
-
-
-def wrong_value(
-    key: str,
-    value: Any,
-    info: SettingInfo,
-    where: str,
-    prefix: str = "",
-    separator: str = ": ",
-    *,
-    name: str = "",
-    said: Any = None,
-    items: Sequence[Any] = (),
-) -> Finding:
-    """Say what is wrong with one value, and which one would do.
-
-    Args:
-        key: as a message names it.
-        value: converted as far as there is one right way.
-        info: what is expected.
-        prefix, separator: what users write before the key, and between it and a value.
-        name: the key as it is to be written; by default what is behind the last dot.
-        said: the value as it was written.
-        items: of a list, those that are wrong; (), where all of it is.
-    """
-    nearest, expected = nearest_valid(value, info), info.expected
-    name = prefix + (name or key.rpartition(".")[2])
-    if items and info.choices:
-        near = [nearest_valid(item, info) if item in items else item for item in value]
-        nearest = None if None in near else near
-    if nearest is not None:
-        fix = f"write {name}{separator}{shown(nearest)}" + (", or null" if info.optional else "")
-    elif info.default in (None, [], {}):
-        fix = f"remove {name}, or give it {expected.removesuffix(', or null')}"
-    else:
-        fix = f"write {name}{separator}{shown(info.default)}, the default"
-    why = f"expected {expected}"
-    if items and len(value) > 1:
-        why += f"; {', '.join(map(quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-    return Finding(f"{key} is {quoted(value if said is None else said)}", where, why, fix)
 
 
 def quoted(value: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatune.config.building import Builder, Written
 from megatune.config.dialects.roll_tree import Node, Tree, data_of, entries_of
 from megatune.config.dialects.table import Row, rows_below, table
 from megatune.config.entry import SettingEntry
@@ -17,8 +18,8 @@ from megatune.config.rl.pages import keys_of, lists_of, mappings_of
 from megatune.config.rl.role import RoleSettings, SamplerSettings, Validation
 from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.setting import G, Group, SettingInfo, fitted
-from megatune.config.values import as_read, coerce, quoted, wrong_value
+from megatune.config.setting import G, Group, SettingInfo
+from megatune.config.values import as_read, coerce, quoted
 from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
@@ -65,8 +66,9 @@ class Section:
     def rows(self) -> dict[str, Row]:
         """Keys that do nothing, or that are not supported, or some values of them."""
         found = {name: row for above in self.above for name, row in rows_below(above).items()}
-        found = {name: row for name, row in found.items() if row.ignored or row.unsupported}
-        return found | {name: Row(ignored=why) for name, why in self.others.items()}
+        known = {*self.infos, *self.settings, *self.inner, *self.parts, *self.lists}
+        found |= {name: Row(ignored=why) for name, why in self.others.items()}
+        return {name: row for name, row in found.items() if row.unsupported or (row.ignored and name not in known)}
 
     @property
     def names(self) -> list[str]:
@@ -93,28 +95,10 @@ TOP = Section(
 
 
 @dataclass(slots=True)
-class Reader:
-    """Keeps what was found in a file.
+class Reader(Builder):
+    """Keeps what was found in a file; `refused` has dotted keys whose value is not valid, or that are misspelt."""
 
-    Attributes:
-        ignored: reason -> dotted keys.
-        refused: dotted keys whose value is not valid, or that are misspelt.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    ignored: dict[str, list[str]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
-
-    def add(self, finding: Finding, refused: str = "") -> None:
-        """Note a finding.
-
-        Args:
-            refused: the dotted key that has no valid value, so that nothing should follow from its default.
-        """
-        self.refused.add(refused)
-        if finding not in self.findings:
-            self.findings.append(finding)
 
     def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
         self.add(Finding(what, where, why, fix))
@@ -122,9 +106,7 @@ class Reader:
     def read(self, tree: Tree, section: Section, name: str = "", at: str = "") -> Part:
         """Read a mapping."""
         part = Part(self, name, tree, at)
-        values = part.values(tree, section, "")
-        for group in section.groups:
-            part.groups[group] = group(**{key: value for key, value in values.items() if key in group.model_fields})
+        part.groups = part.built(tree, section, "")
         for key, inner in section.parts.items():
             if inner is not None:
                 part.parts[key] = self.read(part.mapping(key), inner, part.key(key), part.places.get(key, ""))
@@ -185,62 +167,49 @@ class Part:
         why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
         self.reader.add(Finding(f"unknown key {dotted!r}", where, why, fix), meant)
 
-    def values(self, tree: Tree, section: Section, above: str) -> dict[str, Any]:
-        """Return valid values by their keys, of a mapping that stands at `above`."""
-        values: dict[str, Any] = {}
-        nodes: dict[str, Node] = {}
+    def built(self, tree: Tree, section: Section, above: str) -> dict[type[Group], Group]:
+        """Build the groups of a mapping that stands at `above`."""
+        written: dict[str, Written] = {}
         for key, node in tree.items():
-            dotted, where, data = self.key(above + key), place_of(node), data_of(node)
-            is_null, row = data is None, section.rows.get(key)
-            if row is not None and not is_null and row.is_refused(data):
-                what, why, fix = row.refusal(key, data)
-                self.reader.add(Finding(what.replace(key, dotted, 1), where, why, fix), dotted)
-            elif key in section.infos:
-                if not is_null:
-                    nodes[key] = node
-                    self.places[above + key] = where
-            elif key in section.settings:
-                if not is_null:
-                    entry = node if isinstance(node, SettingEntry) else SettingEntry(key, as_read(data), where, where)
-                    self.entries.append(replace(entry, key=key))
-            elif key in section.inner or key in section.parts:
-                if isinstance(node, dict) and node:
-                    self.places[above + key] = where
-                    if key in section.inner:
-                        inner = section.inner[key]
-                        values[key] = inner.groups[0](**self.values(node, inner, f"{above}{key}."))
-                elif not is_null and node != {}:
-                    fix = f"write the keys below {key}:"
-                    self.reader.find(f"{dotted} is {quoted(data)}", where, "expected a mapping", fix)
-            elif key in section.lists:
-                values[key] = self._rows(section.lists[key], node, dotted)
-                self.places[above + key] = where
-            elif row is None:
-                self.unknown(key, section.names, above, where)
-            elif row.ignored and not is_null:
-                self.ignore(above + key, row.ignored)
-        return values | self._valid(nodes, section, above)
-
-    def _valid(self, nodes: Mapping[str, Node], section: Section, above: str) -> dict[str, Any]:
-        """Return the values of keys that fit, and note the others."""
-        values: dict[str, Any] = {}
-        for key, node in nodes.items():
-            if key != "device_mapping":
-                values[key] = data_of(node) if isinstance(node, dict) else coerce(node.value, section.infos[key])
+            place, dotted, data = above + key, self.key(above + key), data_of(node)
+            entry = node if isinstance(node, SettingEntry) else SettingEntry("", as_read(data), place_of(node), "")
+            if not self.reader.passes(replace(entry, key=dotted), section.rows.get(key), data, dotted):
                 continue
-            try:
-                values[key] = [*read_devices(data_of(node))]
-            except ValueError as error:
-                what, why = f"{self.key(above + key)} is {quoted(data_of(node))}", f"expected {error}"
-                fix = "write device_mapping: list(range(0,8))"
-                self.reader.add(Finding(what, place_of(node), why, fix), self.key(above + key))
-        for group in section.groups:
-            own = {key: value for key, value in values.items() if key in group.model_fields}
-            for key in fitted(group, own)[1]:
-                node, dotted, info = nodes[key], self.key(above + key), section.infos[key]
-                wrong = wrong_value(dotted, values.pop(key), info, place_of(node), said=data_of(node))
-                self.reader.add(wrong, dotted)
-        return values
+            value: Any = None
+            info = None
+            if key in section.inner or key in section.parts:
+                if isinstance(node, dict) and key in section.inner:
+                    (value,) = self.built(node, section.inner[key], f"{place}.").values()
+                elif not isinstance(node, dict) and data is not None:
+                    fix = f"write the keys below {key}:"
+                    self.reader.find(f"{dotted} is {quoted(data)}", entry.where, "expected a mapping", fix)
+                is_written = node != {} and isinstance(node, dict)
+            elif key in section.lists:
+                value, is_written = self._rows(section.lists[key], node, dotted), True
+            elif is_written := data is not None and key in section.infos:
+                info = section.infos[key]
+                value = coerce(entry.value, info) if key != "device_mapping" else self._devices(entry, dotted)
+            elif data is not None and key in section.settings:
+                self.entries.append(replace(entry, key=key))
+            elif key not in section.names:
+                self.unknown(key, section.names, above, entry.where)
+            if is_written:
+                self.places[place] = entry.where
+            if value is not None:
+                written[key] = Written(replace(entry, key=dotted), value, info, dotted)
+        return {
+            group: self.reader.group(group, {key: each for key, each in written.items() if key in group.model_fields})
+            for group in section.groups
+        }
+
+    def _devices(self, entry: SettingEntry, dotted: str) -> list[int] | None:
+        """Return the numbers of device_mapping; None, and a finding, where they are none."""
+        try:
+            return [*read_devices(entry.value.data)]
+        except ValueError as error:
+            what, why = f"{dotted} is {quoted(entry.value.data)}", f"expected {error}"
+            self.reader.add(Finding(what, entry.where, why, "write device_mapping: list(range(0,8))"), dotted)
+            return None
 
     def _rows(self, group: type[Group], node: Node, dotted: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""

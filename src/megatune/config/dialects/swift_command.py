@@ -14,13 +14,12 @@ from functools import cache
 from typing import Any
 
 from megatune.config.dialects.table import Row, table
-from megatune.config.entry import SettingEntry, read_file
+from megatune.config.entry import SETTINGS_FILES, SettingEntry, read_file
 from megatune.config.flags import flags_with_words, meant_by, value_of_words
 from megatune.config.settings import setting_paths
 from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
-_FILES = (".yaml", ".yml", ".json")
 # Keys of config.json that count them, or say how wide they are.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_EXPERTS = (
@@ -75,7 +74,7 @@ class Command:
             MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
         """
         rest, rows = list(words), table("swift")
-        if rest and rest[0].endswith(_FILES):
+        if rest and rest[0].endswith(SETTINGS_FILES):
             self._read_file(rest.pop(0))
         for flag in flags_with_words(rest):
             key, values = _known(flag.key), flag.values

@@ -167,12 +167,6 @@ class Row:
             return False
         return self.refuses is None or any(same(value, other) for other in self.refuses)
 
-    def refusal(self, key: str, value: Any, prefix: str = "", separator: str = ": ") -> tuple[str, str, str]:
-        """Return what, why and fix of a finding, which writes keys as a `Dialect` does."""
-        off = f", or write {prefix}{key}{separator}{shown(self.passes[0])}" if self.passes else ""
-        said = "***" if key.endswith(("_token", "_secret", "_key")) else shown(value)
-        return f"{key}: {said} is not supported", self.unsupported, self.fix or f"remove {prefix}{key}{off}"
-
 
 def same(value: Any, other: Any) -> bool:
     """Compare, keeping 1 and true apart."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
-from megatune.config.entry import yaml_finding
-from megatune.config.setting import Group, describe, fitted
-from megatune.config.values import coerce, compose, value_of, wrong_value
+from megatune.config.building import Builder, Written
+from megatune.config.entry import SettingEntry, yaml_finding
+from megatune.config.setting import Group, describe
+from megatune.config.values import coerce, compose, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names
 from megatune.plan.catalogue.devices import (
     DEVICE_NEEDS,
@@ -56,19 +57,18 @@ def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.en
         raise MegatuneError(Finding(f"cannot read {file}", where, reason), ExitCode.INPUT) from None
     except yaml.YAMLError as error:
         raise MegatuneError(yaml_finding(error, str(file)), ExitCode.SETTINGS) from None
-    reader = _Reader(str(file))
+    reader = _Reader(file=str(file))
     own = Catalogue() if node is None else reader.catalogue(node)
     if reader.findings:
         raise MegatuneError(reader.findings, ExitCode.SETTINGS)
     return own
 
 
-class _Reader:
+@dataclass(slots=True)
+class _Reader(Builder):
     """Reads a file and keeps what is wrong with it."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.findings: list[Finding] = []
+    file: str = ""
 
     def catalogue(self, node: yaml.Node) -> Catalogue:
         """Return the devices and links of the file's node, as far as they are right."""
@@ -115,22 +115,17 @@ class _Reader:
     def _read(self, node: yaml.Node, what: str, group: type[G]) -> tuple[G, dict[str, yaml.Node]]:
         """Return the keys of a mapping that are right, and the node of each key that is written."""
         infos = {info.name: replace(info, optional=False) for info in describe("", group)}
-        nodes, values = self._pairs(node, what, infos), dict[str, Any]()
+        nodes, written = self._pairs(node, what, infos), dict[str, Written]()
         for key, each in nodes.items():
+            said, info = f"{what.partition(': ')[2]}: {key}", infos[key]
             try:
-                is_peaks = infos[key].kinds == {PeakFields}
-                values[key] = (
-                    self._read(each, f"{what}: {key}", PeakFields)[0]
-                    if is_peaks
-                    else coerce(value_of(each), infos[key])
-                )
+                entry = SettingEntry(said, value_of(each), self._where(each), "")
+                is_peaks = info.kinds == {PeakFields}
+                value = self._read(each, f"{what}: {key}", PeakFields)[0] if is_peaks else coerce(entry.value, info)
+                written[key] = Written(entry, value, info, said)
             except yaml.YAMLError as error:
                 self.findings.append(yaml_finding(error, self.file))
-        found, wrong = fitted(group, values)
-        for key in wrong:
-            said, where = f"{what.partition(': ')[2]}: {key}", self._where(nodes[key])
-            self.findings.append(wrong_value(said, values[key], infos[key], where, name=key))
-        return found, nodes
+        return self.group(group, written), nodes
 
     def _pairs(self, node: yaml.Node | None, what: str, known: Collection[str] | None = None) -> dict[str, yaml.Node]:
         """Return the nodes of a mapping by key; with `known`, other keys are refused."""
