@@ -69,6 +69,8 @@ def _run_rank(
     groups.leave()
     out, err = io.StringIO(), io.StringIO()
     before = dict(os.environ)
+    for name in filter(lambda name: name.startswith(_ENVIRONMENT), before):
+        del os.environ[name]  # as the process had it that started the pool
     os.environ.update(environment)
     try:
         with contextlib.chdir(here), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -102,7 +102,7 @@ MESSAGES = [
         ["--lr_decay_style", "inverse-sqrt"],
         "--lr_decay_style: lr_decay_style is 'inverse-sqrt'\n"
         "    why: expected one of: cosine, linear, constant, constant_with_warmup, inverse-square-root, "
-        "cosine_with_min_lr, warmup_stable_decay\n"
+        "polynomial, cosine_with_restarts, cosine_with_min_lr, warmup_stable_decay\n"
         "    fix: write --lr_decay_style inverse-square-root",
     ),
     (

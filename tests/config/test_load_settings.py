@@ -180,8 +180,8 @@ WRONG = [
     (
         "lr_scheduler_type: cosin",
         "run.yaml:1: lr_scheduler_type is 'cosin'\n"
-        "    why: expected one of: cosine, linear, constant, constant_with_warmup, inverse_sqrt, cosine_with_min_lr, "
-        "warmup_stable_decay\n"
+        "    why: expected one of: cosine, linear, constant, constant_with_warmup, inverse_sqrt, polynomial, "
+        "cosine_with_restarts, cosine_with_min_lr, warmup_stable_decay\n"
         "    fix: write lr_scheduler_type: cosine",
     ),
     (
