@@ -15,7 +15,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.catalogue.own import user_folder
 from megatune.plan.machine import Calibration
 
-_HEAD = "# Written by megatune plan --calibrate; docs/trouble.md says what the numbers are.\n"
+_HEAD = "# Written by megatune plan --calibrate, or by a first run; docs/trouble.md says what the numbers are.\n"
 _Factor = Annotated[float, Field(gt=0)]
 
 

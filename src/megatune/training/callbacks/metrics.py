@@ -20,6 +20,7 @@ from megatune.errors import MegatuneError
 from megatune.plan.calibration.fit import keep_first
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
+from megatune.progress import say
 from megatune.training.callbacks.base import Callback, Generated, StepReport, TrainSummary
 from megatune.training.callbacks.records import (
     SHOW_ALL,
@@ -218,10 +219,7 @@ class Prediction(Callback):
             print("\n".join(lines), flush=True)
         with contextlib.suppress(MegatuneError):  # it measured nothing, or the user's folder cannot be written
             if summary.outcome == "finished" and (path := keep_first(self._output_dir)):
-                print(
-                    f"plan       later plans on this device take memory beyond tensors from this run: {path}",
-                    flush=True,
-                )
+                say(f"plan       later plans on this device take memory beyond tensors from this run: {path}")
 
     def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
