@@ -69,6 +69,7 @@ def opened(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(desk, tmp_path / "desk", symlinks=True)
     monkeypatch.chdir(tmp_path / "desk")
     monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # pages calibrate
     monkeypatch.setattr("megatune.rl.reading.missing_engines", lambda *_: [])  # as where vLLM is installed
     return tmp_path / "desk"
 
