@@ -19,7 +19,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.rank_main import load_target
 from megatune.launch.world import World
 
-_ENVIRONMENT = ("MEGATUNE_", "HF_", "COLUMNS")  # what a rank is given of this process's
+_ENVIRONMENT = ("MEGATUNE_", "HF_", "COLUMNS", "XDG_CONFIG_HOME")  # what a rank is given of this process's
 
 
 class Ended(NamedTuple):

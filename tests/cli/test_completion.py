@@ -66,10 +66,13 @@ def test_quiet(tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MEGATUNE_QUIET", "0")  # and back to what it was
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     make_checkpoint("qwen3", tmp_path / "model")
     (tmp_path / "my.csv").write_text("instruction,output\nHi,Hello!\n" * 2)
     flags = {"model_name_or_path": "model", "dataset": "my.csv", "output_dir": "out", "max_steps": 2, "use_cpu": True}
     done = command_line("sft", "--quiet", *(f"--{key}={each}" for key, each in flags.items()))
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"finished: 2 steps in .*\nplan .*\nthe model is in out\n", done.stdout), done.stdout
+    # The first run of a device is what later plans take memory beyond tensors from.
+    assert "framework: " in (tmp_path / "config/megatune/calibration/cpu.yaml").read_text()
     assert main(["explain", "learning_rate", "--quiet"]) == ExitCode.SETTINGS  # it runs nothing

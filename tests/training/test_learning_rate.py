@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,7 +10,7 @@ import transformers
 
 from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.learning_rate import SCHEDULES, LearningRateSchedule, warmup_steps_of
+from megatune.training.learning_rate import SCHEDULER_TYPES, LearningRateSchedule, warmup_steps_of
 
 CASES = [
     ("cosine", {}),
@@ -62,14 +60,8 @@ def test_equals_transformers(kind: str, kwargs: dict, warmup: int) -> None:
 
 
 def test_every_type_is_compared() -> None:
-    assert {kind for kind, _ in CASES} == set(SCHEDULES)
-    assert set(get_args(get_type_hints(OptimizerSettings)["lr_scheduler_type"])) == set(SCHEDULES)
-
-
-def test_schedules_do_not_import_transformers() -> None:
-    """Its trainer imports peft, and that bitsandbytes: seconds of each start."""
-    program = "import sys, megatune.training.learning_rate; sys.exit('transformers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert {kind for kind, _ in CASES} == set(SCHEDULER_TYPES)
+    assert set(get_args(get_type_hints(OptimizerSettings)["lr_scheduler_type"])) == set(SCHEDULER_TYPES)
 
 
 def test_a_rate_does_not_depend_on_what_was_asked_before() -> None:
@@ -94,8 +86,8 @@ def test_warmup_steps(steps: float, ratio: float | None, total: int, expected: i
     ("kind", "kwargs", "message"),
     [
         ("cosine_with_min_lr", {}, "min_lr_rate"),
-        ("cosine_with_min_lr", {"min_lr": 1e-6, "min_lr_rate": 0.1}, "one of the two"),
-        ("polynomial", {"lr_end": 1e-3}, "not below"),
+        ("cosine_with_min_lr", {"min_lr": 1e-6, "min_lr_rate": 0.1}, "Only one"),
+        ("polynomial", {"lr_end": 1e-3}, "smaller"),
         ("linear", {"num_cycles": 2}, "num_cycles"),
         ("constant", {"min_lr": 1e-6}, "min_lr"),
         ("warmup_stable_decay", {}, "num_decay_steps"),
