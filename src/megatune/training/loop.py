@@ -144,8 +144,12 @@ class Trainer:
         steps = range(self.state.step, self.schedule.total_steps)
         self._pace = Pace(groups.gather(Place(socket.gethostname(), self.assembly.place.pp_rank)))
         self._clock, read = StepClock(), self._read(steps)
+        if self.settings.evaluation.eval_on_start and self.state.step == 0:
+            self.callbacks.on_evaluate(self._evaluate())
         with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
             for step in steps:
+                if self._stops_early:
+                    break
                 profiler.begin(step)
                 batches = next(read)
                 votes = self._step(step, batches)
@@ -309,9 +313,18 @@ class Trainer:
             report = self._generate(report)
         if report is not None:
             self.callbacks.on_evaluate(report)
-        ends = votes.stop or self.state.step == self.schedule.total_steps
+        ends = votes.stop or self.state.step == self.schedule.total_steps or self._stops_early
         if ends or votes.save or self.schedule.saves_at(self.state.step):
             self._save(background=self.settings.checkpoint.async_save and not ends)
+
+    @property
+    def _stops_early(self) -> bool:
+        """Whether so many evaluations have followed the best one that no more steps are taken."""
+        patience, best = self.settings.evaluation.early_stopping_steps, self.state.best_step
+        if patience is None or best is None:
+            return False
+        every = self.schedule.evaluate_every
+        return self.state.step // every - best // every >= patience
 
     def _evaluate(self) -> EvalReport:
         """Compute the loss over all evaluation rows, in their order."""
@@ -336,7 +349,7 @@ class Trainer:
             model, (self._readable(batches)[0] for batches in batches_of(self.feed.companions_evaluation))
         )
         found = evaluate(model, prepared(), self.objective)
-        if self.state.best_loss is None or found.loss < self.state.best_loss:
+        if step and (self.state.best_loss is None or found.loss < self.state.best_loss):
             self.state.best_loss, self.state.best_step = found.loss, step
         return EvalReport(
             step=step,

@@ -21,6 +21,7 @@ _ROWS = Needs(
     fix="write `val_size: 0.1` to hold out a tenth of the rows, name an `eval_dataset`, or write `eval_strategy: no`",
     otherwise=Needs("data.eval_dataset"),
 )
+_EVALUATES = Needs("evaluation.eval_strategy", ("steps", "epoch"), "nothing is evaluated")
 _GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
 _WRITES = Needs(
     "run.stage", ("pt", "sft", "dpo", "kto"), "a reward model writes no text", "remove `{name}`", off=(False,)
@@ -233,6 +234,15 @@ class EvaluationSettings(Group):
     How: The final model in output_dir is copied from that checkpoint, which is never deleted.
     When: Where more epochs than needed are run and the evaluation loss turns up again. save_strategy must be
     eval_strategy."""
+    early_stopping_steps: Annotated[Count, "evaluations", _EVALUATES] | None = None
+    """Finish the run after this many evaluations in a row without a lower loss than before. null trains all steps.
+    How: The step of the last of them is saved as the last one of a run is. The learning rate follows all steps that
+    were given.
+    When: 2 to 5, with load_best_model_at_end, where more epochs are given than may be needed."""
+    eval_on_start: Annotated[bool, _EVALUATES] = False
+    """Evaluate before the first step, too.
+    How: It is logged as step 0, and is no candidate for the best checkpoint.
+    When: To see what training changes, and that evaluation works before hours of it."""
     predict_with_generate: Annotated[bool, _WRITES] = False
     """Write answers at every evaluation, and score them, beside the loss.
     How: The prompts of held-out rows, or eval_generate_prompts, are answered by the weights as they are on all

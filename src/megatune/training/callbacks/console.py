@@ -120,10 +120,10 @@ class Console(Callback):
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-        finished = summary.outcome == "finished"
         whole = counted(summary.total_steps, "step")
-        done = whole if finished else f"after step {summary.step} of {summary.total_steps}"
-        self._print(f"{summary.outcome}: {done} in {_duration(summary.seconds)}")
+        done = whole if summary.step == summary.total_steps else f"after step {summary.step} of {summary.total_steps}"
+        early = ", as early_stopping_steps says" if done != whole and summary.outcome == "finished" else ""
+        self._print(f"{summary.outcome}: {done} in {_duration(summary.seconds)}{early}")
         if summary.best_checkpoint is not None and summary.best_loss is not None:
             self._print(f"best: {summary.best_checkpoint}  eval_loss {summary.best_loss:.4f}")
 
