@@ -25,6 +25,7 @@ from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
+from megatune.objectives.language_model import DynamicFineTuning
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
@@ -96,14 +97,16 @@ def with_extras(batch: Batch, samples: Sequence[Sample]) -> Batch:
     return replace(batch, extras={"weights": DocumentWeights(torch.tensor(weights)), "offsets": TokenOffsets(offsets)})
 
 
-def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> tuple[float, dict[str, float]]:
-    """On every rank: loss and metrics; gradients are written."""
+def measure(
+    model: Path, settings: Settings, samples: list[Sample], folder: Path, objective: Any = None
+) -> tuple[float, dict[str, float]]:
+    """On every rank: loss and metrics; gradients are written. The objective is DocumentLoss by default."""
     assembly = assemble(model, settings)
     batches = shard_samples(
         samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     batches = [with_extras(batch, samples) for batch in batches]
-    totals = step.forward_backward(assembly.model, batches, DocumentLoss())
+    totals = step.forward_backward(assembly.model, batches, objective or DocumentLoss())
     shards = main_shards(assembly.optimizer)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
     groups.barrier()
@@ -149,11 +152,38 @@ def test_sums_of_documents_have_the_gradients_of_transformers(pool, model_dir, t
         assert found == pytest.approx(loss, rel=1e-6)
         assert metrics.keys() - {"expert_load"} == {"log_prob"}  # of experts their routers report
         assert metrics["log_prob"] == pytest.approx(log_prob, rel=1e-6)
-    folder = SafetensorsFolder(tmp_path, "gradient")
-    assert folder.names() == {f"grad/{name}" for name in gradients}
-    for name, gradient in gradients.items():
-        ours = folder.read(Segment(f"grad/{name}", 0, 0, len(gradient)))
+    assert_same_gradients(tmp_path, gradients)
+
+
+def assert_same_gradients(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Those that `measure` wrote, of every parameter, within 1e-5 of its norm."""
+    found = SafetensorsFolder(folder, "gradient")
+    assert found.names() == {f"grad/{name}" for name in expected}
+    for name, gradient in expected.items():
+        ours = found.read(Segment(f"grad/{name}", 0, 0, len(gradient)))
         assert (ours - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2, packed"])
+def test_weighted_tokens_have_the_gradients_of_the_formula(pool, model_dir, tmp_path, layout):
+    """Of use_dft_loss: Σ p · -log p over all trained tokens by their number, p a constant."""
+    from transformers import AutoModelForCausalLM
+
+    model, samples = model_dir("qwen3"), random_samples(301, LENGTHS)
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trained = sum(label >= 0 for sample in samples for label in sample.labels[1:])
+    total = 0.0
+    for sample in samples:
+        log_probs = reference(input_ids=torch.tensor([sample.input_ids])).logits[0, :-1].log_softmax(-1)
+        labels = torch.tensor(sample.labels[1:])
+        chosen = log_probs[labels >= 0].gather(1, labels[labels >= 0, None])
+        loss = -(chosen.exp().detach() * chosen).sum() / trained
+        loss.backward()
+        total += loss.item()
+    call = ALL[layout].world_size, measure, model, ALL[layout].settings(), samples, tmp_path, DynamicFineTuning()
+    assert [loss for loss, _ in pool.run(*call)] == pytest.approx([total] * ALL[layout].world_size, rel=1e-6)
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert_same_gradients(tmp_path, checkpoint_tensors(reference, gradients))
 
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:

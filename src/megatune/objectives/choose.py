@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatune.config.settings import Settings
 from megatune.objectives.base import TrainingObjective
 from megatune.objectives.kto import KTO
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.language_model import CrossEntropy, DynamicFineTuning
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
 from megatune.objectives.reward import Reward
@@ -21,7 +21,7 @@ def objective_of(settings: Settings) -> TrainingObjective:
         weights = preference.kto_chosen_weight, preference.kto_rejected_weight
         return KTO(preference.kto_loss, preference.pref_beta, *weights, preference.pref_ftx)
     if settings.run.stage != "dpo":
-        return CrossEntropy()
+        return DynamicFineTuning() if settings.finetuning.use_dft_loss else CrossEntropy()
     losses, bco = dict(preference.losses), preference.pref_bco_weight
     if bco:
         losses = {name: weight / (1 + bco) for name, weight in losses.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatune.data.rows import IGNORE_INDEX
@@ -24,3 +25,16 @@ class CrossEntropy(TrainingObjective):
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         return ObjectiveOutput((output * (batch.labels != IGNORE_INDEX)).sum())
+
+
+class DynamicFineTuning(CrossEntropy):
+    """Cross-entropy of which each token has its probability as a weight, which has no gradient: Dynamic Fine-Tuning
+    (DFT, arXiv:2508.05629, equation 9)."""
+
+    has_perplexity = False
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        return super().__call__(output * torch.exp(-output.detach()), batch)
+
+    def describe(self) -> str:
+        return "cross-entropy of each token, weighted by its probability (DFT)"

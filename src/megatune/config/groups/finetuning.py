@@ -1,4 +1,4 @@
-"""Which parameters are trained: all, some layers, or adapters beside them. LLaMA-Factory's keys and defaults."""
+"""Which parameters are trained: all, some layers or adapters beside them; and tokens' weights. LLaMA-Factory's keys."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _FREEZE = Needs(_TYPE, ("freeze",), "it says what freeze trains", is_method=True
 _LORA = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True, is_lenient=True)
 _ADAPTERS = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True)
 _FROZEN = Needs(_TYPE, ("lora",), "an update is much smaller than a step between values of so few bits")
+_SFT = Needs("run.stage", ("sft",), "the paper derives it for answers, and other stages have losses of their own")
 _FOUR_BITS = Needs("finetuning.quantization_bit", (4,), "it says how values of 4 bits are made")
 _NO_DORA = Needs(
     "finetuning.use_dora",
@@ -60,6 +61,11 @@ class FinetuningSettings(Group):
     """With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.
     How: Layers are counted in as many groups as freeze_trainable_layers says, and the last layer of each is trained.
     When: For checkpoints that LLaMA Pro's script expanded by as many layers."""
+    use_dft_loss: Annotated[bool, _SFT] = False
+    """Weigh each token of the loss by the probability that the model gives it (DFT, arXiv:2508.05629).
+    How: The weight has no gradient. Tokens that the model finds likely are learnt most, and surprising ones hardly;
+    plain cross-entropy does the opposite. Evaluation computes the same loss, which has no perplexity.
+    When: For answers that need reasoning, of a model that mostly knows how; not for new facts, which are surprising."""
     freeze_vision_tower: bool = True
     """Of a vision-language model: leave the vision encoder as it is.
     How: A frozen encoder has no gradients and no optimizer state, and keeps no activations.
