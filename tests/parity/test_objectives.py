@@ -25,7 +25,7 @@ from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
-from megatune.objectives.language_model import DynamicFineTuning
+from megatune.objectives.choose import objective_of
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
@@ -97,16 +97,15 @@ def with_extras(batch: Batch, samples: Sequence[Sample]) -> Batch:
     return replace(batch, extras={"weights": DocumentWeights(torch.tensor(weights)), "offsets": TokenOffsets(offsets)})
 
 
-def measure(
-    model: Path, settings: Settings, samples: list[Sample], folder: Path, objective: Any = None
-) -> tuple[float, dict[str, float]]:
-    """On every rank: loss and metrics; gradients are written. The objective is DocumentLoss by default."""
+def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> tuple[float, dict[str, float]]:
+    """On every rank: loss and metrics; gradients are written."""
     assembly = assemble(model, settings)
     batches = shard_samples(
         samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     batches = [with_extras(batch, samples) for batch in batches]
-    totals = step.forward_backward(assembly.model, batches, objective or DocumentLoss())
+    objective = objective_of(settings) if settings.finetuning.use_dft_loss else DocumentLoss()
+    totals = step.forward_backward(assembly.model, batches, objective)
     shards = main_shards(assembly.optimizer)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
     groups.barrier()
@@ -180,8 +179,10 @@ def test_weighted_tokens_have_the_gradients_of_the_formula(pool, model_dir, tmp_
         loss = -(chosen.exp().detach() * chosen).sum() / trained
         loss.backward()
         total += loss.item()
-    call = ALL[layout].world_size, measure, model, ALL[layout].settings(), samples, tmp_path, DynamicFineTuning()
-    assert [loss for loss, _ in pool.run(*call)] == pytest.approx([total] * ALL[layout].world_size, rel=1e-6)
+    settings = ALL[layout].settings()
+    settings = settings.model_copy(update={"finetuning": settings.finetuning.model_copy(update={"use_dft_loss": True})})
+    answers = pool.run(ALL[layout].world_size, measure, model, settings, samples, tmp_path)
+    assert [loss for loss, _ in answers] == pytest.approx([total] * ALL[layout].world_size, rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert_same_gradients(tmp_path, checkpoint_tensors(reference, gradients))
 
