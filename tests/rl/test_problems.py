@@ -111,14 +111,20 @@ def test_a_prompt_column_is_the_prompt(tmp_path: Path, tokenizer: PreTrainedToke
 def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     bad = [math_row(0), math_row(1, ground_truth=""), {**code_row(2), "test_cases": ""}, math_row(3, messages="[1]")]
     lines = [*map(json.dumps, bad), "{", json.dumps({"tag": "aime", "ground_truth": "1"})]
+    lines.append(json.dumps(math_row(6, question="half a \ud83d")))
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = PromptData(file_name=[str(tmp_path / "a.jsonl")], messages="messages")
     with pytest.raises(MegatuneError) as raised:
         read(data, tokenizer)
     assert raised.value.exit_code == ExitCode.DATA
-    assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6"]
+    assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6", "7"]
     for said in ("ground_truth", "test_cases", "a role or a content", "invalid JSON", "no prompt in messages"):
         assert said in str(raised.value)
+    assert "the row has 'tag', 'ground_truth'" in str(raised.value)
+    assert "half of a surrogate pair" in str(raised.value)
+    with pytest.raises(MegatuneError, match=r"no file '/none/b\.csv'") as raised:
+        read(PromptData(file_name=["/none/a.csv", "/none/b.csv"]), tokenizer)
+    assert (len(raised.value.findings), raised.value.exit_code) == (2, ExitCode.INPUT)
     shares = data_of(tmp_path, [math_row(0), math_row(1)], domain_interleave_probs={"code": 1.0})
     with pytest.raises(MegatuneError, match="domain code has no problems") as raised:
         read(shares, tokenizer)

@@ -19,6 +19,7 @@ from megatune.config.rl.rollout import Generating
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.pipeline.startup import check_resume
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.worker.policy import PolicyWorker
 
@@ -215,7 +216,13 @@ def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:
 
 
 def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
-    pool.run(1, run, _settings(model, tmp_path, 1), model, limit=LIMIT)
+    once = replace(_settings(model, tmp_path, 1, eval_steps=0), validation=Validation())
+    pool.run(1, run, once, model, limit=LIMIT)
+    assert not any("eval_reward" in record for record in _records(tmp_path))
+    with pytest.raises(MegatuneError, match="holds checkpoint-1 of an earlier run"):  # before anything is started
+        check_resume(once)
+    with pytest.raises(MegatuneError, match="no folder 'none'"):
+        check_resume(_settings(model, tmp_path, 2, resume_from_checkpoint="none"))
     kept = {path: path.read_bytes() for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file()}
     again = _settings(model, tmp_path, 2, resume_from_checkpoint=True)
     assert pool.run(1, _run_on_a_full_disk, again, model, limit=LIMIT) == [ExitCode.CANNOT_WRITE]

@@ -35,7 +35,8 @@ class ReadRL:
         settings: None where findings leave nothing that could be built.
         findings: all that is wrong, in the order of the file's lines.
         lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
-        origins: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7" or "override".
+        places: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7", or the word of
+            the command line.
         tree: what was read, references resolved, with what a preset sets.
         variables: of the environment, for trackers: keys of accounts are nowhere else.
     """
@@ -43,7 +44,7 @@ class ReadRL:
     settings: RLSettings | None
     findings: tuple[Finding, ...] = ()
     lines: tuple[str, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict, repr=False)
     tree: Tree = field(default_factory=dict, repr=False)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -77,11 +78,11 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     if other := _other_pipeline(reading.tree, source):
         return ReadRL(None, (other,), tree=reading.tree)
     reader = Reader([*reading.findings], lines=[*reading.lines])
-    origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
+    places = {entry.key: entry.where for entry in entries_of(reading.tree)}
     if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
         what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
         reader.findings[:] = [Finding(what, fix=fix)]
-        return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
+        return ReadRL(None, tuple(reader.findings), places=places, tree=reading.tree)
     tree = _with_preset(_understood(reading.tree, reader), reader)
     top = reader.read(tree, TOP)
     settings = _settings(top, model_of) if top.places or not reader.findings else None
@@ -91,7 +92,7 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     findings = tuple(in_order(reader.findings))
     ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items())
     lines = (*reader.lines, *ignored)
-    return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
+    return ReadRL(None if findings else settings, findings, lines, places, tree, variables)
 
 
 def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:

@@ -89,13 +89,17 @@ class Driver:
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
-        if self.validation is not None and not run.rollout_mock.replays:
+        if self._validates and not run.rollout_mock.replays:
             with self._paused():
                 self.note("sync", run.max_steps)
                 self._sync(run.max_steps + 1)
                 self.note("validation", run.max_steps)
                 self._validate(run.max_steps)
         return "finished"
+
+    @property
+    def _validates(self) -> bool:
+        return self.validation is not None and self.settings.run.eval_steps > 0
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -111,7 +115,7 @@ class Driver:
         else:
             with self._paused():
                 sync = self._synchronized(step, phases)
-                if self.validation is not None and step % run.eval_steps == 0:
+                if self._validates and step % run.eval_steps == 0:
                     with phases("validation"):
                         self._validate(step)
             with phases("rollout"):

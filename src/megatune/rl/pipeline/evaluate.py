@@ -21,7 +21,6 @@ from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weigh
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
-from megatune.rl.rewards.pool import load_rewards
 from megatune.training.storage.files import write_atomically, writing
 
 _ADAPTER = "adapter_config.json"
@@ -49,7 +48,6 @@ def evaluate(settings: RLSettings, model: str) -> int:
     tokenizer = load_tokenizer(source)
     problems = read_validation(settings, source)
     assert problems is not None
-    load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
     folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -251,6 +251,19 @@ def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -
     return checkpoint, [*notes, *said]
 
 
+def check_resume(settings: RLSettings) -> None:
+    """Refuse what nothing can be resumed from, or what an earlier run has left, before anything is started.
+
+    Raises:
+        MegatuneError: INPUT, CANNOT_WRITE.
+    """
+    asked = settings.run.resume_from_checkpoint
+    if isinstance(asked, str) and not Path(asked).is_dir():
+        raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+    if asked is False:
+        _refuse_later(settings, None)
+
+
 def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
     """Refuse a folder with checkpoints beyond where the run begins. What an automatic resume passed over is damaged,
     and is replaced when the run comes to it."""
