@@ -210,6 +210,8 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_infer.generating_args.repetition_penalty=1.1",), "know of no penalty"),
         (("actor_infer.generating_args.num_beams=2",), "searched"),
         (("actor_train.data_args.domain_interleave_probs={mat: 1}",), "take one of: math"),
+        (("actor_train.data_args.domain_interleave_probs={more: 0.1, math: 0.9}",), "more would get no prompt of"),
+        (("actor_train.data_args.domain_interleave_probs={more: 2, math: 0.9}",), "math would get no prompt of"),
         (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
         (("actor_train.use_dynamic_batching_in_train=true",), "without max_tokens_per_microbatch_in_train"),
         (("actor_train.router_replay.mode=R2",), "write mode: R3"),

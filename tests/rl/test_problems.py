@@ -17,7 +17,7 @@ from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems, read_problems
 
 REWARDS = {
@@ -149,10 +149,11 @@ def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokeni
 
 
 def test_shares_are_rounded_as_written() -> None:
-    assert domain_batch_sizes({"a": 0.6, "b": 0.3, "c": 0.1}, 64) == {"a": 38, "b": 19, "c": 7}
-    assert domain_batch_sizes({"a": 0.29, "b": 0.71}, 100) == {"a": 29, "b": 71}  # int(0.29 * 100) is 28
-    with pytest.raises(MegatuneError, match="a would get no prompt"):
-        domain_batch_sizes({"a": 0.1, "b": 0.9}, 8)
+    def sizes(batch: int, **shares: float) -> dict[str, int]:
+        return PromptData(domain_interleave_probs=shares).prompts_of_domains(batch)
+
+    assert sizes(64, a=0.6, b=0.3, c=0.1) == {"a": 38, "b": 19, "c": 7}
+    assert sizes(100, a=0.29, b=0.71) == {"a": 29, "b": 71}  # int(0.29 * 100) is 28
 
 
 def test_the_order_is_a_function_of_seed_and_place(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -136,18 +136,13 @@ def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
         if share < 0:
             what = f"the share of {domain} is {share:g}"
             trained.find(what, key, "data_args", why="expected a number from 0 to 1")
-    left, counts = settings.rollout.rollout_batch_size, {}
-    for domain, share in [*shares.items()][:-1]:
-        counts[domain] = int(share * settings.rollout.rollout_batch_size)
-        left -= counts[domain]
-    if shares:
-        counts[[*shares][-1]] = left
-    if left < 0:
-        what, why = "shares of domain_interleave_probs are more than 1", "the last domain has what is left"
-        trained.find(what, key, "data_args", why=why)
-    if empty := [domain for domain, count in counts.items() if count == 0]:
-        prompts = settings.rollout.rollout_batch_size
-        top.reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
+    prompts = settings.rollout.rollout_batch_size
+    counts = settings.data.prompts_of_domains(prompts) if shares and min(shares.values()) >= 0 else {}
+    if empty := [domain for domain, count in counts.items() if count < 1]:
+        what = f"domain_interleave_probs: {', '.join(empty)} would get no prompt of rollout_batch_size"
+        why = f"of {prompts} prompts a step each share is rounded down, and {[*shares][-1]} takes the rest"
+        fix = "raise its share or rollout_batch_size, or leave the domain out"
+        trained.find(what, key, "data_args", why=why, fix=fix)
     if settings.validation and not settings.validation.data_args.file_name:
         why, fix = "there is nothing to validate on", "write file_name below data_args, or remove validation"
         top.parts["validation"].find("validation.data_args.file_name is missing", why=why, fix=fix)

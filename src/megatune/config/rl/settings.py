@@ -25,14 +25,12 @@ class ModelRole(RoleSettings):
         name: "actor_train", "reference", "critic", "teacher.NAME".
         settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
             of actor_train also say what the run is reported to (`logging`).
-        strategy: "megatron" computes with the engine, "hf" with Transformers, forward only.
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
         dynamic_tokens_train, dynamic_tokens_forward: micro-batches by tokens (use_dynamic_batching_*).
     """
 
     name: str
     settings: Settings
-    strategy: Literal["megatron", "hf"] = "megatron"
     training: bool = False
     packed_tokens_train: int | None = None
     packed_tokens_forward: int | None = None

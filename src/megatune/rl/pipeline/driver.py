@@ -25,7 +25,7 @@ from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.pipeline.weights import Weights
-from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
@@ -67,7 +67,7 @@ class Driver:
         self._collector = Collector(
             self._sampler(infer.generating_args, rollout.max_response_length, "train"),
             order.at,
-            domain_batch_sizes(self.settings.data.domain_interleave_probs, rollout.rollout_batch_size),
+            self.settings.data.prompts_of_domains(rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,

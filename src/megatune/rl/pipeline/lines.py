@@ -46,8 +46,7 @@ def _truncation(settings: RLSettings) -> str:
 def _line(role: ModelRole) -> str:
     parallel = role.settings.parallel
     layout = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
-    engine = "Transformers" if role.strategy == "hf" else f"megatron, {layout}"
-    return f"role       {role.name}: {engine}, on devices {_ranges(role.devices)}"
+    return f"role       {role.name}: megatron, {layout}, on devices {_ranges(role.devices)}"
 
 
 def _ranges(devices: tuple[int, ...]) -> str:
