@@ -116,7 +116,7 @@ def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None
     assert found["good"].details["bonus"] == 7
     errors = {text: found[text].details["error"] for text in texts[1:6]}
     for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("loop", "longer than 8 seconds"),
-                       ("kill", "was killed"), ("nan", "nan")):  # fmt: skip
+                       ("kill", "died; its output is in"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)
     assert (counts.errors, counts.timeouts) == (4, 1)
