@@ -148,6 +148,10 @@ def test_a_student_is_distilled_as_by_the_launcher_of_such_files(read):
     assert found.settings.algorithm.is_pure_opd
     assert read(run_yaml(found)).settings.algorithm.is_pure_opd
     assert any(line.startswith("is_pure_opd is true") for line in found.lines)
+    alone = text.partition("rewards:")[0] + f"teacher: {{device_mapping: [0], {model}, {strategy}}}\n"
+    assert read(alone).findings == ()
+    (finding,) = read(f"{alone}validation: {{data_args: {{file_name: [a.jsonl]}}}}\n").findings
+    assert finding.what == "validation without rewards"
 
 
 def test_a_preset_sets_what_was_published_and_is_refused_where_it_would_not(read):

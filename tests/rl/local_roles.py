@@ -123,7 +123,7 @@ def _run(
         policy,
         model_group(ReferenceWorker, settings.reference),
         model_group(ValueWorker, settings.critic),
-        {},
+        {name: made for name, role in settings.teachers.items() if (made := model_group(ReferenceWorker, role))},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
     with contextlib.closing(loop):

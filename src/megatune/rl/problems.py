@@ -15,6 +15,7 @@ import numpy as np
 
 from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
+from megatune.config.rl.settings import UNSCORED
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
 from megatune.data.formats.fields import encodable, listed
@@ -194,6 +195,8 @@ class _Reader:
 
     def _domain(self, fields: Mapping[str, Any]) -> str | None:
         """Return the domain of a row; None where no reward would score it."""
+        if self._else == UNSCORED:
+            return UNSCORED
         if fields.get("domain") is not None:
             return str(fields["domain"])
         tag = str(fields.get(self._data.tag) or "")

@@ -18,7 +18,7 @@ from megatune.config.dialects.table import read_part
 from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.config.settings import with_settings
 from megatune.config.values import Value, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
@@ -152,6 +152,8 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
             fix = f"write {part.name}: with device_mapping and strategy_args"
             part.find(f"the role {part.name} is missing", fix=fix)
     rewards = read_rewards(roles)
+    if asked.is_pure_opd and not top.mapping("rewards"):
+        rewards = {UNSCORED: RewardRole(UNSCORED, UNSCORED)}
     if not trained.at or not sampled.at:
         return None
     group = lengths.num_return_sequences_in_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import UNSCORED, ModelRole, RLSettings
 from megatune.config.rules.problem import either, multiples_around
 from megatune.config.values import shown
 
@@ -123,7 +123,7 @@ def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
     if not settings.data.file_name:
         what, why = f"{trained.key('data_args.file_name')} is missing", "there are no problems to train on"
         trained.find(what, why=why, fix="write file_name: [data/problems.jsonl] below data_args")
-    if not settings.rewards and not settings.algorithm.is_pure_opd:
+    if not settings.rewards:
         top.find("there are no rewards", fix="write rewards: with one domain at least")
     if not shares and len(settings.rewards) > 1:
         equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
@@ -143,6 +143,9 @@ def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
         why = f"of {prompts} prompts a step each share is rounded down, and {[*shares][-1]} takes the rest"
         fix = "raise its share or rollout_batch_size, or leave the domain out"
         trained.find(what, key, "data_args", why=why, fix=fix)
+    if settings.validation and UNSCORED in settings.rewards:
+        what, why = "validation without rewards", "nothing scores its responses"
+        top.parts["validation"].find(what, why=why, fix="add rewards, or remove validation")
     if settings.validation and not settings.validation.data_args.file_name:
         why, fix = "there is nothing to validate on", "write file_name below data_args, or remove validation"
         top.parts["validation"].find("validation.data_args.file_name is missing", why=why, fix=fix)

@@ -96,6 +96,9 @@ class InferRole(RoleSettings, SamplerSettings):
         return len(self.device_mapping) // self.devices_per_engine
 
 
+UNSCORED = "unscored"  # the kind of a reward that scores nothing, and its domain
+
+
 @dataclass(frozen=True, slots=True)
 class RewardRole:
     """What scores the responses of one domain.
@@ -103,7 +106,7 @@ class RewardRole:
     Attributes:
         kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
             "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name", or
-            "environment", whose own rewards are the score.
+            "environment", whose own rewards are the score; UNSCORED of a distillation without rewards.
         tag_included: tags of the rows of this domain.
         workers: processes.
         arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,

@@ -19,7 +19,7 @@ from megatune.rl.pipeline.groups import Sampling
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.progress import Progress
-from megatune.rl.pipeline.report import Reports
+from megatune.rl.pipeline.report import Reports, tell_failures
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
@@ -194,6 +194,7 @@ class Driver:
             metrics=validation_metrics(groups, generating),
         )
         self.reports.callbacks.on_evaluate(report)
+        tell_failures(groups, "count as wrong")
 
     def _beside(self, sync: Mapping[str, float], taken: Taken, phases: Phases) -> dict[str, float]:
         """Return what is reported beside samples and updates."""

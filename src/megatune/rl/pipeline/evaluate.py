@@ -15,6 +15,7 @@ from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.dumps import dump_samples
 from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.report import tell_failures
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
@@ -68,6 +69,7 @@ def evaluate(settings: RLSettings, model: str) -> int:
             groups = engines.run(sample_all(problems.all(), sampler, size))
             found[name] = validation_metrics(groups, generating)
             print(_line(name, found[name], groups), flush=True)
+            tell_failures(groups, "count as wrong")
             with writing(folder):
                 dump_samples(folder / f"{name}.jsonl", 0, groups)
         for group in (engines, *judges.values()):
