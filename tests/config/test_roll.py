@@ -24,6 +24,7 @@ JUDGED = (
 )
 PACKED = "actor_train.sequence_packing_args.max_packed_sequence_length_train"
 CORRECTION = "train_infer_correction"
+FILTER = "rewards.math.query_filter_config={{type: mean_filter, filter_args: {}}}"
 
 
 @pytest.fixture
@@ -147,6 +148,10 @@ def test_a_student_is_distilled_as_by_the_launcher_of_such_files(read):
     assert found.settings.algorithm.is_pure_opd
     assert read(run_yaml(found)).settings.algorithm.is_pure_opd
     assert any(line.startswith("is_pure_opd is true") for line in found.lines)
+    alone = text.partition("rewards:")[0] + f"teacher: {{device_mapping: [0], {model}, {strategy}}}\n"
+    assert read(alone).findings == ()
+    (finding,) = read(f"{alone}validation: {{data_args: {{file_name: [a.jsonl]}}}}\n").findings
+    assert finding.what == "validation without rewards"
 
 
 def test_a_preset_sets_what_was_published_and_is_refused_where_it_would_not(read):
@@ -209,6 +214,8 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_infer.generating_args.repetition_penalty=1.1",), "know of no penalty"),
         (("actor_infer.generating_args.num_beams=2",), "searched"),
         (("actor_train.data_args.domain_interleave_probs={mat: 1}",), "take one of: math"),
+        (("actor_train.data_args.domain_interleave_probs={more: 0.1, math: 0.9}",), "more would get no prompt of"),
+        (("actor_train.data_args.domain_interleave_probs={more: 2, math: 0.9}",), "math would get no prompt of"),
         (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
         (("actor_train.use_dynamic_batching_in_train=true",), "without max_tokens_per_microbatch_in_train"),
         (("actor_train.router_replay.mode=R2",), "write mode: R3"),
@@ -220,7 +227,12 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
             ("rewards.math.query_filter_config={type: std_filter, filter_args: {threshold_up: 1}}",),
             "takes std_threshold",
         ),
+        ((FILTER.format("{threshold_up: 0, threshold_down: 1}"),), "every group would be dropped"),
         (("rewards.math.worker_cls=LLMJudgeRewardWorker",), "has no judge_api_url"),
+        ((*JUDGED[:1], "rewards.math.judge_api_url=host:80/v1"), "write judge_api_url: http://v1"),
+        (("rewards.math.worker_cls=DetectionRewardWorker",), "or a function of your own"),
+        (("rewards.math.worker_cls=m.f", "rewards.math.arguments={timeout: soon}"), "seconds of one response"),
+        (("rewards.math.worker_cls=m.f", "rewards.math.arguments={timeout: 0}"), "seconds of one response"),
         (("actor_infer.model_args.model_name_or_path=Other",), "actor_train trains M"),
         (("exp_name=${nobody}",), "there is no key nobody"),
         (("exp_name=${exp_name}",), "refers to itself"),
@@ -232,6 +244,13 @@ def test_what_is_wrong_is_named_with_what_helps(read, words, part):
     found = read(SMALL, *words)
     assert part in "\n".join(map(str, found.findings))
     assert all(finding.where or finding.fix for finding in found.findings)
+
+
+def test_adapters_are_of_layers_that_the_model_has(read):
+    read(SMALL)
+    words = ["actor_train.model_args.lora_target=foo"]
+    (finding,) = read_roll("run.yaml", words, lambda settings: SPARSE).findings
+    assert (finding.what, finding.where) == ("lora_target has foo", words[0])
 
 
 def test_reference_is_run_only_where_something_needs_it(read):
@@ -290,7 +309,7 @@ def test_defaults_of_hydra(read, tmp_path):
     assert found.findings == ()
     assert (found.settings.run.seed, found.settings.run.save_steps) == (3, 5)
     assert found.settings.run.system_envs == {"A": "1", "B": "3"}
-    assert found.origins["seed"] == "base.yaml:1"
+    assert found.places["seed"] == "base.yaml:1"
     assert "DeepSpeed" in "\n".join(found.lines)
     assert any({"save_steps", "system_envs.B"} == {*line.split(": in ")[0].split(", ")} for line in found.lines)
     missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)

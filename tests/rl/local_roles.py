@@ -30,10 +30,7 @@ from megatune.rl.rollout.server import EngineServer
 from megatune.rl.worker import reference, training
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.reference import ReferenceWorker
-from megatune.rl.worker.transformers_model import TransformersWorker
 from megatune.rl.worker.value import ValueWorker
-
-_FROZEN = {"hf": TransformersWorker, "megatron": ReferenceWorker}
 
 
 class LocalGroup:
@@ -124,9 +121,9 @@ def _run(
     roles = Roles(
         engines(settings.actor_infer, rollout.max_running_requests, longest),
         policy,
-        model_group(_FROZEN[settings.reference.strategy] if settings.reference else None, settings.reference),
+        model_group(ReferenceWorker, settings.reference),
         model_group(ValueWorker, settings.critic),
-        {},
+        {name: made for name, role in settings.teachers.items() if (made := model_group(ReferenceWorker, role))},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
     with contextlib.closing(loop):

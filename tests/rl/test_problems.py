@@ -17,7 +17,7 @@ from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems, read_problems
 
 REWARDS = {
@@ -111,14 +111,20 @@ def test_a_prompt_column_is_the_prompt(tmp_path: Path, tokenizer: PreTrainedToke
 def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     bad = [math_row(0), math_row(1, ground_truth=""), {**code_row(2), "test_cases": ""}, math_row(3, messages="[1]")]
     lines = [*map(json.dumps, bad), "{", json.dumps({"tag": "aime", "ground_truth": "1"})]
+    lines.append(json.dumps(math_row(6, question="half a \ud83d")))
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = PromptData(file_name=[str(tmp_path / "a.jsonl")], messages="messages")
     with pytest.raises(MegatuneError) as raised:
         read(data, tokenizer)
     assert raised.value.exit_code == ExitCode.DATA
-    assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6"]
+    assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6", "7"]
     for said in ("ground_truth", "test_cases", "a role or a content", "invalid JSON", "no prompt in messages"):
         assert said in str(raised.value)
+    assert "the row has 'tag', 'ground_truth'" in str(raised.value)
+    assert "half of a surrogate pair" in str(raised.value)
+    with pytest.raises(MegatuneError, match=r"no file '/none/b\.csv'") as raised:
+        read(PromptData(file_name=["/none/a.csv", "/none/b.csv"]), tokenizer)
+    assert (len(raised.value.findings), raised.value.exit_code) == (2, ExitCode.INPUT)
     shares = data_of(tmp_path, [math_row(0), math_row(1)], domain_interleave_probs={"code": 1.0})
     with pytest.raises(MegatuneError, match="domain code has no problems") as raised:
         read(shares, tokenizer)
@@ -143,10 +149,11 @@ def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokeni
 
 
 def test_shares_are_rounded_as_written() -> None:
-    assert domain_batch_sizes({"a": 0.6, "b": 0.3, "c": 0.1}, 64) == {"a": 38, "b": 19, "c": 7}
-    assert domain_batch_sizes({"a": 0.29, "b": 0.71}, 100) == {"a": 29, "b": 71}  # int(0.29 * 100) is 28
-    with pytest.raises(MegatuneError, match="a would get no prompt"):
-        domain_batch_sizes({"a": 0.1, "b": 0.9}, 8)
+    def sizes(batch: int, **shares: float) -> dict[str, int]:
+        return PromptData(domain_interleave_probs=shares).prompts_of_domains(batch)
+
+    assert sizes(64, a=0.6, b=0.3, c=0.1) == {"a": 38, "b": 19, "c": 7}
+    assert sizes(100, a=0.29, b=0.71) == {"a": 29, "b": 71}  # int(0.29 * 100) is 28
 
 
 def test_the_order_is_a_function_of_seed_and_place(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -59,6 +59,8 @@ def test_the_last_program_counts() -> None:
 def test_outputs_are_compared_as_values() -> None:
     assert same_output("1.0000001  2\n\n", "1 2")
     assert not same_output("1 2 3", "1 2")
+    for printed, expected in (("²", "2"), ("+-5", "5"), ("1" * 5000, "2" * 5000), ("1" * 5000, "2")):
+        assert not same_output(printed, expected)
     assert not same_output("10000000001", "10000000002")  # whole numbers are no floats
     assert same_value((1, 2), [1, 2])
     assert same_value(5, [5])

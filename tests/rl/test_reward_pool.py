@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from digits import make_model
+from kill_kit import settings, write
 
 from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
+from megatune.rl.reading import read_file
 from megatune.rl.rewards import pool as pool_module
 from megatune.rl.rewards import task
 from megatune.rl.rewards.answer import Answer
@@ -113,7 +116,7 @@ def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None
     assert found["good"].details["bonus"] == 7
     errors = {text: found[text].details["error"] for text in texts[1:6]}
     for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("loop", "longer than 8 seconds"),
-                       ("kill", "was killed"), ("nan", "nan")):  # fmt: skip
+                       ("kill", "died; its output is in"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)
     assert (counts.errors, counts.timeouts) == (4, 1)
@@ -165,6 +168,20 @@ def test_what_a_pool_cannot_use_is_refused_all_at_once(module: str) -> None:
     assert [each.where for each in raised.value.findings] == [f"rewards.{name}" for name in rewards]
     for said in ("maths_rule", "own_rewards:nothing", "takes no factor", "'kind'", "code_url"):
         assert said in str(raised.value)
+
+
+def test_functions_that_cannot_be_loaded_are_named_with_their_places(module: str, tmp_path: Path) -> None:
+    """And no module of a user's ends a command with a traceback."""
+    (tmp_path / "broken.py").write_text("def reward(:")
+    make_model(tmp_path / "model")
+    file = write(tmp_path / "run.yaml", settings(tmp_path, tmp_path / "out", 1, "small"))
+    words = ["rewards.digits.worker_cls=broken.reward", "advantage_function=own_rewards.nothing"]
+    with pytest.raises(MegatuneError) as raised:
+        read_file(str(file), words, runs=True)
+    assert raised.value.exit_code == ExitCode.SETTINGS
+    places = [f"{words[0]}: rewards.digits", f"{words[1]}: advantage_function"]
+    assert [each.where for each in raised.value.findings] == places
+    assert "SyntaxError: invalid syntax (broken.py, line 1)" in str(raised.value)
 
 
 def test_a_sample_that_nobody_wants_is_not_scored(scorer: Scorer, module: str) -> None:

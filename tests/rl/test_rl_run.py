@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import resource
 from dataclasses import replace
@@ -11,15 +13,19 @@ from unittest import mock
 
 import pytest
 from digits import RESPONSE, make_model, settings
-from local_roles import read, run, run_a_step
+from local_roles import read, run, run_a_step, run_file
 
+from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.data import PromptData
 from megatune.config.rl.role import Validation
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.pipeline.startup import check_resume
+from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rollout.builtin import BuiltinEngine
+from megatune.rl.samples import Sample
 from megatune.rl.worker.policy import PolicyWorker
 
 LIMIT = 120.0
@@ -123,7 +129,7 @@ def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(po
     found = replace(
         found,
         actor_train=found.actor_train.model_copy(update={"settings": small}),
-        reference=ModelRole(name="reference", device_mapping=[0], settings=engine, strategy="hf", infer_batch_size=16),
+        reference=ModelRole(name="reference", device_mapping=[0], settings=engine, infer_batch_size=16),
         algorithm=found.algorithm.model_copy(
             update={
                 "enable_reference": True,
@@ -195,6 +201,23 @@ def test_a_run_s_template_is_before_that_of_its_files(model, tmp_path):
     assert problem.prompt == "<|im_start|>user\n1=<|im_end|>\n<|im_start|>assistant\n"
 
 
+def _run_with_rewards_that_fail(settings: RLSettings, model: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.object(RewardPool, "score", _fail):
+        run(settings, model)
+    return said.getvalue()
+
+
+async def _fail(pool: RewardPool, sample: Sample) -> None:
+    sample.details = {"error": "no answer"}
+
+
+def test_a_validation_says_why_rewards_failed(pool, model, tmp_path):
+    found = replace(_settings(model, tmp_path, 1), validation=Validation(generating_args=Generating(temperature=1.0)))
+    (said,) = pool.run(1, _run_with_rewards_that_fail, found, model, limit=LIMIT)
+    assert "the reward of digits failed for 10 samples, which count as wrong; problem 0: no answer" in said
+    assert "the reward of digits failed for 80 samples, which are left out; problem" in said
+
+
 def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:
     """Have no room for a file as large as the model where it is saved; memory that weights travel through is none."""
     save, (soft, hard) = PolicyWorker.save, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -215,7 +238,13 @@ def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:
 
 
 def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
-    pool.run(1, run, _settings(model, tmp_path, 1), model, limit=LIMIT)
+    once = replace(_settings(model, tmp_path, 1, eval_steps=0), validation=Validation())
+    pool.run(1, run, once, model, limit=LIMIT)
+    assert not any("eval_reward" in record for record in _records(tmp_path))
+    with pytest.raises(MegatuneError, match="holds checkpoint-1 of an earlier run"):  # before anything is started
+        check_resume(once)
+    with pytest.raises(MegatuneError, match="no folder 'none'"):
+        check_resume(_settings(model, tmp_path, 2, resume_from_checkpoint="none"))
     kept = {path: path.read_bytes() for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file()}
     again = _settings(model, tmp_path, 2, resume_from_checkpoint=True)
     assert pool.run(1, _run_on_a_full_disk, again, model, limit=LIMIT) == [ExitCode.CANNOT_WRITE]
@@ -232,6 +261,32 @@ def _run_behind(settings: RLSettings, model: Path) -> int:
 
     with mock.patch.object(BuiltinEngine, "_finish", lose):
         return run(settings, model)
+
+
+def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{digit}=", "domain": "x"}) + "\n" for digit in range(10)))
+    teacher = str(make_model(tmp_path / "teacher", seed=1))
+
+    def role(strategy: str, **more: Any) -> dict[str, Any]:
+        parts = {"device_mapping": [0], "strategy_args": {"strategy_name": strategy}, "model_args": {"dtype": "fp32"}}
+        return {**parts, **more}
+
+    training = {"learning_rate": 1e-2, "per_device_train_batch_size": 16}
+    data = {"prompt": "prompt", "file_name": [str(rows)]}
+    sampling = {"top_p": 1.0, "top_k": 0, "temperature": 1.0}
+    file = {"pretrain": str(model), "output_dir": str(tmp_path / "out"), "max_steps": 4, "is_pure_opd": True}
+    file |= {"rollout_batch_size": 8, "num_return_sequences_in_group": 2, "prompt_length": 2, "response_length": 8}
+    file["student_train"] = role("megatron_train", training_args=training, data_args=data)
+    file["student_infer"] = role("builtin", generating_args=sampling)
+    file["teacher"] = role("hf_infer", model_args={"dtype": "fp32", "model_name_or_path": teacher})
+    (tmp_path / "run.yaml").write_text(json.dumps(file))
+    pool.run(1, run_file, read_roll(tmp_path / "run.yaml").require_valid(), limit=LIMIT)
+    records = _records(tmp_path / "out")
+    assert not any({"reward", "accuracy"} & record.keys() for record in records)
+    distances = [record["teacher_kl"] for record in records]
+    assert len(distances) == 4
+    assert 0 < distances[-1] < distances[0]
 
 
 def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):

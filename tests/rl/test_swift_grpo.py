@@ -71,7 +71,6 @@ MEANINGS = [
     ("--scale_rewards batch", "algorithm.norm_std_type", "batch"),
     ("--advantage_estimator rloo --beta 0", "algorithm.adv_estimator", "rloo"),
     ("", "algorithm.kl_loss_coef", 0.04),
-    ("", "reference.strategy", "megatron"),
     ("--beta 0", "reference", None),
     ("--ref_model other", "reference.settings.model.model_name_or_path", "other"),
     ("--epsilon 0.1 --epsilon_high 0.3", "algorithm.pg_clip_high", 0.3),

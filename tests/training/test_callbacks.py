@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatune.data.batch_pictures import Unreadable
 from megatune.training.bad_rows import Quarantine
-from megatune.training.callbacks import CallbackList, build_callbacks
+from megatune.training.callbacks import CallbackList, build_callbacks, plot
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
@@ -387,6 +387,16 @@ def test_the_plot_is_an_image_of_the_losses(tmp_path: Path) -> None:
         assert min(image.size) > 500
         colours = {pixel[:3] for _, pixel in image.convert("RGB").getcolors(1 << 20)}
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # the training loss and the evaluation loss
+
+
+def test_a_plot_says_that_its_rewards_are_filtered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "as_png", lambda figure: figures.append(figure) or b"")
+    record = {"step": 1, "loss": 1.0, "reward": 0.5, "reward_unfiltered": 0.2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert draw(tmp_path / "metrics.jsonl", tmp_path / "training_loss.png")
+    labels = [line.get_label() for axes in figures[0].axes for line in axes.get_lines()]
+    assert labels[:2] == ["training loss", "training, groups that the filter keeps"]
 
 
 def test_the_plot_is_drawn_while_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
-def named(path: str, what: str) -> Any:
+def named(path: str, what: str, where: str = "") -> Any:
     """Return what a path names: "module:name" or "package.module.name", from the working folder or PYTHONPATH.
 
     Args:
-        what: it is, for the message.
+        what, where: it is, and where it is written, for the message.
 
     Raises:
         MegatuneError: (SETTINGS) there is nothing of this name.
@@ -26,7 +26,8 @@ def named(path: str, what: str) -> Any:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a user's module does whatever it does
+        said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         fix = "write it as package.module.name, with the package's folder as the working folder or in PYTHONPATH"
-        raise MegatuneError(Finding(f"{what} {path!r}: {error}", fix=fix), ExitCode.SETTINGS) from error
+        raise MegatuneError(Finding(f"{what} {path!r}: {said}", where, fix=fix), ExitCode.SETTINGS) from error
     return found

@@ -137,10 +137,6 @@ def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
         what = f"actor_infer has strategy_name {settings.actor_infer.engine}, and prompts have images"
         fix = "write actor_infer.strategy_args.strategy_name: builtin"
         findings.append(Finding(what, why="images are handed to the built-in engine only", fix=fix))
-    for role in (settings.reference, *settings.teachers.values()):
-        if role is not None and role.strategy == "hf":
-            what = f"{role.name} has strategy_name hf_infer, and prompts have images"
-            findings.append(Finding(what, why="it gets tokens only", fix="write strategy_name: megatron_infer"))
     for domain in sorted(domains):
         if "environment" in settings.rewards[domain].arguments:
             what = f"rewards.{domain} has an environment, and prompts have images"

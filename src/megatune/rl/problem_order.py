@@ -4,31 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
 from megatune.data.order import epoch_order
-from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.samples import Problem
-
-
-def domain_batch_sizes(shares: Mapping[str, float], rollout_batch_size: int) -> dict[str, int]:
-    """Return the prompts of a step by domain: each share rounded down, the last domain takes the rest, as in ROLL.
-
-    Shares are taken as they are written: 0.29 of 100 is 29, not what its binary fraction rounds down to.
-
-    Raises:
-        MegatuneError: (SETTINGS) a domain gets no prompt.
-    """
-    *first, last = shares
-    sizes = {domain: int(Fraction(str(shares[domain])) * rollout_batch_size) for domain in first}
-    sizes[last] = rollout_batch_size - sum(sizes.values())
-    empty = [domain for domain, size in sizes.items() if size < 1]
-    if empty:
-        what = f"domain_interleave_probs: {', '.join(empty)} would get no prompt of rollout_batch_size"
-        why = f"of {rollout_batch_size} prompts a step each share is rounded down, and {last} takes the rest"
-        finding = Finding(what, why=why, fix="raise its share or rollout_batch_size, or leave the domain out")
-        raise MegatuneError(finding, ExitCode.SETTINGS)
-    return sizes
 
 
 class ProblemOrder:

@@ -15,8 +15,10 @@ import numpy as np
 
 from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
+from megatune.config.rl.settings import UNSCORED
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
+from megatune.data.formats.fields import encodable, listed
 from megatune.data.formats.pictures import Inline
 from megatune.data.media.processor import spaced
 from megatune.data.readers import RawRow, read_rows
@@ -139,6 +141,11 @@ def count_rows(files: Sequence[str]) -> int:
 
 def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
+    fix = "paths are taken from the folder that the command runs in"
+    if missing := [name for name in data.file_name if not Path(name).exists()]:
+        raise MegatuneError(
+            [Finding(f"no file {name!r}", "data_args.file_name", "", fix) for name in missing], ExitCode.INPUT
+        )
     left = keep.num_samples or None
     for name in data.file_name:
         for row in read_rows(Path(name)):
@@ -188,6 +195,8 @@ class _Reader:
 
     def _domain(self, fields: Mapping[str, Any]) -> str | None:
         """Return the domain of a row; None where no reward would score it."""
+        if self._else == UNSCORED:
+            return UNSCORED
         if fields.get("domain") is not None:
             return str(fields["domain"])
         tag = str(fields.get(self._data.tag) or "")
@@ -227,7 +236,7 @@ class _Reader:
         """Make a problem of a row, without its tokens, and its pictures."""
         if raw.error is not None:
             raise raw.error
-        row, tag = raw.fields, str(raw.fields.get(self._data.tag) or "")
+        row, tag = raw.fields, encodable(str(raw.fields.get(self._data.tag) or ""), self._data.tag)
         for column in columns_of(self._rewards[domain]):
             if row.get(column) in (None, "", [], {}):
                 raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
@@ -238,8 +247,8 @@ class _Reader:
         if placed and self._vision is not None:
             text = spaced(text, self._vision.vision.text)
         named = row.get(self._data.id)
-        number = raw.where if named is None else str(named)
-        return Problem(number, tag, domain, messages, _NO_TOKENS, row, text), placed
+        number = raw.where if named is None else encodable(str(named), self._data.id)
+        return Problem(number, tag, domain, messages, _NO_TOKENS, row, encodable(text, "prompt")), placed
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_prompts(texts, self._tokenizer, is_whole=self._data.conversation_rules is not None)
@@ -255,7 +264,7 @@ class _Reader:
             return self._written(text, row, tag)
         if not isinstance(text, str):
             columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
-            raise RowError("missing-field", f"there is no prompt in {columns}")
+            raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {listed(row)}")
         messages = [{"role": "user", "content": text}]
         (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
         return messages, written["content"], placed

@@ -6,15 +6,18 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll import ReadRL, read_roll
 from megatune.config.dialects.roll_roles import ModelOf
+from megatune.config.named import named
 from megatune.config.rl.settings import InferRole, RLSettings
 from megatune.config.settings import Settings
-from megatune.errors import Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.rl.rewards.pool import load_rewards
 from megatune.training.source import RunModel
 
 _BUILTIN = "{role}.strategy_args.strategy_name=builtin"
@@ -40,24 +43,51 @@ def read_checked(reader: Callable[[ModelOf | None], ReadRL], *, runs: bool = Fal
     missing: list[Finding] = []
     if read.settings is not None:
         os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
-        missing = missing_engines(read.settings, read.origins, builtin) if runs else []
+        missing = missing_engines(read.settings, read.places, builtin) if runs else []
     models = _Models(asks=not read.findings and not missing)
     read = reader(models)
     if missing:
         return replace(read, findings=(*read.findings, *missing))
     if not read.findings and models.errors:
         raise models.errors[0]
+    if runs and read.settings is not None and not read.findings:
+        _load_functions(read.settings, read.places)
     return read
 
 
-def missing_engines(settings: RLSettings, origins: Mapping[str, str], builtin: str = _BUILTIN) -> list[Finding]:
+def _load_functions(settings: RLSettings, places: Mapping[str, str]) -> None:
+    """Load rewards and what else users name by Python path: what is wrong with them shows before anything starts.
+
+    Raises:
+        MegatuneError: SETTINGS, UNAVAILABLE: all that cannot be loaded, with where it was written.
+    """
+    algorithm, findings, code = settings.algorithm, list[Finding](), ExitCode.SETTINGS
+    paths = {key: getattr(algorithm, key) for key in ("advantage_function", "loss_function")}
+    loads: list[Callable[[], object]] = [partial(load_rewards, settings.rewards)]
+    loads += [partial(named, path, key, key) for key, path in paths.items() if path]
+    for load in loads:
+        try:
+            load()
+        except MegatuneError as error:
+            findings, code = [*findings, *error.findings], error.exit_code
+    if findings:
+        raise MegatuneError([replace(each, where=_placed(each.where, places)) for each in findings], code)
+
+
+def _placed(key: str, places: Mapping[str, str]) -> str:
+    """Return a key, or the mapping `key`, after the place of the first of its keys that was written."""
+    place = next((place for dotted, place in places.items() if f"{dotted}.".startswith(f"{key}.")), "")
+    return f"{place}: {key}" if place and key else key
+
+
+def missing_engines(settings: RLSettings, places: Mapping[str, str], builtin: str = _BUILTIN) -> list[Finding]:
     """Find roles whose engine is not in the environment that they would run in."""
     roles = [settings.actor_infer, settings.reward_model, *(reward.judge for reward in settings.rewards.values())]
-    found = (_missing_engine(role, origins, builtin) for role in roles if role is not None)
+    found = (_missing_engine(role, places, builtin) for role in roles if role is not None)
     return [finding for finding in found if finding is not None]
 
 
-def _missing_engine(role: InferRole, origins: Mapping[str, str], builtin: str) -> Finding | None:
+def _missing_engine(role: InferRole, places: Mapping[str, str], builtin: str) -> Finding | None:
     if role.engine == "builtin":
         return None
     strategy = f"{role.name}.strategy_args"
@@ -67,12 +97,12 @@ def _missing_engine(role: InferRole, origins: Mapping[str, str], builtin: str) -
         if os.access(role.py_executable, os.X_OK) and Path(role.py_executable).is_file():
             return None
         what = f"{key}: {role.py_executable} is not a program"
-        return Finding(what, origins.get(key, ""), fix=f"name the python of an environment that has {role.engine}")
+        return Finding(what, places.get(key, ""), fix=f"name the python of an environment that has {role.engine}")
     if importlib.util.find_spec(role.engine) is not None:
         return None
     what = f"{role.name} has strategy_name {role.engine}, and {role.engine} is not installed in this environment"
     fix = f"{builtin}; or {strategy}.strategy_config.py_executable=PYTHON names that of an environment that has it"
-    return Finding(what, origins.get(f"{strategy}.strategy_name", ""), "it samples responses there", fix)
+    return Finding(what, places.get(f"{strategy}.strategy_name", ""), "it samples responses there", fix)
 
 
 class _Models:

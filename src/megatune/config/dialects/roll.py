@@ -18,7 +18,7 @@ from megatune.config.dialects.table import read_part
 from megatune.config.entry import RL_ROLES, SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.config.settings import with_settings
 from megatune.config.values import Value, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
@@ -35,7 +35,8 @@ class ReadRL:
         settings: None where findings leave nothing that could be built.
         findings: all that is wrong, in the order of the file's lines.
         lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
-        origins: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7" or "override".
+        places: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7", or the word of
+            the command line.
         tree: what was read, references resolved, with what a preset sets.
         variables: of the environment, for trackers: keys of accounts are nowhere else.
     """
@@ -43,7 +44,7 @@ class ReadRL:
     settings: RLSettings | None
     findings: tuple[Finding, ...] = ()
     lines: tuple[str, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict, repr=False)
     tree: Tree = field(default_factory=dict, repr=False)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -77,11 +78,11 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     if other := _other_pipeline(reading.tree, source):
         return ReadRL(None, (other,), tree=reading.tree)
     reader = Reader([*reading.findings], lines=[*reading.lines])
-    origins = {entry.key: entry.origin for entry in entries_of(reading.tree)}
+    places = {entry.key: entry.where for entry in entries_of(reading.tree)}
     if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
         what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
         reader.findings[:] = [Finding(what, fix=fix)]
-        return ReadRL(None, tuple(reader.findings), origins=origins, tree=reading.tree)
+        return ReadRL(None, tuple(reader.findings), places=places, tree=reading.tree)
     tree = _with_preset(_understood(reading.tree, reader), reader)
     top = reader.read(tree, TOP)
     settings = _settings(top, model_of) if top.places or not reader.findings else None
@@ -91,7 +92,7 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     findings = tuple(in_order(reader.findings))
     ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items())
     lines = (*reader.lines, *ignored)
-    return ReadRL(None if findings else settings, findings, lines, origins, tree, variables)
+    return ReadRL(None if findings else settings, findings, lines, places, tree, variables)
 
 
 def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:
@@ -151,6 +152,8 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
             fix = f"write {part.name}: with device_mapping and strategy_args"
             part.find(f"the role {part.name} is missing", fix=fix)
     rewards = read_rewards(roles)
+    if asked.is_pure_opd and not top.mapping("rewards"):
+        rewards = {UNSCORED: RewardRole(UNSCORED, UNSCORED)}
     if not trained.at or not sampled.at:
         return None
     group = lengths.num_return_sequences_in_group

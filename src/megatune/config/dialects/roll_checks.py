@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatune.config.dialects.roll_reader import Part
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.settings import ModelRole, RLSettings
+from megatune.config.rl.settings import UNSCORED, ModelRole, RLSettings
 from megatune.config.rules.problem import either, multiples_around
 from megatune.config.values import shown
 
@@ -123,7 +123,7 @@ def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
     if not settings.data.file_name:
         what, why = f"{trained.key('data_args.file_name')} is missing", "there are no problems to train on"
         trained.find(what, why=why, fix="write file_name: [data/problems.jsonl] below data_args")
-    if not settings.rewards and not settings.algorithm.is_pure_opd:
+    if not settings.rewards:
         top.find("there are no rewards", fix="write rewards: with one domain at least")
     if not shares and len(settings.rewards) > 1:
         equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
@@ -136,18 +136,16 @@ def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
         if share < 0:
             what = f"the share of {domain} is {share:g}"
             trained.find(what, key, "data_args", why="expected a number from 0 to 1")
-    left, counts = settings.rollout.rollout_batch_size, {}
-    for domain, share in [*shares.items()][:-1]:
-        counts[domain] = int(share * settings.rollout.rollout_batch_size)
-        left -= counts[domain]
-    if shares:
-        counts[[*shares][-1]] = left
-    if left < 0:
-        what, why = "shares of domain_interleave_probs are more than 1", "the last domain has what is left"
-        trained.find(what, key, "data_args", why=why)
-    if empty := [domain for domain, count in counts.items() if count == 0]:
-        prompts = settings.rollout.rollout_batch_size
-        top.reader.lines.append(f"{', '.join(empty)}: no prompt of the {prompts} of a step, by domain_interleave_probs")
+    prompts = settings.rollout.rollout_batch_size
+    counts = settings.data.prompts_of_domains(prompts) if shares and min(shares.values()) >= 0 else {}
+    if empty := [domain for domain, count in counts.items() if count < 1]:
+        what = f"domain_interleave_probs: {', '.join(empty)} would get no prompt of rollout_batch_size"
+        why = f"of {prompts} prompts a step each share is rounded down, and {[*shares][-1]} takes the rest"
+        fix = "raise its share or rollout_batch_size, or leave the domain out"
+        trained.find(what, key, "data_args", why=why, fix=fix)
+    if settings.validation and UNSCORED in settings.rewards:
+        what, why = "validation without rewards", "nothing scores its responses"
+        top.parts["validation"].find(what, why=why, fix="add rewards, or remove validation")
     if settings.validation and not settings.validation.data_args.file_name:
         why, fix = "there is nothing to validate on", "write file_name below data_args, or remove validation"
         top.parts["validation"].find("validation.data_args.file_name is missing", why=why, fix=fix)

@@ -29,7 +29,7 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     strategy = roles.begin(part, name, valid, unread, trains=trains)
     if strategy is None:
         return None
-    if strategy == "hf_infer":
+    if strategy == "hf_infer":  # its strategy_config is of another engine
         part = replace(part, tree={key: node for key, node in part.tree.items() if key != "strategy_args"})
     loaded, keys = read_engine(part, trains=trains), part.of(RoleSettings)
     devices = roles.devices(part)
@@ -48,7 +48,6 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
         **{**dict(keys), "system_envs": roles.environment_of(part), "pg_variant": _variant(part, name)},
         name=name,
         settings=settings,
-        strategy="hf" if strategy == "hf_infer" else "megatron",
         training=trains,
     )
     if keys.router_replay.mode == "R2":

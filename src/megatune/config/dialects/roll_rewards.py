@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, RewardRole
+from megatune.config.values import shown
 
+_ADDRESSES = ("code_url", "judge_api_url")
 _OF_MODELS = (
     *("model_args", "data_args", "strategy_args", "generating_args", "training_args", "device_mapping"),
     *("infer_batch_size", "num_gpus_per_worker"),
@@ -95,7 +98,7 @@ def _kind(part: Part) -> tuple[str, str | None]:
         return path, None
     if name in kinds and (path == name or path.startswith("roll.")):
         return kinds[name], None
-    if path.startswith("roll."):
+    if path.startswith("roll.") or path == name:
         fix = f"one of {', '.join(kinds)}, or a function of your own"
         part.find(f"{part.name}.worker_cls {name} is not supported", "worker_cls", fix=fix)
         return "math_rule", None
@@ -117,10 +120,22 @@ def _arguments(kind: str, part: Part) -> dict[str, Any]:
     for name in dict.fromkeys(name for names in takes.values() for name in names):
         if name in takes[kind]:
             value = getattr(part.of(RewardSettings), name)
+            _check_value(name, value, part)
             found |= value if name == "arguments" else {name: value} if name in part.places else {}
         elif name in part.places:
             part.ignore(name, f"{kind} does not take it")
     return found
+
+
+def _check_value(name: str, value: Any, part: Part) -> None:
+    """Report a time limit that is none, and an address that nothing can be sent to."""
+    limit = value.get("timeout") if name == "arguments" else None
+    if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
+        what, why = f"{part.key(name)}.timeout is {shown(limit)}", "expected the seconds of one response, above 0"
+        part.find(what, name, why=why, fix="write timeout: 60")
+    if name in _ADDRESSES and value and not value.startswith(("http://", "https://")):
+        what, fix = f"{part.key(name)} is {value!r}", f"write {name}: http://{value.rpartition('/')[2]}"
+        part.find(what, name, why="expected an address that begins with http:// or https://", fix=fix)
 
 
 def _environment(kind: str, part: Part) -> dict[str, Any]:
@@ -168,4 +183,7 @@ def _group_filter(part: Part) -> GroupFilter:
             part.find(what, key, why="expected a number", fix=f"write {name}: 0.5")
         else:
             given[name] = float(value)
+    if (low := given.get("threshold_down", -math.inf)) >= (high := given.get("threshold_up", math.inf)):
+        what = f"{part.key(key)}: threshold_down {low:g} is not below threshold_up {high:g}"
+        part.find(what, key, why="every group would be dropped", fix="write threshold_down: 0.1 and threshold_up: 0.9")
     return asked.model_copy(update={"filter_args": given})

@@ -17,7 +17,7 @@ from megatune.config.load import Loaded, load_entries
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run
+from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run, trained
 from megatune.config.settings import Settings, all_settings
 from megatune.config.values import Value
 
@@ -34,7 +34,7 @@ _SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("ro
 ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
 
 RULES = (
-    *finetuning.RULES,
+    *(*finetuning.RULES, *trained.RULES),
     *(rule for rule in layout.RULES if rule is not layout.world),
     *(*pipeline.RULES, *experts.RULES, *memory.RULES),
     *(run.scheduler_kwargs, run.scheduler_needs, run.warmup),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import inf
 from typing import Annotated, Any, Literal
 
@@ -98,6 +99,16 @@ class PromptData(Group):
     """Column of a reference answer.
     How: Rewards that compare with one read ground_truth first.
     When: Where the data has another name for it."""
+
+    def prompts_of_domains(self, rollout_batch_size: int) -> dict[str, int]:
+        """Return the prompts of a step by domain: each share rounded down, the last domain takes the rest, as in ROLL.
+
+        Shares are taken as they are written: 0.29 of 100 is 29, not what its binary fraction rounds down to.
+        """
+        *first, last = self.domain_interleave_probs
+        shares = {domain: Fraction(str(self.domain_interleave_probs[domain])) for domain in first}
+        sizes = {domain: int(share * rollout_batch_size) for domain, share in shares.items()}
+        return {**sizes, last: rollout_batch_size - sum(sizes.values())}
 
 
 class RewardSettings(Group):

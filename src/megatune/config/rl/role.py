@@ -46,7 +46,7 @@ class StrategySettings(Group):
     When: Required for roles with a model.
     - megatron_train: this program's engine, in any layout; actor_train and critic
     - megatron_infer: the same, forward only; reference and teachers
-    - hf_infer: Transformers on one device each; of a role that samples the same as builtin
+    - hf_infer: as megatron_infer, with a whole model on each device; of a role that samples the same as builtin
     - builtin: this program's engine for sampling, one device each
     - vllm: vLLM, in this environment or the one of py_executable
     - sglang: SGLang, likewise"""

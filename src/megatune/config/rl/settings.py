@@ -25,14 +25,12 @@ class ModelRole(RoleSettings):
         name: "actor_train", "reference", "critic", "teacher.NAME".
         settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
             of actor_train also say what the run is reported to (`logging`).
-        strategy: "megatron" computes with the engine, "hf" with Transformers, forward only.
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
         dynamic_tokens_train, dynamic_tokens_forward: micro-batches by tokens (use_dynamic_batching_*).
     """
 
     name: str
     settings: Settings
-    strategy: Literal["megatron", "hf"] = "megatron"
     training: bool = False
     packed_tokens_train: int | None = None
     packed_tokens_forward: int | None = None
@@ -98,6 +96,9 @@ class InferRole(RoleSettings, SamplerSettings):
         return len(self.device_mapping) // self.devices_per_engine
 
 
+UNSCORED = "unscored"  # the kind of a reward that scores nothing, and its domain
+
+
 @dataclass(frozen=True, slots=True)
 class RewardRole:
     """What scores the responses of one domain.
@@ -105,7 +106,7 @@ class RewardRole:
     Attributes:
         kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
             "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name", or
-            "environment", whose own rewards are the score.
+            "environment", whose own rewards are the score; UNSCORED of a distillation without rewards.
         tag_included: tags of the rows of this domain.
         workers: processes.
         arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.config.settings import ParallelSettings, Settings, with_settings
+from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Machine
@@ -83,24 +83,7 @@ def num_updates(question: RLQuestion, role: ModelRole) -> float:
 
 def _dp_size(role: ModelRole) -> int:
     """Return how many processes of a role compute samples of their own."""
-    return max(1, len(role.devices) // _layout_of(role).model_parallel_size)
-
-
-def _layout_of(role: ModelRole) -> ParallelSettings:
-    """Return a role's layout; Transformers' models are whole on every device."""
-    parallel = role.settings.parallel
-    if role.strategy == "megatron":
-        return parallel
-    one = {name: 1 for name, _ in parallel if name in _SIZES}
-    return parallel.model_copy(update={**one, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False})
-
-
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+    return max(1, len(role.devices) // role.settings.parallel.model_parallel_size)
 
 
 def _case(
@@ -130,7 +113,7 @@ def _case(
         "batch.per_device_train_batch_size": rows,
         "batch.gradient_accumulation_steps": count,
     }
-    settings: Settings = with_settings(role.settings, changes).model_copy(update={"parallel": _layout_of(role)})
+    settings: Settings = with_settings(role.settings, changes).model_copy(update={"parallel": role.settings.parallel})
     return Case(
         model=question.models[role.name],
         settings=settings,

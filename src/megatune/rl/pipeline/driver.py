@@ -19,13 +19,13 @@ from megatune.rl.pipeline.groups import Sampling
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.progress import Progress
-from megatune.rl.pipeline.report import Reports
+from megatune.rl.pipeline.report import Reports, tell_failures
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.turns import Extend
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.pipeline.weights import Weights
-from megatune.rl.problem_order import ProblemOrder, domain_batch_sizes
+from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
@@ -67,7 +67,7 @@ class Driver:
         self._collector = Collector(
             self._sampler(infer.generating_args, rollout.max_response_length, "train"),
             order.at,
-            domain_batch_sizes(self.settings.data.domain_interleave_probs, rollout.rollout_batch_size),
+            self.settings.data.prompts_of_domains(rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,
@@ -89,13 +89,17 @@ class Driver:
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
-        if self.validation is not None and not run.rollout_mock.replays:
+        if self._validates and not run.rollout_mock.replays:
             with self._paused():
                 self.note("sync", run.max_steps)
                 self._sync(run.max_steps + 1)
                 self.note("validation", run.max_steps)
                 self._validate(run.max_steps)
         return "finished"
+
+    @property
+    def _validates(self) -> bool:
+        return self.validation is not None and self.settings.run.eval_steps > 0
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -111,7 +115,7 @@ class Driver:
         else:
             with self._paused():
                 sync = self._synchronized(step, phases)
-                if self.validation is not None and step % run.eval_steps == 0:
+                if self._validates and step % run.eval_steps == 0:
                     with phases("validation"):
                         self._validate(step)
             with phases("rollout"):
@@ -190,6 +194,7 @@ class Driver:
             metrics=validation_metrics(groups, generating),
         )
         self.reports.callbacks.on_evaluate(report)
+        tell_failures(groups, "count as wrong")
 
     def _beside(self, sync: Mapping[str, float], taken: Taken, phases: Phases) -> dict[str, float]:
         """Return what is reported beside samples and updates."""

@@ -15,13 +15,13 @@ from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.dumps import dump_samples
 from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.report import tell_failures
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
-from megatune.rl.rewards.pool import load_rewards
 from megatune.training.storage.files import write_atomically, writing
 
 _ADAPTER = "adapter_config.json"
@@ -49,7 +49,6 @@ def evaluate(settings: RLSettings, model: str) -> int:
     tokenizer = load_tokenizer(source)
     problems = read_validation(settings, source)
     assert problems is not None
-    load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
     folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +69,7 @@ def evaluate(settings: RLSettings, model: str) -> int:
             groups = engines.run(sample_all(problems.all(), sampler, size))
             found[name] = validation_metrics(groups, generating)
             print(_line(name, found[name], groups), flush=True)
+            tell_failures(groups, "count as wrong")
             with writing(folder):
                 dump_samples(folder / f"{name}.jsonl", 0, groups)
         for group in (engines, *judges.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatune.config.rl.settings import ModelRole, RewardRole, RLSettings
+from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.rl.rewards.code.sandbox import best_isolation
 
 
@@ -17,7 +17,11 @@ def start_lines(settings: RLSettings) -> list[str]:
         f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
         *(_line(role) for role in models if role is not None),
         f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {_ranges(infer.devices)}",
-        *(f"role       rewards.{name}: {reward_line(role)}" for name, role in settings.rewards.items()),
+        *(
+            f"role       rewards.{name}: {reward_line(role)}"
+            for name, role in settings.rewards.items()
+            if name != UNSCORED
+        ),
         f"sampling   temperature {generating.temperature:g}, top_p {generating.top_p:g}, top_k {generating.top_k}"
         + _truncation(settings),
     ]
@@ -46,8 +50,7 @@ def _truncation(settings: RLSettings) -> str:
 def _line(role: ModelRole) -> str:
     parallel = role.settings.parallel
     layout = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
-    engine = "Transformers" if role.strategy == "hf" else f"megatron, {layout}"
-    return f"role       {role.name}: {engine}, on devices {_ranges(role.devices)}"
+    return f"role       {role.name}: megatron, {layout}, on devices {_ranges(role.devices)}"
 
 
 def _ranges(devices: tuple[int, ...]) -> str:

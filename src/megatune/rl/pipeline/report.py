@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatune.architecture import Architecture
-from megatune.config.rl.settings import RLSettings
+from megatune.config.rl.settings import UNSCORED, RLSettings
 from megatune.plan.flops import train_flops
 from megatune.progress import say
 from megatune.rl.pipeline.collector import Taken
@@ -42,6 +42,7 @@ _PANELS = (
     "waiting",
     "rollout_tokens_per_second",
 )
+_OF_SCORES = ("reward", "reward_std", "reward_errors", "accuracy", "zero_std_groups")
 _MOST_SKIPPED = 3  # steps in a row without training before a warning
 _SAMPLES = 10  # of a logged step, in TensorBoard
 _SHOWN, _MOST_CHARACTERS = 2, 300  # on the console
@@ -58,9 +59,8 @@ class Reports:
     def __init__(self, settings: RLSettings, architecture: Architecture, log_dir: Path, resume_step: int) -> None:
         actor, output_dir = settings.actor_train.settings, Path(settings.run.output_dir)
         self._settings, self._architecture = settings, architecture
-        hidden = ("reward", "accuracy") if settings.algorithm.is_pure_opd else ()  # there are none
-        line = tuple(each for each in _LINE if each not in hidden)
-        name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=line), asked_trackers(actor)
+        self._is_scored = UNSCORED not in settings.rewards
+        name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=_LINE), asked_trackers(actor)
         self._tensorboard: TensorBoard | None = None
         self._skipped = 0  # steps in a row that have not trained the policy
         callbacks: list[Callback] = [
@@ -100,6 +100,8 @@ class Reports:
             **{f"seconds/{name}": value for name, value in phases.seconds.items()},
             "waiting": phases.seconds["rollout"] / seconds,
         }
+        if not self._is_scored:
+            metrics = {name: value for name, value in metrics.items() if name not in _OF_SCORES}
         report = StepReport(
             step=step,
             total_steps=self._settings.run.max_steps,
@@ -119,7 +121,7 @@ class Reports:
             longest_row=max(lengths),
         )
         self.callbacks.on_step_end(report)
-        self._tell_failures(taken.groups)
+        tell_failures(taken.groups, "are left out")
         self._tell_training(step, learned)
         if step % self._settings.run.logging_steps == 0:
             self._show(step, taken.groups)
@@ -136,15 +138,6 @@ class Reports:
             what = f"{found.outliers:,} of {found.tokens:,} tokens, by {found.max:.3g} at most"
             print(f"  warning: rollout engine and trainer differ much in {what}; log_prob_gap_* has more", flush=True)
 
-    def _tell_failures(self, groups: Sequence[Group]) -> None:
-        """Say how many samples have no score, and why, for one of each domain."""
-        failed: dict[str, list[Sample]] = defaultdict(list)
-        for sample in (each for group in groups for each in group.samples if not each.has_score):
-            failed[sample.problem.domain].append(sample)
-        for domain, own in failed.items():
-            said = f"the reward of {domain} failed for {len(own)} samples, which are left out"
-            print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details['error'])}", flush=True)
-
     def _show(self, step: int, groups: Sequence[Group]) -> None:
         """Show samples as text: the best and the worst of them, and more in TensorBoard."""
         scored = (sample for group in groups for sample in group.samples if sample.has_score)
@@ -152,13 +145,23 @@ class Reports:
         chosen = samples[:1] + samples[-1:][: _SHOWN - 1]
         for sample in chosen if len(samples) > 1 else samples:
             prompt, text = (_shortened(part) for part in (sample.problem.prompt, sample.text))
-            say(f"  {sample.score:g}  {prompt!r} -> {text!r}")
+            say(f"  {f'{sample.score:g}  ' * self._is_scored}{prompt!r} -> {text!r}")
         if self._tensorboard is not None:
             rows = [
                 f"**{sample.score:g}** `{sample.problem.prompt!r}`\n\n    {sample.text!r}"
                 for sample in samples[:_SAMPLES]
             ]
             self._tensorboard.add_text("samples", "\n\n".join(rows), step)
+
+
+def tell_failures(groups: Sequence[Group], what_becomes: str) -> None:
+    """Say how many samples have no score, and why, for one of each domain."""
+    failed: dict[str, list[Sample]] = defaultdict(list)
+    for sample in (each for group in groups for each in group.samples if not each.has_score):
+        failed[sample.problem.domain].append(sample)
+    for domain, own in failed.items():
+        said = f"the reward of {domain} failed for {len(own)} samples, which {what_becomes}"
+        print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details['error'])}", flush=True)
 
 
 def sample_metrics(taken: Taken, version: int) -> dict[str, float]:

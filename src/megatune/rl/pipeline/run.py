@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatune.config.named import named
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.data.tokenizer_files import stop_tokens
@@ -27,12 +26,12 @@ from megatune.rl.pipeline.lines import start_lines
 from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
-from megatune.rl.pipeline.startup import Roles, devices_of, load_roles, start_roles, with_folders
+from megatune.rl.pipeline.startup import Roles, check_resume, devices_of, load_roles, start_roles, with_folders
 from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.judge_client import judge_clients
-from megatune.rl.rewards.pool import RewardPool, load_rewards
+from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
 from megatune.training.merge import merge_run
 from megatune.training.run_schedule import RunSchedule
@@ -63,12 +62,9 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             clean_partials(output_dir)
             write_atomically(output_dir / "run.yaml", run_yaml)
             stop_file.unlink(missing_ok=True)
+        check_resume(settings)
         settings, source = with_folders(settings)
         problems, validation = _read(settings, source)
-        load_rewards(settings.rewards)  # what is wrong with them shows before anything is started
-        for key in ("advantage_function", "loss_function"):
-            if path := getattr(settings.algorithm, key):
-                named(path, key)
         say("\n".join([*start_lines(settings), *problems.notes]))
         run = settings.run
         with Cluster(

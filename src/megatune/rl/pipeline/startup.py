@@ -26,13 +26,12 @@ from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
-# What actors build: of roles that are trained by their names, of the others by their strategy.
+# What actors build, by the names of their roles; of those that are not trained all the same.
 _WORKERS = {
     "actor_train": "megatune.rl.worker.policy:PolicyWorker",
     "critic": "megatune.rl.worker.value:ValueWorker",
-    "megatron": "megatune.rl.worker.reference:ReferenceWorker",
-    "hf": "megatune.rl.worker.transformers_model:TransformersWorker",
 }
+_FROZEN = "megatune.rl.worker.reference:ReferenceWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ def _engines(
 def _model_spec(settings: RLSettings, name: str, role: ModelRole) -> RoleSpec:
     return RoleSpec(
         name=name,
-        target=_WORKERS.get(name) or _WORKERS[role.strategy],
+        target=_WORKERS.get(name, _FROZEN),
         arguments={"settings": settings, "role": role},
         devices=role.devices,
         rendezvous=True,
@@ -249,6 +248,19 @@ def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -
             scheduler.load(model)
     said = [line for model in roles.models if model.ready is not None for line in model.ready.notes]
     return checkpoint, [*notes, *said]
+
+
+def check_resume(settings: RLSettings) -> None:
+    """Refuse what nothing can be resumed from, or what an earlier run has left, before anything is started.
+
+    Raises:
+        MegatuneError: INPUT, CANNOT_WRITE.
+    """
+    asked = settings.run.resume_from_checkpoint
+    if isinstance(asked, str) and not Path(asked).is_dir():
+        raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+    if asked is False:
+        _refuse_later(settings, None)
 
 
 def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:

@@ -50,6 +50,13 @@ class Verdict:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class Unscored:
+    """What scores nothing: of a distillation without rewards."""
+
+    def __call__(self, answer: Answer) -> Verdict:
+        return Verdict(0.0, 0.0)
+
+
 Reward = Callable[[Answer], Verdict]
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatune.config.named import named
+from megatune.config.rl.settings import UNSCORED
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.environments.play import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
@@ -54,6 +55,7 @@ KINDS: dict[str, Kind] = {
     "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),
     "environment": Kind("", limit=60.0, columns=()),
+    UNSCORED: Kind("answer:Unscored", columns=()),
 }
 ENVIRONMENT = "environment"  # of a role's arguments: what a role that plays is made with
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer
+from megatune.rl.rewards.answer import Answer, Unscored
 from megatune.rl.rewards.judge import Ask, Judge
 from megatune.rl.rewards.kinds import KINDS, load_reward
 from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, failure_of, reply_of
@@ -126,6 +126,8 @@ class RewardPool:
             job = Job(name, role.kind, role.function, role.arguments, folder, path, log)
             is_judge = isinstance(reward, Judge)
             own: Any = partial(_asked, reward, seconds) if is_judge else partial(_scored, scorer, job, seconds)
+            if isinstance(reward, Unscored):
+                own = partial(_unscored, reward)
             computes = not is_judge and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
             self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE)
@@ -211,6 +213,10 @@ async def _scored(
         if isinstance(error, TimeoutError):
             return [_late(limit)]
         return await _scored(scorer, job, limit, answers, tries - 1) if tries > 1 else [failure_of(error)]
+
+
+async def _unscored(reward: Unscored, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    return [reply_of(reward(answer)) for answer in answers]
 
 
 async def _asked(judge: Judge, limit: float, answers: Sequence[Answer]) -> list[dict[str, Any]]:

@@ -118,7 +118,9 @@ def ray_scorer(strategies: Sequence[Any]) -> Scorer:
         except ray.exceptions.RayActorError as error:
             if time.monotonic() - began >= limit:
                 raise TimeoutError from error
-            raise WorkerDiedError("the process of the reward was killed") from error
+            raise WorkerDiedError(
+                f"the process of the reward died; its output is in {job.log or 'the logs of Ray'}"
+            ) from error
         except TimeoutError:
             ray.kill(worker)
             raise

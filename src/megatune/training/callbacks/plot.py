@@ -79,13 +79,15 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
     for number, step in enumerate(bad):
         label = "bad steps, not trained" if not number else ""
         axes["loss"].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8, label=label)
-    _draw_curves(axes["loss"], loss, evaluation, "loss")
+    _draw_curves(axes["loss"], loss, evaluation, "training loss", "evaluation loss")
     axes["loss"].set_title("training loss")
     per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"
     per = "responses" if "reward" in beside else per
     axes["loss"].set_ylabel(f"loss (mean over {per})")
+    is_filtered = any("reward_unfiltered" in record for record in records)
+    kind = "training, groups that the filter keeps" if is_filtered else "training"
     for name in beside:
-        _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"))
+        _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"), kind)
         axes[name].set_ylabel(name)
     for name, lines in small.items():
         for color, (label, series) in zip(_COLORS if len(lines) > 1 else ("tab:gray",), lines.items(), strict=False):
@@ -137,9 +139,10 @@ def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float
     return sums
 
 
-def _draw_curves(axes: Axes, training: _Series, evaluation: _Series, what: str = "") -> None:
+def _draw_curves(
+    axes: Axes, training: _Series, evaluation: _Series, label: str, of_evaluation: str = "evaluation"
+) -> None:
     steps, values = training
-    label, of_evaluation = (f"{kind} {what}".rstrip() for kind in ("training", "evaluation"))
     marker = "o" if len(steps) < 30 else ""
     if len(steps) > 40:
         axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1, label=label)

@@ -29,11 +29,11 @@ def _same_line(left: str, right: str) -> bool:
 def _same_word(left: str, right: str) -> bool:
     if left == right:
         return True
-    if left.lstrip("+-").isdigit() and right.lstrip("+-").isdigit():
-        return int(left) == int(right)
     try:
+        if left.lstrip("+-").isdigit() and right.lstrip("+-").isdigit():
+            return int(left) == int(right)
         return math.isclose(float(left), float(right), rel_tol=1e-5, abs_tol=1e-8)
-    except ValueError:
+    except ValueError:  # of text, of "²", or of more digits than Python reads
         return False
 
 
