@@ -196,7 +196,7 @@ class _Search:
 
     def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
-        case = self.space.candidate(layout, batch, None, FULL_RECOMPUTE).case
+        case = self.space.candidate(layout, batch, None).case
         return max(state_bytes(case, stage).exact for stage in {0, layout.pp - 1})
 
     def may_be_better(self, point: _Point) -> bool:
@@ -230,7 +230,8 @@ class _Search:
         # Virtual stages are all that makes it faster.
         waits = kept.time.pipeline if self.space.virtual_stages(point.layout, point.batch) else 0.0
         seconds = kept.time.total - waits
-        ranks = self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
+        ranks = self._may_be_ranked(point.state, seconds)
+        ranks = ranks and self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
         if not (ranks and kept.fits) and not least.fits:
             self._misses[point.layout] = least
             return
@@ -253,9 +254,10 @@ class _Search:
         for kept, virtual in sorted(
             ((self._ends(point, number)[0], number) for number in numbers), key=lambda pair: pair[0].time.total
         ):
-            seconds, smallest = kept.time.total, min(each.bytes for each in self._ends(point, virtual))
+            seconds = kept.time.total
             if best is not None and not best.is_tight and best.time.total <= seconds:
                 break
+            smallest = min(each.bytes for each in self._ends(point, virtual))
             # The same without virtual stages is taken where it is not clearly slower.
             is_plain = plain is not None and not plain.is_tight and plain.time.total <= (1 + CLEARLY) * seconds
             if is_plain and not self._may_be_on_frontier(smallest, seconds):
@@ -288,10 +290,10 @@ class _Search:
             return [kept]
         found = [each for each in (kept, least) if each.fits]
         enough: list[frozenset[str]] = []
-        ways = [self.space.candidate(point.layout, point.batch, virtual, how) for how in self.space.selective]
-        smallest = ways[-1]  # recomputes what any of the others does
+        *others, widest = self.space.selective  # which recomputes what any of the others does
+        smallest = kept.recomputing(widest)
         useful = smallest.fits and self._may_help(virtual, smallest.bytes, kept.time.total)
-        for each in ways if useful else ():
+        for each in (*map(kept.recomputing, others), smallest) if useful else ():
             modules = frozenset(each.case.settings.recompute.recompute_modules)
             if any(smaller <= modules for smaller in enough):  # recomputes more than it must
                 continue
@@ -324,7 +326,7 @@ class _Search:
         while high - low > 1:
             share = (more.bytes - room) / max(more.bytes - less.bytes, 1)
             number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
-            found = self.space.candidate(point.layout, point.batch, virtual, block(number))
+            found = more.recomputing(block(number))
             if found.bytes <= room:
                 high, less, best = number, found, [found]
             else:

@@ -289,7 +289,6 @@ class RankTime:
         self, shapes: Shapes, groups: Groups, rates: Rates, calibration: Calibration, images: Images | None
     ) -> None:
         self.shapes, self.groups, self.rates, self.calibration, self.images = shapes, groups, rates, calibration, images
-        self._layers: dict[LayerContent, tuple[Seconds, Exchange]] = {}
         self._parts: dict[tuple[LayerContent, tuple[str, ...], float], _Parts] = {}
 
     def chunk(self, content: ChunkContent, recompute: Recompute) -> _Parts:
@@ -341,18 +340,12 @@ class RankTime:
             host_backward=self._launching(computed.launches[1]),
         )
 
-    def _plain_layer(self, layer: LayerContent) -> tuple[Seconds, Exchange]:
-        """Return one layer with nothing recomputed."""
-        if layer not in self._layers:
-            shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
-            seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
-            self._layers[layer] = seconds, layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
-        return self._layers[layer]
-
     def _layer(self, layer: LayerContent, modules: tuple[str, ...], again: float) -> _Parts:
         """Return one layer with these modules recomputed, of which `again` is recomputed whole (the mean over layers of
         a chunk)."""
-        seconds, exchange = self._plain_layer(layer)
+        shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
+        seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
+        exchange = layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
         computing, exchanging = module_seconds(modules, seconds, exchange, layer.kind.sparse)
         relaunched = again * seconds.launches[0]
         relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in modules)
