@@ -133,10 +133,9 @@ def _collectives(measured: Sequence[Measured]) -> Iterator[Check]:
     for name in measured[0].collectives:
         wrong = [one.rank for one in measured if not one.collectives[name][1]]
         slowest = min(one.collectives[name][0] for one in measured)
-        found = f"{_rate(slowest)} over {len(measured)} ranks, values right"
-        yield _check(
-            name, f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else found, not wrong, why, fix
-        )
+        right = f"{_rate(slowest)} over {len(measured)} ranks, values right"
+        found = f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else right
+        yield _check(name, found, not wrong, why, fix)
 
 
 def _flops(rate: float) -> str:

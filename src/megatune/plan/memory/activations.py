@@ -53,22 +53,20 @@ class Activations:
 
     def __init__(self, case: Case, shapes: Shapes | None = None, contents: Contents | None = None) -> None:
         settings = case.settings
-        self.factor, self._count, self._recompute = (
-            case.machine.calibration.activations, case.num_micro_batches, recompute_of(settings)
-        )  # fmt: skip
+        self._factor, self._count = case.machine.calibration.activations, case.num_micro_batches
         self._contents = contents or stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
-        self._shapes, images = shapes or shapes_of(case), images_of(case)
+        self._shapes, self._recompute, images = shapes or shapes_of(case), recompute_of(settings), images_of(case)
         self._pictures = _picture_memory(self._shapes, images) if images else None
 
     def total(self, stage: int) -> int:
-        return round(sum(self._peak(self._shapes, stage)) * self.factor)
+        return round(sum(self._peak(self._shapes, stage)) * self._factor)
 
     def parts(self, stage: int) -> StageActivations:
         """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
         peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
         even = self._shapes if self._shapes.imbalance == 1.0 else replace(self._shapes, imbalance=1.0)
         bare, loss = self._peak(even, stage)
-        activations, both = round(bare * self.factor), round((bare + loss) * self.factor)
+        activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
         return StageActivations(activations, both - activations, self.total(stage) - both)
 
     def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from megatune.plan.case import Case
 from megatune.plan.checkpoint import bytes_of
 from megatune.plan.memory.activations import Activations, Contents
 from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
-from megatune.plan.memory.tensors import ChunkContent, stage_chunks
+from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
 # Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
@@ -99,7 +98,7 @@ def fixed_memory(case: Case) -> FixedMemory:
     holds it for most micro-batches."""
     rules, settings = Rules.of(case), case.settings
     contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
-    stages = [stage for stage, held in enumerate(contents) if stage == 0 or _unlike(held, contents[stage - 1])]
+    stages = [stage for stage, held in enumerate(contents) if stage == 0 or held != contents[stage - 1]]
     fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in stages}
     return FixedMemory(shapes_of(case), contents, fixed)
 
@@ -108,14 +107,6 @@ def fullest_bytes(case: Case, fixed: FixedMemory) -> int:
     """Return the largest `StageMemory.total`, without its parts."""
     kept = Activations(case, fixed.shapes, fixed.contents)
     return max(kept.total(stage) + size for stage, size in fixed.stages.items())
-
-
-def _unlike(one: Sequence[ChunkContent], other: Sequence[ChunkContent]) -> bool:
-    """Return whether two stages hold other things, in whatever order."""
-    if one == other:  # the same objects
-        return False
-    held = ([(sorted(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage] for stage in (one, other))
-    return next(held) != next(held)
 
 
 def workspace_bytes(case: Case, stage: int) -> Workspace:

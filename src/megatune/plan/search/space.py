@@ -256,9 +256,8 @@ class Space:
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with the other exchanges of context parallelism."""
         parallel = settings.parallel
-        if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
-            return  # what there is for whole rows is a2a
-        if self.architecture.pictures_whole:
+        only_a2a = settings.performance.attention_backend == "fused" or self.architecture.pictures_whole  # whole rows
+        if parallel.context_parallel_size == 1 or only_a2a:
             return
         heads = self.architecture.num_attention_heads
         for kind in ("p2p", "all_gather", "a2a"):

@@ -274,14 +274,6 @@ class FixedTime:
         return model_flops(self._case)
 
 
-@lru_cache(maxsize=8192)
-def rank_time(
-    shapes: Shapes, groups: Groups, rates: Rates, calibration: Calibration, images: Images | None
-) -> RankTime:
-    """Return the one object of these, which layouts with other numbers of stages share."""
-    return RankTime(shapes, groups, rates, calibration, images)
-
-
 class RankTime:
     """Seconds of one rank's passes over a micro-batch: of layers and ends, however many stages share them."""
 
@@ -368,6 +360,9 @@ class RankTime:
             host_forward=self._launching(seconds.launches[0] + _OF_A_CALL * exchange.calls[0]),
             host_backward=self._launching(seconds.launches[1] + relaunched + _OF_A_CALL * called),
         )
+
+
+rank_time = lru_cache(maxsize=8192)(RankTime)  # layouts that differ in their number of stages share it
 
 
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
