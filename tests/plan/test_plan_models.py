@@ -10,7 +10,7 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import MODELS, find_model
-from megatune.plan.catalogue.models import _plain, _published
+from megatune.plan.catalogue.models import _plain, _published, published_names
 from megatune.plan.flops import num_parameters
 
 # Of the model cards, or the checkpoints' own indices.
@@ -89,7 +89,7 @@ def test_names(typed: str, name: str) -> None:
 def test_names_are_of_one_model_each() -> None:
     names = [
         (name, repository)
-        for repository, (aliases, _) in _published().items()
+        for repository, aliases in published_names()
         for name in {_plain(each) for each in (repository, *aliases)}
     ]
     assert len(dict(names)) == len(names)

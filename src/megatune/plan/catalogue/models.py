@@ -108,6 +108,11 @@ def _unknown(name: str, of_hub: MegatuneError | None = None) -> MegatuneError:
     return MegatuneError([finding, *(of_hub.findings if of_hub else ())], exit_code)
 
 
+def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the repository of each well-known model and its other names."""
+    return tuple((repository, aliases) for repository, (aliases, _) in _published().items())
+
+
 # Repositories by every name that `find_model` knows.
 _BY_NAME = {_plain(each): model for model, (aliases, _) in _published().items() for each in (model, *aliases)}
 # Names of the well-known models, without their organisation.
