@@ -16,7 +16,7 @@ from megatune.config.settings import BatchSettings, DataSettings, Settings
 from megatune.families import read_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.activations import StageActivations, stage_activations
+from megatune.plan.memory.activations import Activations, StageActivations
 
 
 def machine(generation: str = "cpu") -> Machine:
@@ -28,7 +28,7 @@ def machine(generation: str = "cpu") -> Machine:
 
 
 def activation_bytes(case: Case, stage: int) -> StageActivations:
-    return stage_activations(case, (stage,))[0].parts
+    return Activations(case).parts(stage)
 
 
 def architecture(**numbers: Any) -> Architecture:

@@ -14,7 +14,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import estimate
 from megatune.plan.run.record import Measured, RunRecord
-from megatune.plan.schedule import ChunkSeconds, forward_seconds, timeline
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, timeline
 from megatune.plan.time.estimate import num_reference_passes
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
@@ -110,7 +110,9 @@ def test_a_forward_pass_takes_about_a_third_of_a_step() -> None:
 @pytest.mark.parametrize("chunks", [((2.0,), (2.0,), (2.0,), (2.0,)), ((2.0, 2.0), (2.0, 2.0)), ((3.0,),)])
 def test_a_forward_pass_is_as_long_as_its_schedule(chunks: tuple[tuple[float, ...], ...]) -> None:
     seconds = [[ChunkSeconds(each, 0.0) for each in stage] for stage in chunks]
-    assert forward_seconds(seconds, 8) == pytest.approx(max(slots[-1].end for slots in timeline(seconds, 8)))
+    totals = [sum(stage) for stage in chunks]
+    closed = 8 * max(totals) + bubble_seconds(totals, len(chunks[0]))
+    assert closed == pytest.approx(max(slots[-1].end for slots in timeline(seconds, 8)))
 
 
 def test_what_was_trained_is_planned_by_the_tokens_of_rows() -> None:

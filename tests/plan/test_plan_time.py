@@ -16,7 +16,7 @@ from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
 from megatune.plan.operators.shapes import shapes_of
-from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
+from megatune.plan.schedule import bubble_seconds, exchange_seconds
 from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
 from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
 from megatune.plan.time.efficiency import Seconds, layer_seconds, optimizer_seconds
@@ -71,7 +71,8 @@ def _seconds(case: Case, sparse: bool = False) -> Seconds:
 
 
 def _exchange(case: Case, sparse: bool = False) -> Any:
-    return communication.layer_exchange(shapes_of(case), groups_of(case), _seconds(case, sparse), sparse)
+    shapes = shapes_of(case)
+    return communication.layer_exchange(shapes, groups_of(case.machine, shapes), _seconds(case, sparse), sparse)
 
 
 LINK = Link(name="link", bandwidth=100e9, latency=1e-6)
@@ -109,9 +110,9 @@ def test_messages_take_the_slowest_link_of_their_group():
 def test_collectives_over_pcie_share_what_is_under_the_cards():
     """Eight RTX 5090 were measured at 28 GB/s: https://github.com/NVIDIA/nccl/issues/1639."""
     case = _case(gpu="rtx-5090", **_tp(8))
-    assert groups_of(case).tensor.bandwidth == pytest.approx(28e9, rel=0.05)
+    assert groups_of(case.machine, shapes_of(case)).tensor.bandwidth == pytest.approx(28e9, rel=0.05)
     own = replace(case, machine=replace(case.machine, link=Link(name="mine", bandwidth=40e9, latency=1e-6)))
-    assert groups_of(own).tensor.bandwidth == pytest.approx(0.75 * 40e9)
+    assert groups_of(own.machine, shapes_of(own)).tensor.bandwidth == pytest.approx(0.75 * 40e9)
 
 
 def test_groups_lie_where_megatron_core_puts_them():
@@ -122,13 +123,13 @@ def test_groups_lie_where_megatron_core_puts_them():
         expert_model_parallel_size=8,
         expert_tensor_parallel_size=1,
     )
-    groups = groups_of(case)
+    groups = groups_of(case.machine, shapes_of(case))
     dense, expert = communication.data_groups(case)
     sizes = [(group.size, group.per_node) for group in (*groups, dense, expert)]
     # tp 2 and cp 2 inside a machine, and the four ranks of both; ep 8 fills one, dp · cp = 16 every second rank, the
     # four copies of experts on four machines; stages lie 32 ranks apart.
     assert sizes == [(2, 2), (2, 2), (4, 4), (8, 8), (1, 1), (16, 4), (4, 1)]
-    stages = group_of(case, 2, 32)
+    stages = group_of(case.machine, 2, 32)
     assert (stages.size, stages.per_node) == (2, 1)
 
 
@@ -263,13 +264,12 @@ def test_exchanges_hide_behind_four_fifths_of_a_pass_but_for_the_last_bucket():
 
 @pytest.mark.parametrize(("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 8), (4, 1, 8), (4, 2, 8), (8, 4, 32)])
 def test_even_stages_wait_the_known_share_of_a_step(stages, virtual, count):
-    chunks = [[ChunkSeconds(1 / virtual, 2 / virtual)] * virtual] * stages
-    assert bubble_seconds(chunks) / (count * 3) == pytest.approx((stages - 1) / (virtual * count))
+    assert bubble_seconds([3.0] * stages, virtual) / (count * 3) == pytest.approx((stages - 1) / (virtual * count))
 
 
 def test_uneven_stages_wait_for_the_slowest():
     # One micro-batch goes through all stages once and back; the slowest does the others meanwhile.
-    assert bubble_seconds([[ChunkSeconds(1, 2)], [ChunkSeconds(2, 4)], [ChunkSeconds(1, 1)]]) == 5
+    assert bubble_seconds([3, 6, 2], 1) == 5
 
 
 def test_virtual_stages_exchange_beside_computing_only_where_they_may():

@@ -154,15 +154,16 @@ def test_ranks_exchange_features_and_what_each_found_of_gradients():
     text, frozen, trained = make_case(TP4, tokens=0), make_case(TP4), make_case(TP4, TOWER)
     times = [step_time(case).tensor_parallel for case in (text, frozen, trained)]
     assert times == sorted(set(times))
-    vision, group = tower(trained), groups_of(trained).tensor
+    vision, group = tower(trained), groups_of(trained.machine, shapes_of(trained)).tensor
     count = pictures(trained).num_trained
     assert count == pytest.approx(vision.num_parameters + 3 * vision.num_projector_parameters / 4, rel=1e-4)
     # fp32 gradients, once a step.
-    once = communication.sum_of_shares(trained, groups_of(trained), pictures(trained))
+    once = communication.sum_of_shares(trained, groups_of(trained.machine, shapes_of(trained)), pictures(trained))
     assert once == pytest.approx(communication.all_reduce(group, 4 * count))
-    assert communication.sum_of_shares(frozen, groups_of(frozen), pictures(frozen)) == 0
+    assert communication.sum_of_shares(frozen, groups_of(frozen.machine, shapes_of(frozen)), pictures(frozen)) == 0
     # Of four images a rank sends one, 576 tokens of 4 · 4,096 numbers of two bytes, and gets three.
-    forward = communication.picture_exchange(shapes_of(frozen), groups_of(frozen), pictures(frozen))[0]
+    shapes = shapes_of(frozen)
+    forward = communication.picture_exchange(shapes, groups_of(frozen.machine, shapes), pictures(frozen))[0]
     embedding = communication.all_reduce(group, 2 * 4096 * 4096)
     assert forward - embedding == pytest.approx(3 * 2 * IMAGE * 4 * 4096 / group.bandwidth + group.latency)
 

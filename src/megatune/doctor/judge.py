@@ -59,53 +59,49 @@ def _name(one: Measured, measured: Sequence[Measured]) -> str:
     return f"{one.host} (NODE_RANK {one.node})" if same else one.host
 
 
-def _clocks(measured: Sequence[Measured]) -> Iterator[Check]:
+def _clocks(measured: Sequence[Measured]) -> list[Check]:
     hosts = _hosts(measured)
     if len(hosts) < 2:
-        return
+        return []
     middle = statistics.median(one.clock for one in hosts)
     apart = {one.node: one.clock - middle for one in hosts}
-    wrong = [one for one in hosts if abs(apart[one.node]) > CLOCK_SECONDS]
-    why, fix = (
-        "logs, heartbeats and files of the machines cannot be put in order",
-        "synchronise it: chronyc makestep, or ntpd",
-    )
-    for one in wrong:
-        found = f"{apart[one.node]:+.1f} s from the other machines'"
-        yield Check("ranks", "clock", Verdict.WARN, found, why, fix, _name(one, measured))
-    if not wrong:
-        yield _check("clocks", f"{len(hosts)} machines, at most {max(map(abs, apart.values())):.2f} s apart")
+    why = "logs, heartbeats and files of the machines cannot be put in order"
+    fix, found = "synchronise it: chronyc makestep, or ntpd", "{:+.1f} s from the other machines'"
+    wrong = [
+        Check("ranks", "clock", Verdict.WARN, found.format(apart[one.node]), why, fix, _name(one, measured))
+        for one in hosts
+        if abs(apart[one.node]) > CLOCK_SECONDS
+    ]
+    most = max(map(abs, apart.values()))
+    return wrong or [_check("clocks", f"{len(hosts)} machines, at most {most:.2f} s apart")]
 
 
-def _shared(measured: Sequence[Measured]) -> Iterator[Check]:
+def _shared(measured: Sequence[Measured]) -> list[Check]:
     hosts = _hosts(measured)
     if len(hosts) < 2 or hosts[0].shared is None:
-        return
+        return []
     blind = [_name(one, measured) for one in hosts if one.shared == math.inf]
     why = "a checkpoint would be in parts on several machines, and none could be resumed"
     fix = "an absolute output_dir on a file system that all machines share"
-    for host in blind:
-        found = f"{host} does not see what {_name(hosts[0], measured)} writes"
-        yield Check("ranks", "output_dir", Verdict.FAIL, found, why, fix, host)
-    if not blind:
-        slowest = max(one.shared or 0.0 for one in hosts)
-        yield _check("output_dir", f"all {len(hosts)} machines see a new file after {slowest:.1f} s")
+    unseen, slowest = f"does not see what {_name(hosts[0], measured)} writes", max(one.shared or 0.0 for one in hosts)
+    wrong = [Check("ranks", "output_dir", Verdict.FAIL, f"{host} {unseen}", why, fix, host) for host in blind]
+    return wrong or [_check("output_dir", f"all {len(hosts)} machines see a new file after {slowest:.1f} s")]
 
 
-def _speeds(measured: Sequence[Measured]) -> Iterator[Check]:
-    rates = [one.flops for one in measured]
+def _speeds(measured: Sequence[Measured]) -> list[Check]:
+    rates, name = [one.flops for one in measured], "matrix product"
     middle = statistics.median(rates)
-    slow = [one for one in measured if one.flops < SLOWER * middle]
-    why, fix = (
-        "every step waits for the slowest rank",
-        "look for other processes, throttling, or a limit of its container",
-    )
-    for one in slow:
-        found = f"{_flops(one.flops)}, the median of the ranks has {_flops(middle)}"
-        yield Check("ranks", f"matrix product of rank {one.rank}", Verdict.WARN, found, why, fix, _name(one, measured))
-    if not slow:
-        found = f"{_flops(min(rates))} to {_flops(max(rates))} a rank" if len(rates) > 1 else _flops(rates[0])
-        yield _check("matrix product", found)
+    why = "every step waits for the slowest rank"
+    fix = "look for other processes, throttling, or a limit of its container"
+    usual = f"the median of the ranks has {_flops(middle)}"
+    slow = [
+        Check("ranks", f"{name} of rank {one.rank}", Verdict.WARN, f"{_flops(one.flops)}, {usual}", why, fix,
+              _name(one, measured))
+        for one in measured
+        if one.flops < SLOWER * middle
+    ]  # fmt: skip
+    several = f"{_flops(min(rates))} to {_flops(max(rates))} a rank"
+    return slow or [_check(name, several if len(rates) > 1 else _flops(rates[0]))]
 
 
 def _links(measured: Sequence[Measured]) -> Iterator[Check]:
@@ -137,10 +133,9 @@ def _collectives(measured: Sequence[Measured]) -> Iterator[Check]:
     for name in measured[0].collectives:
         wrong = [one.rank for one in measured if not one.collectives[name][1]]
         slowest = min(one.collectives[name][0] for one in measured)
-        found = f"{_rate(slowest)} over {len(measured)} ranks, values right"
-        yield _check(
-            name, f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else found, not wrong, why, fix
-        )
+        right = f"{_rate(slowest)} over {len(measured)} ranks, values right"
+        found = f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else right
+        yield _check(name, found, not wrong, why, fix)
 
 
 def _flops(rate: float) -> str:

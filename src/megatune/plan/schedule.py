@@ -150,15 +150,18 @@ def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | Non
     return None if work.forward else (stage, work._replace(forward=True))
 
 
-def bubble_seconds(chunks: Sequence[Sequence[ChunkSeconds]]) -> float:
+def bubble_seconds(totals: Sequence[float], vpp: int) -> float:
     """Return how long the slowest stage waits in a step, in closed form.
 
     It computes all its micro-batches without a pause once the first has arrived; before it and after its last one the
     other stages work for one micro-batch, with v virtual stages for one v-th of it. With equal stages that is the
-    well-known bubble of (p - 1) / (v · m).
+    well-known bubble of (p - 1) / (v · m). The same holds of forward passes alone.
+
+    Args:
+        totals: seconds of a micro-batch in each stage.
+        vpp: virtual stages of a stage, 1 without.
     """
-    totals = [sum(chunk.total for chunk in stage) for stage in chunks]
-    return (sum(totals) - max(totals)) / len(chunks[0])
+    return (sum(totals) - max(totals)) / vpp
 
 
 def bubble_shares(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> tuple[float, float]:
@@ -166,20 +169,12 @@ def bubble_shares(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: i
 
     Of p stages that take equally long, without virtual stages, both are (p - 1) / (m + p - 1).
     """
-    totals, bubble = [sum(chunk.total for chunk in stage) for stage in chunks], bubble_seconds(chunks)
+    totals = [sum(chunk.total for chunk in stage) for stage in chunks]
+    bubble = bubble_seconds(totals, len(chunks[0]))
     whole = num_micro_batches * max(totals) + bubble
     if not whole:
         return 0.0, 0.0
     return 1 - num_micro_batches * sum(totals) / (len(chunks) * whole), bubble / whole
-
-
-def forward_seconds(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> float:
-    """Return seconds of a forward pass over the micro-batches of a step; exchanges between stages left out.
-
-    As with `bubble_seconds` the slowest stage waits for one micro-batch of the others.
-    """
-    totals = [sum(chunk.forward for chunk in stage) for stage in chunks]
-    return num_micro_batches * max(totals) + (sum(totals) - max(totals)) / len(chunks[0])
 
 
 def exchange_seconds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isqrt
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
@@ -54,7 +55,8 @@ def nearest(value: int, candidates: Iterable[int]) -> int:
 
 def divisors(number: int) -> list[int]:
     """List all divisors of a positive number, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [each for each in range(1, isqrt(max(number, 0)) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each < number]
 
 
 def multiples_around(value: int, base: int) -> tuple[int, ...]:

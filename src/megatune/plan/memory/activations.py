@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from operator import add, mul
 from typing import NamedTuple, TypeVar
 
 from megatune.plan.case import Case
@@ -20,6 +21,7 @@ from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer
 from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
+Contents = tuple[tuple[ChunkContent, ...], ...]  # chunks by stage and virtual stage
 _Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, and how many of them follow each other
 
 
@@ -38,85 +40,59 @@ class _Pictures(NamedTuple):
     added: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage's place in the pipeline, and what decides about its activations besides shapes."""
+class Activations:
+    """Bytes of the stages of a case at their peaks, of the fullest rank of experts, times the machine's calibrated
+    factor.
 
-    pp: int
-    stage: int
-    num_micro_batches: int
-    chunks: tuple[ChunkContent, ...]
-    recompute: Recompute
-    pictures: _Pictures | None
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationBytes:
-    """Bytes of a stage at its peak, of the fullest rank of experts, times the machine's calibrated factor."""
-
-    factor: float
-    shapes: Shapes
-    stage: _Stage
-
-    @property
-    def total(self) -> int:
-        return round(sum(_peak(self.shapes, self.stage)) * self.factor)
-
-    @property
-    def parts(self) -> StageActivations:
-        """They add up to `total`."""
-        even = self.shapes if self.shapes.imbalance == 1.0 else replace(self.shapes, imbalance=1.0)
-        bare, loss = _peak(even, self.stage)
-        activations, both = round(bare * self.factor), round((bare + loss) * self.factor)
-        return StageActivations(activations, both - activations, self.total - both)
-
-
-def stage_activations(case: Case, stages: Iterable[int], shapes: Shapes | None = None) -> list[ActivationBytes]:
-    """Count the activations of each of these stages at its peak.
-
-    With 1F1B that is when as many micro-batches are held as the schedule ever holds, and one of them is at the peak of
-    its forward or backward pass. Every token is taken to be trained, and every row to be as long as the longest.
+    With 1F1B the peak is when as many micro-batches are held as the schedule ever holds, and one of them is at the peak
+    of its forward or backward pass. Every token is taken to be trained, and every row to be as long as the longest.
 
     Args:
-        shapes: of the case, where they are known.
-
-    Returns:
-        In `parts` `logits_and_loss` is what the output layer and the loss add to the stage's peak, `expert_imbalance`
-        what the fullest expert rank has beyond an even share; `activations` is all the rest.
+        shapes, contents: of the case, where they are known: `stage_chunks`.
     """
-    parallel, recompute = case.settings.parallel, recompute_of(case.settings)
-    contents = stage_chunks(parallel, case.model.architecture, case.settings.finetuning)
-    shapes, images = shapes or shapes_of(case), images_of(case)
-    pictures = _picture_memory(shapes, images) if images else None
-    pp, count = parallel.pipeline_model_parallel_size, case.num_micro_batches
-    places = (_Stage(pp, stage, count, contents[stage], recompute, pictures) for stage in stages)
-    return [ActivationBytes(case.machine.calibration.activations, shapes, place) for place in places]
 
+    def __init__(self, case: Case, shapes: Shapes | None = None, contents: Contents | None = None) -> None:
+        settings = case.settings
+        self._factor, self._count = case.machine.calibration.activations, case.num_micro_batches
+        self._contents = contents or stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
+        self._shapes, self._recompute, images = shapes or shapes_of(case), recompute_of(settings), images_of(case)
+        self._pictures = _picture_memory(self._shapes, images) if images else None
 
-def _peak(shapes: Shapes, stage: _Stage) -> tuple[int, int]:
-    """Return bytes at the peak, of all but output layer and loss, and what these add."""
-    passes = [_pass(shapes, chunk, stage.recompute, stage.pictures, with_loss=False) for chunk in stage.chunks]
-    bare = _fullest(shapes, stage, passes)
-    if not stage.chunks[-1].loss:
-        return bare, 0
-    passes[-1] = _pass(shapes, stage.chunks[-1], stage.recompute, stage.pictures, with_loss=True)
-    return bare, max(_fullest(shapes, stage, passes) - bare, 0)
+    def total(self, stage: int) -> int:
+        return round(sum(self._peak(self._shapes, stage)) * self._factor)
 
+    def parts(self, stage: int) -> StageActivations:
+        """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
+        peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
+        even = self._shapes if self._shapes.imbalance == 1.0 else replace(self._shapes, imbalance=1.0)
+        bare, loss = self._peak(even, stage)
+        activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
+        return StageActivations(activations, both - activations, self.total(stage) - both)
 
-def _fullest(shapes: Shapes, stage: _Stage, passes: Sequence[Memory]) -> int:
-    """Return bytes of 1F1B: micro-batches are held, while the last of them goes forward or the first one backward."""
-    # A GPU frees what was sent to the next stage; a CPU's communication may still have to read it.
-    sent = [shapes.hidden if stage.pp > 1 and shapes.on_cpu and not chunk.loss else 0 for chunk in stage.chunks]
-    kept = tuple(memory.kept + size for memory, size in zip(passes, sent, strict=True))
-    sizes = kept if len(kept) > 1 else None
-    held = in_flight(stage.pp, len(passes), stage.stage, stage.num_micro_batches, sizes)
-    total = sum(count * size for count, size in zip(held, kept, strict=True))
-    return total + max(max(memory.forward, memory.backward) for memory in passes)
+    def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:
+        """Return bytes at the peak, of all but output layer and loss, and what these add."""
+        chunks, others = self._contents[stage], (self._recompute, self._pictures)
+        passes = [_pass(shapes, chunk, *others, False) for chunk in chunks]
+        bare = self._fullest(shapes, stage, passes)
+        if not chunks[-1].loss:
+            return bare, 0
+        passes[-1] = _pass(shapes, chunks[-1], *others, True)
+        return bare, max(self._fullest(shapes, stage, passes) - bare, 0)
+
+    def _fullest(self, shapes: Shapes, stage: int, passes: Sequence[Memory]) -> int:
+        """Return bytes of 1F1B: micro-batches are held, while the last goes forward or the first one backward."""
+        kept, pp = tuple([memory.kept for memory in passes]), len(self._contents)
+        if pp > 1 and shapes.on_cpu:
+            # A GPU frees what was sent to the next stage; a CPU's communication may still have to read it.
+            sent = [0 if chunk.loss else shapes.hidden for chunk in self._contents[stage]]
+            kept = tuple(map(add, kept, sent))
+        held = in_flight(pp, len(kept), stage, self._count, kept if len(kept) > 1 else None)
+        return sum(map(mul, held, kept)) + max([max(memory.forward, memory.backward) for memory in passes])
 
 
 @lru_cache(16384)
 def _pass(
-    shapes: Shapes, chunk: ChunkContent, recompute: Recompute, pictures: _Pictures | None, *, with_loss: bool
+    shapes: Shapes, chunk: ChunkContent, recompute: Recompute, pictures: _Pictures | None, with_loss: bool
 ) -> Memory:
     """Return a micro-batch through one virtual stage."""
     memories, added = [inputs(shapes)], 0

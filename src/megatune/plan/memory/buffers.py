@@ -81,7 +81,7 @@ def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: in
     # A shared embedding has a bucket of its own, and parts what is before it from what comes after it.
     buckets = [0]
     for parameters, count in parts:
-        for parameter in parameters if count else ():
+        for parameter in parameters:
             if parameter.is_shared_embedding:
                 buckets += [parameter.numel, 0]
             else:

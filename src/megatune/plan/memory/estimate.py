@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import NamedTuple
 
-from megatune.architecture import Architecture
-from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.settings import ParallelSettings
 from megatune.plan.case import Case
 from megatune.plan.checkpoint import bytes_of
-from megatune.plan.memory.activations import stage_activations
+from megatune.plan.memory.activations import Activations, Contents
 from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
 from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.operators.shapes import Shapes, shapes_of
@@ -78,10 +74,10 @@ MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name n
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
-    rules, stages = Rules.of(case), range(case.settings.parallel.pipeline_model_parallel_size)
+    rules, kept = Rules.of(case), Activations(case)
     parts = (
-        (stage_state(rules, stage), kept.parts, workspace_bytes(case, stage))
-        for stage, kept in zip(stages, stage_activations(case, stages), strict=True)
+        (stage_state(rules, stage), kept.parts(stage), workspace_bytes(case, stage))
+        for stage in range(case.settings.parallel.pipeline_model_parallel_size)
     )
     return tuple(
         StageMemory(stage=stage, **state._asdict(), **kept._asdict(), **work._asdict())
@@ -90,9 +86,10 @@ def stage_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 class FixedMemory(NamedTuple):
-    """What recomputation does not change: the shapes, and bytes of state and of what no pass keeps, by stage."""
+    """What recomputation does not change: shapes, chunks, and bytes of state and of what no pass keeps, by stage."""
 
     shapes: Shapes
+    contents: Contents
     stages: dict[int, int]
 
 
@@ -100,27 +97,16 @@ def fixed_memory(case: Case) -> FixedMemory:
     """Return it for each stage that holds other things than the one before: of those that hold the same, the first
     holds it for most micro-batches."""
     rules, settings = Rules.of(case), case.settings
-    stages = _unlike_stages(settings.parallel, case.model.architecture, settings.finetuning)
+    contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
+    stages = [stage for stage, held in enumerate(contents) if stage == 0 or held != contents[stage - 1]]
     fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in stages}
-    return FixedMemory(shapes_of(case), fixed)
+    return FixedMemory(shapes_of(case), contents, fixed)
 
 
 def fullest_bytes(case: Case, fixed: FixedMemory) -> int:
     """Return the largest `StageMemory.total`, without its parts."""
-    kept = stage_activations(case, fixed.stages, fixed.shapes)
-    return max(each.total + size for each, size in zip(kept, fixed.stages.values(), strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _unlike_stages(
-    parallel: ParallelSettings, architecture: Architecture, trainable: FinetuningSettings
-) -> tuple[int, ...]:
-    """Return the stages that hold other things than the one before."""
-    held = [
-        [(sorted(chunk.layers), chunk.embedding, chunk.loss) for chunk in stage]
-        for stage in stage_chunks(parallel, architecture, trainable)
-    ]
-    return tuple(stage for stage in range(len(held)) if stage == 0 or held[stage] != held[stage - 1])
+    kept = Activations(case, fixed.shapes, fixed.contents)
+    return max(kept.total(stage) + size for stage, size in fixed.stages.items())
 
 
 def workspace_bytes(case: Case, stage: int) -> Workspace:

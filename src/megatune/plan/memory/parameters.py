@@ -6,7 +6,6 @@ they lie in further buffers, and have no master weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ from megatune.plan.memory.tensors import (
     ChunkContent,
     HeldParameter,
     HeldParameters,
+    Place,
     held_parameters,
     layer_contents,
     stage_chunks,
@@ -253,11 +253,11 @@ def _elements(rules: Rules, stage: int) -> StageParameters:
 def _orthogonal_flops(rules: Rules, stage: int) -> int:
     """Count one iteration over the matrices of a stage, those of experts and the others each shared by replicas."""
     held = rules.held()
-    content = (pair for chunk in rules.chunks(stage) for pair in _repeated(held, chunk))
     return sum(
         count * one.orthogonal_flops // (rules.shards[one.is_expert] if rules.is_sharded else 1)
-        for parameters, count in content
-        for one in parameters
+        for chunk in rules.chunks(stage)
+        for place, count in _places(chunk)
+        for one in held.at(place)
         if one.trained
     )
 
@@ -292,8 +292,8 @@ def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
     for kind in rules.kinds:
         size = trained = others = buffers = 0
         for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-            for parameters, count in _repeated(held, chunk):
-                of_all, of_trained, of_others = _sizes(parameters, kind)
+            for place, count in _places(chunk):
+                of_all, of_trained, of_others = _sizes(held, place, kind)
                 size, trained, others = size + count * of_all, trained + count * of_trained, others + count * of_others
             if rules.is_sharded:
                 full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[kind.is_expert]
@@ -317,25 +317,29 @@ def _chunk_buckets(rules: Rules, stage: int, kind: Kind) -> Iterator[list[Bucket
         yield shared_buckets(ours, shards, rules.bucket_size(stage, virtual_stage))
 
 
-def _repeated(held: HeldParameters, chunk: ChunkContent) -> Iterator[tuple[tuple[HeldParameter, ...], int]]:
-    """Yield what a chunk holds, and how often."""
-    yield held.first, int(chunk.embedding)
-    yield from ((held.of_layer(layer), count) for layer, count in Counter(chunk.layers).items())
-    yield held.last, int(chunk.loss)
+def _places(chunk: ChunkContent) -> list[tuple[Place, int]]:
+    """Return the places of what a chunk holds, in the engine's order, and how often it holds it."""
+    places: list[tuple[Place, int]] = [("first", int(chunk.embedding)), *chunk.counts, ("last", int(chunk.loss))]
+    return [place for place in places if place[1]]
 
 
 @lru_cache(maxsize=4096)
-def _sizes(parameters: tuple[HeldParameter, ...], kind: Kind) -> tuple[int, int, int]:
+def _sizes(held: HeldParameters, place: Place, kind: Kind) -> tuple[int, int, int]:
     """Return elements of all, of those that are trained, and of these without matrices."""
-    size, trained = sum(one.numel for one in parameters if kind.has(one)), trained_of(parameters, kind)
+    size, trained = sum(one.numel for one in held.at(place) if kind.has(one)), _trained_at(held, place, kind)
     return size, sum(one.numel for one in trained), sum(one.numel for one in trained if not one.is_matrix)
+
+
+@lru_cache(maxsize=4096)
+def _trained_at(held: HeldParameters, place: Place, kind: Kind) -> list[HeldParameter]:
+    return trained_of(held.at(place), kind)
 
 
 @lru_cache(maxsize=16384)
 def _buffer_size(held: HeldParameters, chunk: ChunkContent, kind: Kind, shards: int, full: int | None) -> int:
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
-        return padded_size(((trained_of(part, kind), count) for part, count in _repeated(held, chunk)), shards)
+        return padded_size(((_trained_at(held, place, kind), count) for place, count in _places(chunk)), shards)
     ours = trained_of(held.of_chunk(chunk), kind)
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -107,6 +108,9 @@ class LayerContent(NamedTuple):
     gradient: Literal["weights", "through", "none"] = "weights"
 
 
+Place = LayerContent | Literal["first", "last"]  # of parameters: a layer of a kind, or the ends of the model
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # a key of many caches, which `chunk_content` makes once
 class ChunkContent:
     """What a pipeline chunk holds: whether the embedding, which layers, and whether the loss."""
@@ -114,12 +118,13 @@ class ChunkContent:
     embedding: bool
     layers: tuple[LayerContent, ...]
     loss: bool
+    counts: tuple[tuple[LayerContent, int], ...]  # of layers, each kind where it comes first
 
 
 @cache
 def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool) -> ChunkContent:
     """Return the one chunk of this content."""
-    return ChunkContent(embedding, layers, loss)
+    return ChunkContent(embedding, layers, loss, tuple(Counter(layers).items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
@@ -149,6 +154,11 @@ class HeldParameters:
 
     def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
         return self.layers[layer.kind, layer.gradient == "weights"]
+
+    def at(self, place: Place) -> tuple[HeldParameter, ...]:
+        if isinstance(place, LayerContent):
+            return self.of_layer(place)
+        return self.first if place == "first" else self.last
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -117,13 +117,18 @@ class Shapes:
     imbalance: float
     engine: Engine = OURS
     kind: LayerKind = _OUTSIDE
+    _hash: int = field(init=False, repr=False, compare=False)
 
-    def __hash__(self) -> int:
-        # Quick: every case needs it many times. What is left out differs between few cases.
-        return hash((
+    def __post_init__(self) -> None:
+        # Once: every case needs it many times. What is left out differs between few cases.
+        found = hash((
             self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
             self.imbalance, self.keeps, self.kind, self.architecture.num_layers, self.architecture.hidden_size,
         ))  # fmt: skip
+        object.__setattr__(self, "_hash", found)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def adapted(self, name: str) -> Adapted | None:
         """Return the adapter beside a linear layer."""
@@ -169,7 +174,7 @@ def shapes_of(case: Case) -> Shapes:
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
     embedding, output = _trained_ends(architecture, trainable)
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
-    return Shapes(
+    return _only(Shapes(
         architecture=architecture,
         on_cpu=case.machine.device.on_cpu,
         size=size,
@@ -200,7 +205,13 @@ def shapes_of(case: Case) -> Shapes:
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
         engine=case.engine,
-    )
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def _only(shapes: Shapes) -> Shapes:
+    """Return the one object of all that are equal, which caches find without comparing it."""
+    return shapes
 
 
 @lru_cache(maxsize=256)

@@ -89,9 +89,7 @@ def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Pa
 def _head(found: Answer) -> Iterator[Item]:
     """Say what is planned."""
     question, model = found.question, found.question.case.model
-    parameters = num_parameters(model.architecture)
-
-    yield f"model    {model.name}, {amount(parameters)} parameters"
+    yield f"model    {model.name}, {amount(num_parameters(model.architecture))} parameters"
     yield Entry("trained", trained_words(question.case))
     yield Entry("", slow_precision(question.case))
     yield Entry("devices", machine_words(question.case.machine, question.case.world_size))
@@ -107,8 +105,7 @@ def _head(found: Answer) -> Iterator[Item]:
         yield Entry("batch", rows)
         yield Entry("lengths", length_words(question.case if found.own is None else found.own.case))
         return
-    tokens = f"{row_words(question.case)} a row"
-    yield Entry("batch", f"{rows}, {tokens}")
+    yield Entry("batch", f"{rows}, {row_words(question.case)} a row")
 
 
 def _searched(found: Answer, top: int) -> Iterator[Item]:
@@ -162,14 +159,12 @@ def _enough(found: Answer) -> Iterator[Item]:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
         layout += " (tight)" if enough.is_tight else ""
-        text = f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
-        yield text
+        yield f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
     for changes, best in found.less:
         does = "fits, and is tight" if best.is_tight else "fits"
         yield f"  {written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
     if found.enough is None and not found.less:
-        no = "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
-        yield no
+        yield "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
 
 
 def _better(found: Answer, own: Estimate) -> Iterator[Item]:

@@ -105,11 +105,8 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
 def _models(question: RLQuestion) -> str:
     """Write each model with its roles."""
     roles: dict[str, list[str]] = {}
-    roles_of_step: tuple[ModelRole | InferRole, ...] = (
-        *model_roles(question.settings),
-        *infer_roles(question.settings),
-    )
-    for role in roles_of_step:
+    every: tuple[ModelRole | InferRole, ...] = (*model_roles(question.settings), *infer_roles(question.settings))
+    for role in every:
         words = "not known"
         if model := question.models.get(role.name):
             name = model.name.rstrip("/").split("/")[-1]
@@ -193,8 +190,7 @@ def _time(found: RLAnswer) -> Iterator[Item]:
     yield _rollout_words(found)
     if time.overlaps:
         rollout, trainer = 1 - time.rollout_side / whole, 1 - time.trainer_side / whole
-        waiting = f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
-        yield waiting
+        yield f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
 
 
 def _rate(found: RLAnswer) -> float:

@@ -339,11 +339,9 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
 
 def shares(question: RLQuestion) -> list[RoleShares]:
     """Return what every role holds."""
-    roles = [_of_trainer(question, role) for role in model_roles(question.settings)]
-    return [
-        *roles,
-        *(_of_engine(question, role) for role in infer_roles(question.settings) if role.name in question.models),
-    ]
+    engines = (role for role in infer_roles(question.settings) if role.name in question.models)
+    trainers = (_of_trainer(question, role) for role in model_roles(question.settings))
+    return [*trainers, *(_of_engine(question, role) for role in engines)]
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:

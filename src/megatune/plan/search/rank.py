@@ -31,6 +31,7 @@ from megatune.plan.time import micro_batch_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 _NUM_TOO_LARGE = 10
+_NEARLY = 0.98  # of interpolated seconds, no fewer are to be expected
 _ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
 # Differences below this are within what an estimate is worth.
 _TOLERANCE = 1.02
@@ -195,22 +196,27 @@ class _Search:
 
     def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
-        case = self.space.candidate(layout, batch, None, FULL_RECOMPUTE).case
+        case = self.space.candidate(layout, batch, None).case
         return max(state_bytes(case, stage).exact for stage in {0, layout.pp - 1})
 
     def may_be_better(self, point: _Point) -> bool:
         """Return whether a point may be ranked, or be on the frontier."""
-        state, shortest, below = point.state, point.shortest, self.request.below
-        is_dominated = below < math.inf or self.frontier.dominates(state, shortest)
-        if shortest >= below or (is_dominated and not self._may_be_ranked(state, shortest)):
+        state, shortest = point.state, point.shortest
+        if not self._may_be_on_frontier(state, shortest) and not self._may_be_ranked(state, shortest):
             return False
         miss = self._misses.get(point.layout)
         # A larger micro-batch does not fit where a smaller one does not.
         return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
+    def _may_be_on_frontier(self, smallest: float, seconds: float) -> bool:
+        """Return whether what takes so many bytes at least, and so long, is on the frontier, if there is to be one."""
+        return self.request.below == math.inf and not self.frontier.dominates(smallest, seconds)
+
     def _may_be_ranked(self, smallest: int, seconds: float) -> bool:
         """Return whether what takes so many bytes at least, and so long, is among the first, or as fast as the first as
         far as is known."""
+        if seconds >= self.request.below:
+            return False
         key, keep = (smallest > safe_bytes(self.request.case), seconds), self.request.keep
         if len(self.ranked) < keep or key < rank_key(self.ranked[keep - 1])[:2]:
             return True
@@ -224,14 +230,15 @@ class _Search:
         # Virtual stages are all that makes it faster.
         waits = kept.time.pipeline if self.space.virtual_stages(point.layout, point.batch) else 0.0
         seconds = kept.time.total - waits
-        ranks = self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
+        ranks = self._may_be_ranked(point.state, seconds)
+        ranks = ranks and self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
         if not (ranks and kept.fits) and not least.fits:
             self._misses[point.layout] = least
             return
         if ranks:
             self._rank(point)
-        if not ranks or not self.frontier.dominates(point.state, seconds):
-            self._save_memory(point, seconds)
+        if self._may_be_on_frontier(self._ends(point, None)[1].bytes, seconds):
+            self._save_memory(point)
 
     def _ends(self, point: _Point, virtual: int | None) -> tuple[Estimate, Estimate]:
         """Return a point with nothing, and with everything, recomputed; the same estimates every time."""
@@ -250,16 +257,22 @@ class _Search:
             seconds = kept.time.total
             if best is not None and not best.is_tight and best.time.total <= seconds:
                 break
-            if not self._may_be_ranked(min(each.bytes for each in self._ends(point, virtual)), seconds):
+            smallest = min(each.bytes for each in self._ends(point, virtual))
+            # The same without virtual stages is taken where it is not clearly slower.
+            is_plain = plain is not None and not plain.is_tight and plain.time.total <= (1 + CLEARLY) * seconds
+            if is_plain and not self._may_be_on_frontier(smallest, seconds):
+                continue
+            if not self._may_be_ranked(smallest, seconds):
                 continue
             other = self._best_way(point, virtual)
             if other is not None and (best is None or rank_key(other) < rank_key(best)):
                 best = other
-        if best is None or best.time.total >= self.request.below:
+        if best is None:
             return
         if plain is not None and plain.is_tight == best.is_tight:
             best = plain if plain.time.total <= (1 + CLEARLY) * best.time.total else best
-        insort(self.ranked, best, key=rank_key)
+        if best.time.total < self.request.below:
+            insort(self.ranked, best, key=rank_key)
 
     def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
         """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""
@@ -277,11 +290,13 @@ class _Search:
             return [kept]
         found = [each for each in (kept, least) if each.fits]
         enough: list[frozenset[str]] = []
-        for how in self.space.selective:
-            modules = frozenset(how.recompute_modules)
+        *others, widest = self.space.selective  # which recomputes what any of the others does
+        smallest = kept.recomputing(widest)
+        useful = smallest.fits and self._may_help(virtual, smallest.bytes, kept.time.total)
+        for each in (*map(kept.recomputing, others), smallest) if useful else ():
+            modules = frozenset(each.case.settings.recompute.recompute_modules)
             if any(smaller <= modules for smaller in enough):  # recomputes more than it must
                 continue
-            each = self.space.candidate(point.layout, point.batch, virtual, how)
             found += [each] if each.fits else []
             enough += [] if each.is_tight else [modules]
         memory = kept.case.machine.device.memory
@@ -290,9 +305,16 @@ class _Search:
                 continue
             share = (kept.bytes - room) / (kept.bytes - least.bytes)  # of the layers, that must be recomputed
             seconds = kept.time.total + share * (least.time.total - kept.time.total)
-            if room < memory or least.is_tight or not self.frontier.dominates(room, seconds):
+            useful = self._may_help(virtual, room, _NEARLY * seconds)
+            if useful and (room < memory or least.is_tight or self._may_be_on_frontier(room, seconds)):
                 found += self._fewest_layers(point, virtual, room)
         return found
+
+    def _may_help(self, virtual: int | None, smallest: int, seconds: float) -> bool:
+        """Return whether what takes so many bytes and so long at least is of use: a point without virtual stages may
+        also take the place of what is faster with them."""
+        shortest = seconds if virtual else seconds / (1 + CLEARLY)
+        return self._may_be_on_frontier(smallest, seconds) or self._may_be_ranked(smallest, shortest)
 
     def _fewest_layers(self, point: _Point, virtual: int | None, room: int) -> list[Estimate]:
         """Search for the fewest recomputed layers of each stage that fit these bytes, [] for all of them; memory falls
@@ -304,17 +326,15 @@ class _Search:
         while high - low > 1:
             share = (more.bytes - room) / max(more.bytes - less.bytes, 1)
             number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
-            found = self.space.candidate(point.layout, point.batch, virtual, block(number))
+            found = more.recomputing(block(number))
             if found.bytes <= room:
                 high, less, best = number, found, [found]
             else:
                 low, more = number, found
         return best
 
-    def _save_memory(self, point: _Point, seconds: float) -> None:
+    def _save_memory(self, point: _Point) -> None:
         """Take to the frontier what is smaller than what is ranked first."""
-        if self.frontier.dominates(self._ends(point, None)[1].bytes, seconds):
-            return
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
             for each in self._ends(point, virtual):
                 if each.fits:

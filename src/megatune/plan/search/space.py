@@ -105,14 +105,18 @@ class Space:
 
     def layouts(self) -> Iterator[CandidateLayout]:
         """Yield tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
-        for layout, problem in self.all_layouts():
+        for layout, problem in self.all_layouts:
             too_wide = self.architecture.moe is not None and layout.tp > max(1, self.cutoff)
             if not problem and not too_wide and self._has_context(layout):
                 yield layout
 
-    def all_layouts(self) -> Iterator[tuple[CandidateLayout, str]]:
-        """Yield all of the processes' layouts with tensor parallelism inside a machine, each with what is wrong with
-        it, "" for nothing; experts are whole, or cut as the rest of a layer is."""
+    @cached_property
+    def all_layouts(self) -> list[tuple[CandidateLayout, str]]:
+        """All of the processes' layouts with tensor parallelism inside a machine, each with what is wrong with it, ""
+        for nothing; experts are whole, or cut as the rest of a layer is."""
+        return list(self._all_layouts())
+
+    def _all_layouts(self) -> Iterator[tuple[CandidateLayout, str]]:
         for tp in divisors(self.world if self.one_machine else self.machine.gpus_per_node):
             for pp in divisors(self.world // tp) if self.world % tp == 0 else ():
                 for cp in divisors(self.world // (tp * pp)):
@@ -252,9 +256,8 @@ class Space:
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with the other exchanges of context parallelism."""
         parallel = settings.parallel
-        if parallel.context_parallel_size == 1 or settings.performance.attention_backend == "fused":
-            return  # what there is for whole rows is a2a
-        if self.architecture.pictures_whole:
+        only_a2a = settings.performance.attention_backend == "fused" or self.architecture.pictures_whole  # whole rows
+        if parallel.context_parallel_size == 1 or only_a2a:
             return
         heads = self.architecture.num_attention_heads
         for kind in ("p2p", "all_gather", "a2a"):
@@ -356,7 +359,7 @@ def refusals(space: Space) -> tuple[Refusal, ...]:
     """Group the layouts that the rules refuse by the first reason, the largest group first."""
     examples: dict[str, CandidateLayout] = {}
     counts: Counter[str] = Counter()
-    for layout, what in space.all_layouts():
+    for layout, what in space.all_layouts:
         if what:
             examples.setdefault(what, layout)
             counts[what] += 1

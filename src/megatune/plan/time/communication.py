@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatune.architecture import MixtureOfExperts
 from megatune.plan.case import Case
-from megatune.plan.machine import Link
+from megatune.plan.machine import Link, Machine
 from megatune.plan.memory.buffers import full_bucket
 from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.operators.attention import keys_values_size
@@ -70,9 +70,8 @@ class Group:
         return (self.per_node - 1) * self.link.latency + (nodes - 1) * self.network.latency
 
 
-def group_of(case: Case, size: int, stride: int) -> Group:
+def group_of(machine: Machine, size: int, stride: int) -> Group:
     """Return the group of `size` ranks, one every `stride`."""
-    machine = case.machine
     efficiency = EFFICIENCIES[machine.device.generation].link
     return _group(size, stride, machine.gpus_per_node, machine.link, machine.network, efficiency)
 
@@ -139,17 +138,11 @@ class Groups(NamedTuple):
     expert_tensor: Group
 
 
-def groups_of(case: Case) -> Groups:
+def groups_of(machine: Machine, shapes: Shapes) -> Groups:
     """Return the groups that a layer's ranks exchange in."""
-    parallel = case.settings.parallel
-    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
-    return Groups(
-        group_of(case, tp, 1),
-        group_of(case, parallel.context_parallel_size, tp),
-        group_of(case, tp * parallel.context_parallel_size, 1),
-        group_of(case, parallel.expert_model_parallel_size, etp),
-        group_of(case, etp, 1),
-    )
+    tp, cp, ep, etp = shapes.tp, shapes.cp, shapes.ep, shapes.etp
+    sizes = ((tp, 1), (cp, tp), (tp * cp, 1), (ep, etp), (etp, 1))
+    return Groups(*(group_of(machine, size, stride) for size, stride in sizes))
 
 
 def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: bool) -> Exchange:
@@ -332,7 +325,8 @@ def data_groups(case: Case) -> tuple[Group, Group]:
     """Return the ranks that hold the same weights: outside of experts, and of experts."""
     parallel = case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_size * parallel.expert_model_parallel_size
-    return group_of(case, case.shard_size, tp), group_of(case, case.expert_shard_size, experts)
+    machine = case.machine
+    return group_of(machine, case.shard_size, tp), group_of(machine, case.expert_shard_size, experts)
 
 
 def reduction(case: Case, elements: StageParameters) -> Reduction:

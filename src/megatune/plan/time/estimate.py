@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
 from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
+from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import StageParameters, stage_parameters
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, chunk_content, layer_contents, stage_chunks
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import of_layer, shapes_of
+from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 from megatune.plan.operators.vision import Images, images_of
-from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds, forward_seconds
+from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time.communication import (
     Exchange,
+    Groups,
     Reduction,
     end_exchange,
     exposed_seconds,
@@ -158,6 +158,15 @@ class _Parts(NamedTuple):
         )
 
 
+class _Stage:
+    """The chunks of a stage, and seconds of a micro-batch in all of them."""
+
+    def __init__(self, chunks: list[_Parts]) -> None:
+        self.chunks, self.times = chunks, tuple(chunk.time for chunk in chunks)
+        self.total = sum(time.total for time in self.times)
+        self.forward, self.backward = (sum(each) for each in zip(*self.times, strict=True))
+
+
 def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     """Time of a step.
 
@@ -168,32 +177,29 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
     case, fixed = case.in_the_mean, fixed or FixedTime(case)
-    settings, contents, images = case.settings, fixed.contents, images_of(case)
-    rank = _Rank(fixed, recompute_of(settings), images)
-    chunks = {content: rank.chunk(content) for content in dict.fromkeys(itertools.chain(*contents))}
-    seconds = {content: chunk.time for content, chunk in chunks.items()}
-    times = tuple(tuple(seconds[content] for content in stage) for stage in contents)
-    slowest = max(range(len(times)), key=lambda stage: sum(chunk.total for chunk in times[stage]))
+    settings, contents, images, recompute = case.settings, fixed.contents, images_of(case), recompute_of(case.settings)
+    rank = fixed.rank(images)
+    stages = {chunks: _Stage([rank.chunk(each, recompute) for each in chunks]) for chunks in dict.fromkeys(contents)}
+    slowest = max(stages.values(), key=attrgetter("total"))
     total, waiting = _Parts(), 0.0
-    for content in contents[slowest]:
-        total, waiting = total.plus(chunks[content]), waiting + chunks[content].waiting
+    for chunk in slowest.chunks:
+        total, waiting = total.plus(chunk), waiting + chunk.waiting
     count, calibration = case.num_micro_batches, case.machine.calibration
-    forward = sum(chunk.forward for chunk in times[slowest])
-    backward = sum(chunk.backward for chunk in times[slowest])
     # Exchanges between stages that nothing hides.
-    pp, virtual, overlap = len(times), len(times[0]), settings.parallel.overlap_p2p_comm
-    hops = exchange_seconds(pp, virtual, count, overlap, fixed.hop, count * (forward + backward))
-    without_gradients = forward_seconds(times, count)
+    pp, virtual, overlap = len(contents), len(contents[0]), settings.parallel.overlap_p2p_comm
+    hops = exchange_seconds(pp, virtual, count, overlap, fixed.hop, count * (slowest.forward + slowest.backward))
+    totals, forwards = ([getattr(stages[chunks], part) for chunks in contents] for part in ("total", "forward"))
+    without_gradients = count * max(forwards) + bubble_seconds(forwards, virtual)
     return StepTime(
         compute=count * (total.forward + total.backward) + num_forward_passes(settings) * without_gradients,
         recompute=count * total.recompute,
-        tensor_parallel=count * total.tensor + calibration.communication * sum_of_shares(case, fixed.groups, images),
+        tensor_parallel=count * total.tensor + calibration.communication * sum_of_shares(case, rank.groups, images),
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
         host=count * waiting,
-        pipeline=bubble_seconds(times) + hops,
+        pipeline=bubble_seconds(totals, virtual) + hops,
         data_parallel=calibration.communication
-        * max(exposed_seconds(case, exchange, forward, backward) for exchange in fixed.reductions),
+        * max(exposed_seconds(case, exchange, slowest.forward, slowest.backward) for exchange in fixed.reductions),
         optimizer=fixed.optimizer,
         overhead=_OVERHEAD,
         tokens=case.tokens,
@@ -201,7 +207,7 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
         num_gpus=case.world_size,
         peak_flops=case.machine.device.flops[settings.precision.params_dtype],
         forward=without_gradients,
-        chunks=times,
+        chunks=tuple(stages[chunks].times for chunks in contents),
         uncertainty=time_uncertainty(case),
     )
 
@@ -212,8 +218,9 @@ def micro_batch_seconds(case: Case) -> float:
     The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
     """
     case, layers = case.in_the_mean, layer_contents(case.model.architecture, case.settings.finetuning)
-    rank = _Rank(FixedTime(case), recompute_of(case.settings), images_of(case))
-    return rank.chunk(chunk_content(embedding=True, layers=layers, loss=True)).time.total
+    rank = FixedTime(case).rank(images_of(case))
+    content = chunk_content(embedding=True, layers=layers, loss=True)
+    return rank.chunk(content, recompute_of(case.settings)).time.total
 
 
 class FixedTime:
@@ -227,26 +234,25 @@ class FixedTime:
 
     def __init__(self, case: Case) -> None:
         self._case = case = case.in_the_mean
-        settings, precision = case.settings, case.settings.precision
+        precision = case.settings.precision
         self.rates = Rates.of(
             case.machine, precision.params_dtype, fp8=precision.fp8 is not None, host=case.engine.host
         )
-        self.shapes, self.groups, self.calibration = shapes_of(case), groups_of(case), case.machine.calibration
-        self.contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
-        self._layers: dict[LayerContent, tuple[Seconds, Exchange]] = {}
+        self.shapes, self.calibration = shapes_of(case), case.machine.calibration
+        self._ranks: dict[Images | None, RankTime] = {}
+        self.contents = stage_chunks(case.settings.parallel, case.model.architecture, case.settings.finetuning)
 
-    def layer(self, layer: LayerContent) -> tuple[Seconds, Exchange]:
-        """Return one layer of a micro-batch, with nothing recomputed."""
-        if layer not in self._layers:
-            shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
-            seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
-            self._layers[layer] = seconds, layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
-        return self._layers[layer]
+    def rank(self, images: Images | None) -> RankTime:
+        """Return one rank's passes, with pictures that recomputation may change."""
+        if images not in self._ranks:
+            groups = groups_of(self._case.machine, self.shapes)
+            self._ranks[images] = rank_time(self.shapes, groups, self.rates, self.calibration, images)
+        return self._ranks[images]
 
     @cached_property
     def hop(self) -> float:
         pp = len(self.contents)
-        group = group_of(self._case, pp, self._case.world_size // pp)
+        group = group_of(self._case.machine, pp, self._case.world_size // pp)
         return self.calibration.communication * send(group, self.shapes.hidden)
 
     @cached_property
@@ -268,29 +274,36 @@ class FixedTime:
         return model_flops(self._case)
 
 
-class _Rank:
-    """One rank of a case, with what is recomputed."""
+class RankTime:
+    """Seconds of one rank's passes over a micro-batch: of layers and ends, however many stages share them."""
 
-    def __init__(self, fixed: FixedTime, recompute: Recompute, images: Images | None) -> None:
-        self.fixed, self.recompute, self.images = fixed, recompute, images
-        self.shapes, self.rates, self.groups = fixed.shapes, fixed.rates, fixed.groups
-        self.calibration = fixed.calibration
+    def __init__(
+        self, shapes: Shapes, groups: Groups, rates: Rates, calibration: Calibration, images: Images | None
+    ) -> None:
+        self.shapes, self.groups, self.rates, self.calibration, self.images = shapes, groups, rates, calibration, images
+        self._parts: dict[tuple[LayerContent, tuple[str, ...], float], _Parts] = {}
 
-    def chunk(self, content: ChunkContent) -> _Parts:
+    def chunk(self, content: ChunkContent, recompute: Recompute) -> _Parts:
         """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
-        shapes, rates, tensor = self.shapes, self.rates, self.groups.tensor
         parts = _Parts()
         layers = len(content.layers)
         # Layers of all kinds are recomputed in proportion: which of them come first matters to few settings.
-        again = min(self.recompute.num_layers, layers) / layers if layers else 0.0
-        for layer, count in Counter(content.layers).items():
-            parts = parts.plus(self._layer(layer, again), count)
+        again = min(recompute.num_layers, layers) / layers if layers else 0.0
+        for layer, count in content.counts:
+            key = layer, recompute.modules, again
+            if key not in self._parts:
+                self._parts[key] = self._layer(*key)
+            parts = parts.plus(self._parts[key], count)
         if content.embedding:
-            parts = parts.plus(self._begin())
-        if content.loss:
-            parts = parts.plus(self._once(end_seconds(shapes, rates, True), end_exchange(shapes, tensor, True)))
-        return parts
+            parts = parts.plus(self._begin)
+        return parts.plus(self._end) if content.loss else parts
 
+    @cached_property
+    def _end(self) -> _Parts:
+        computed = end_seconds(self.shapes, self.rates, True)
+        return self._once(computed, end_exchange(self.shapes, self.groups.tensor, True))
+
+    @cached_property
     def _begin(self) -> _Parts:
         """Return the word embedding, with pictures in it."""
         if self.images is None:
@@ -319,12 +332,15 @@ class _Rank:
             host_backward=self._launching(computed.launches[1]),
         )
 
-    def _layer(self, layer: LayerContent, again: float) -> _Parts:
-        """Return one layer, of which `again` is recomputed whole (the mean over layers of a chunk)."""
-        seconds, exchange = self.fixed.layer(layer)
-        computing, exchanging = module_seconds(self.recompute.modules, seconds, exchange, layer.kind.sparse)
+    def _layer(self, layer: LayerContent, modules: tuple[str, ...], again: float) -> _Parts:
+        """Return one layer with these modules recomputed, of which `again` is recomputed whole (the mean over layers of
+        a chunk)."""
+        shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
+        seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
+        exchange = layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
+        computing, exchanging = module_seconds(modules, seconds, exchange, layer.kind.sparse)
         relaunched = again * seconds.launches[0]
-        relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in self.recompute.modules)
+        relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in modules)
         called = exchange.calls[1] + again * exchange.calls[0]
         if layer.gradient == "none":
             seconds, again, computing, exchanging = seconds._replace(backward=0.0), 0.0, 0.0, 0.0
@@ -344,6 +360,9 @@ class _Rank:
             host_forward=self._launching(seconds.launches[0] + _OF_A_CALL * exchange.calls[0]),
             host_backward=self._launching(seconds.launches[1] + relaunched + _OF_A_CALL * called),
         )
+
+
+rank_time = lru_cache(maxsize=8192)(RankTime)  # layouts that differ in their number of stages share it
 
 
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
