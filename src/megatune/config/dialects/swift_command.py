@@ -76,7 +76,7 @@ class Command:
         rest, rows = list(words), table("swift")
         if rest and rest[0].endswith(SETTINGS_FILES):
             self._read_file(rest.pop(0))
-        for flag in flags_with_words(rest):
+        for flag in flags_with_words(rest, lambda key: kinds().get(key, bool) is not bool):
             key, values = _known(flag.key), flag.values
             if not flag.typed:
                 fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
