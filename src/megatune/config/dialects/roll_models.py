@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.roll_reader import SAMPLER, Part, place_of
+from megatune.config.dialects.roll_reader import SAMPLER, Part, part_of
 from megatune.config.dialects.roll_roles import NO_PROMPTS, RULES, STRATEGY, Roles, no_model, read_engine, sampled_model
 from megatune.config.dialects.roll_run import profiled, reported
-from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.dialects.table import read_part
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
@@ -177,7 +176,7 @@ def _variant(part: Part, name: str) -> str | None:
         part.ignore("pg_variant", "it takes effect with worker_cls of ActorPGWorker, as in ROLL")
     variant = (keys.pg_variant or "vanilla") if is_pg else None
     for key in ("pg_ratio_low", "pg_ratio_high"):
-        if key in part.places and variant not in ("tis", "topr", "cispo"):
+        if part.has(key) and variant not in ("tis", "topr", "cispo"):
             part.ignore(key, "it is of pg_variant tis, topr and cispo")
     return variant
 
@@ -197,20 +196,20 @@ def infer_role(
         no_model(part, name)
     tree = part.mapping("strategy_args", "strategy_config")
     ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
-    sampler = part.reader.read(ours, SAMPLER, part.key(STRATEGY)).of(SamplerSettings)
-    config = {key: data_of(node) for key, node in tree.items() if key not in SAMPLER.names}
+    sampler = part_of(part.reader, ours, SAMPLER, part.key(STRATEGY)).of(SamplerSettings)
+    config = {key: node for key, node in tree.items() if key not in SAMPLER.names}
     engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
     if engine == "builtin":
-        _unused(tree, part, strategy)
+        _unused(part, strategy)
         config = {}
-    each = 1 if engine == "builtin" else _per_engine(engine, config, part, tree)
+    each = 1 if engine == "builtin" else _per_engine(engine, config, part)
     if devices and len(devices) % each:
         what = f"{name} has {len(devices)} devices, and one engine takes {each}"
         fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
         part.find(what, "device_mapping", why="engines are all alike", fix=fix)
-    if keys.num_gpus_per_worker != each and "num_gpus_per_worker" in part.places:
+    if keys.num_gpus_per_worker != each and part.has("num_gpus_per_worker"):
         part.ignore("num_gpus_per_worker", f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}")
-    _lengths(roles.lengths, engine, config, part, tree)
+    _lengths(roles.lengths, engine, config, part)
     own = {"system_envs": roles.environment_of(part), "generating_args": generating}
     return InferRole(
         **{**dict(keys), **dict(sampler), **own},
@@ -235,19 +234,18 @@ def sampling_of(generating: Generating, max_new_tokens: int, responses: int | No
     )
 
 
-def _per_engine(engine: str, config: dict[str, Any], part: Part, tree: Tree) -> int:
+def _per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
     """Return the devices of one engine."""
-    find = part.reader.find
     if config.get("data_parallel_size", 1) not in (1, None):
-        what, where = f"{part.name}: data_parallel_size above 1", place_of(tree["data_parallel_size"])
-        find(what, where, "the number of engines follows from device_mapping", "remove data_parallel_size")
+        what, why = f"{part.name}: data_parallel_size above 1", "the number of engines follows from device_mapping"
+        part.find(what, f"{STRATEGY}.data_parallel_size", why=why, fix="remove data_parallel_size")
     tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
     devices = 1
     for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
         size = config.get(key, default)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            what, where = f"{part.name}: {key} is {size}", place_of(tree[key])
-            find(what, where, "expected a whole number", f"write {key}: 1")
+            what, why = f"{part.name}: {key} is {size}", "expected a whole number"
+            part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
             size = 1
         devices *= size
     if engine == "sglang":
@@ -255,28 +253,28 @@ def _per_engine(engine: str, config: dict[str, Any], part: Part, tree: Tree) -> 
             fix = "write mem_fraction_static: 0.8 in strategy_config"
             part.find(f"{part.name} has no mem_fraction_static", why="ROLL requires it of sglang", fix=fix)
         if config.pop("grpc_mode", None):
-            where = place_of(tree["grpc_mode"])
-            find(f"{part.name}: grpc_mode is true", where, "ROLL refuses it, too", "remove grpc_mode")
+            what, key = f"{part.name}: grpc_mode is true", f"{STRATEGY}.grpc_mode"
+            part.find(what, key, why="ROLL refuses it, too", fix="remove grpc_mode")
     return devices
 
 
-def _unused(tree: Tree, part: Part, strategy: str) -> None:
+def _unused(part: Part, strategy: str) -> None:
     known = read_part("roll", "engines")
-    for key, node in tree.items():
+    for key in part.mapping(*STRATEGY.split(".")):
         if key in SAMPLER.names or key in known:
             part.ignore(f"{STRATEGY}.{key}", f"strategy_name is {strategy}")
         else:
-            part.unknown(key, sorted(known), f"{STRATEGY}.", place_of(node))
+            part.unknown(key, sorted(known), f"{STRATEGY}.")
 
 
-def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part, tree: Tree) -> None:
+def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part) -> None:
     key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
     if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
         return
     longest, prompt = lengths.longest_sequence, lengths.prompt_length
     if config[key] <= prompt:
         what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
-        part.reader.find(what, place_of(tree[key]), "responses would be empty", f"write {key}: {longest}")
+        part.find(what, f"{STRATEGY}.{key}", why="responses would be empty", fix=f"write {key}: {longest}")
     elif config[key] < longest:
         said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
         part.reader.lines.append(f"{said}: longer responses are cut there")

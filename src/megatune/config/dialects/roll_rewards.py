@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatune.config.dialects.roll_models import infer_role, sampling_of
-from megatune.config.dialects.roll_reader import REWARD, Part, place_of
+from megatune.config.dialects.roll_reader import REWARD, Part, part_of
 from megatune.config.dialects.roll_roles import Roles
 from megatune.config.dialects.table import read_part
 from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
@@ -22,14 +22,14 @@ _OF_MODELS = (
 
 def read_rewards(roles: Roles) -> dict[str, RewardRole]:
     """Make the rewards of a file, by domain."""
-    found, reader = {}, roles.top.reader
+    found = {}
     owners: dict[str, str] = {}
     for domain, node in roles.top.mapping("rewards").items():
         if not isinstance(node, dict):
             fix = "write worker_cls, tag_included and the other keys below it"
-            reader.find(f"rewards.{domain} is not a mapping", place_of(node), fix=fix)
+            roles.top.reader.find(f"rewards.{domain} is not a mapping", roles.top.place(f"rewards.{domain}"), fix=fix)
             continue
-        part = reader.read(node, REWARD, f"rewards.{domain}", place_of(node))
+        part = part_of(roles.top.reader, node, REWARD, f"rewards.{domain}")
         found[domain] = _reward(domain, part, roles)
         for tag in found[domain].tag_included:
             if tag in owners:
@@ -64,7 +64,7 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
         arguments |= {"generating": _judging(part), "judge_model_type": own.judge_model_type or "api"}
     else:
         for name in _OF_MODELS:
-            if name in part.places:
+            if part.has(name):
                 part.ignore(name, "text is scored as it is, without a model or tokenizer")
     if kind == "code_sandbox" and not own.use_local and not own.code_url:
         fix = "write code_url: URL, or use_local: true"
@@ -117,8 +117,8 @@ def _arguments(kind: str, part: Part) -> dict[str, Any]:
     for name in dict.fromkeys(name for names in takes.values() for name in names):
         if name in takes[kind]:
             value = getattr(part.of(RewardSettings), name)
-            found |= value if name == "arguments" else {name: value} if name in part.places else {}
-        elif name in part.places:
+            found |= value if name == "arguments" else {name: value} if part.has(name) else {}
+        elif part.has(name):
             part.ignore(name, f"{kind} does not take it")
     return found
 
@@ -128,7 +128,7 @@ def _environment(kind: str, part: Part) -> dict[str, Any]:
     own = part.of(RewardSettings)
     if not (name := own.environment):
         for key in ("environment_arguments", "max_turns"):
-            if key in part.places:
+            if part.has(key):
                 part.ignore(key, "the reward has no environment")
         return {}
     if kind == "llm_judge":

@@ -8,9 +8,8 @@ from functools import cache
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.roll_reader import Part, Section
+from megatune.config.dialects.roll_reader import Part, Section, part_of
 from megatune.config.dialects.roll_run import environment
-from megatune.config.dialects.roll_tree import Tree, data_of
 from megatune.config.dialects.table import rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
@@ -80,7 +79,7 @@ class Roles:
             what, fix = f"{part.name}.worker_cls is {path}", "remove worker_cls"
             part.find(what, "worker_cls", why="roles are built in", fix=fix)
         for section, why in unread.items():
-            if section in part.places:
+            if part.has(section):
                 part.ignore(section, why)
         return strategy if strategy in valid else None
 
@@ -164,13 +163,14 @@ def _loaded(part: Part, *layers: list[SettingEntry]) -> Loaded:
 
 def _entries(part: Part, section: str) -> list[SettingEntry]:
     """Return the entries of a mapping that are settings, by their own names; report or note the others."""
-    tree: Tree = part.mapping(*section.split("."))
-    if section == STRATEGY:
-        tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
-        if isinstance(tree.get("additional_configs"), dict):
-            del tree["additional_configs"]
-    written = {key: node for key, node in tree.items() if data_of(node) is not None}
-    return part.reader.read(written, sections()[section], part.key(section)).entries
+    found: list[SettingEntry] = []
+    for above in (section, *([f"{section}.additional_configs"] if section == STRATEGY else [])):
+        tree = part.mapping(*above.split("."))
+        written = {key: node for key, node in tree.items() if node is not None}
+        if isinstance(written.get("additional_configs"), dict):
+            del written["additional_configs"]
+        found += part_of(part.reader, written, sections()[section], part.key(above)).entries
+    return found
 
 
 def _adapters(entries: list[SettingEntry], part: Part, *, trains: bool) -> Iterator[SettingEntry]:

@@ -45,7 +45,7 @@ def rollout_settings(top: Part) -> RolloutSettings:
     prompt, response, whole = asked.prompt_length, asked.response_length, asked.sequence_length
     longest, val_prompt, val_whole = asked.max_sequence_length, asked.val_prompt_length, asked.val_sequence_length
     if response is None and whole is None:
-        if not {"response_length", "sequence_length"} & top.places.keys():
+        if not (top.has("response_length") or top.has("sequence_length")):
             top.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
     elif response is not None and whole is not None and whole != prompt + response:
         top.reader.lines.append(
