@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.dialects.roll_checks import check_roles
-from megatune.config.dialects.roll_models import infer_role, model_role, sampling_of
 from megatune.config.dialects.roll_reader import ROLE, TOP, Part, part_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles
+from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, model_role, sampling_of
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
 from megatune.config.dialects.roll_tree import Reading, read_tree
 from megatune.config.dialects.table import read_part
@@ -140,6 +139,7 @@ def _preset(reading: Reading) -> None:
 
 def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     """Make the settings of the parts; None where a role could not be made."""
+    top.check("top")
     lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
     roles = Roles(top, run, lengths, model_of)
     who = "student" if asked.is_pure_opd else "actor"
@@ -159,6 +159,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
     algorithm = algorithm_settings(top, updates)
     adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
+    top.check("policy", **dict(algorithm), teacher=top.mapping("teacher"), critic=top.mapping("critic"))
     reference = _reference(top, roles, algorithm, has_adapters=adapters)
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.parts["reward_model"], roles) if top.parts["reward_model"].at else None
@@ -214,14 +215,7 @@ def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_ada
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.parts["critic"]
-    if estimator == "gae" and not part.at and "adv_estimator" not in top.reader.refused:
-        why = "it subtracts the values of a critic"
-        fix = "add the role critic, or write adv_estimator: grpo"
-        top.find("adv_estimator gae without the role critic", "adv_estimator", why=why, fix=fix)
-    if not part.at:
-        return None
-    if estimator != "gae":
-        top.ignore("critic", f"adv_estimator {estimator} needs none")
+    if not part.at or estimator != "gae":
         return None
     return model_role(roles, part, "critic", roles.run.reward_pretrain, trains=True)
 
@@ -231,12 +225,7 @@ def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
     trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
     found: dict[str, ModelRole] = {}
     if not (algorithm.use_opd or algorithm.is_pure_opd):
-        if tree:
-            top.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
-    if not tree:
-        name = "use_opd" if algorithm.use_opd else "is_pure_opd"
-        top.find(f"{name} without the role teacher", name, why="it teaches", fix="add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
             part = part_of(top.reader, node, ROLE, "teacher" if trees is not tree else f"teacher.{name}")

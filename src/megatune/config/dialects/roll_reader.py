@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add, attrgetter, floordiv, gt, lt, mul, sub
+from types import SimpleNamespace
 from typing import Any
 
 from megatune.config.building import Written
 from megatune.config.dialects.roll_tree import Reading
-from megatune.config.dialects.table import Row, rows_below, table
+from megatune.config.dialects.table import Row, read_part, rows_below, same, table
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.data import RewardSettings
@@ -23,6 +25,7 @@ from megatune.config.values import coerce, quoted
 from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
 
 
@@ -94,6 +97,21 @@ TOP = Section(
 )
 
 
+def _fits(wanted: Any, value: Any) -> bool:
+    """Tell whether a value is what a check asks for."""
+    if isinstance(wanted, dict):
+        return all(_COMPARISONS[name](value, other) for name, other in wanted.items())
+    if isinstance(wanted, list):
+        return any(_fits(each, value) for each in wanted)
+    return bool(value) is (wanted == "set") if wanted in ("set", "missing") else same(value, wanted)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "above": gt, "below": lt, "not": lambda value, other: not _fits(other, value),
+}  # fmt: skip
+_TEXTS = {"what", "why", "fix", "ignored"}
+
+
 @dataclass(slots=True)
 class Part:
     """A mapping that was read.
@@ -140,6 +158,31 @@ class Part:
     def find(self, what: str, *keys: str, why: str = "", fix: str = "") -> None:
         """Note a finding at the first place where one of the keys was written, or where the mapping begins."""
         self.reader.find(what, next((self.place(key) for key in keys if self.has(key)), self.at), why, fix)
+
+    def check(self, kind: str, /, **more: Any) -> None:
+        """Note what is wrong with keys together, or changes nothing, by the table of checks.
+
+        Args:
+            kind: the part of the table.
+            more: further values, and those that count in place of what was written.
+        """
+        values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
+        valued = SimpleNamespace(**values)
+        for row in read_part("roll", "checks")[kind]:
+            wanted = row["if"]
+            if any(self.key(key) in self.reader.refused for key in wanted):
+                continue  # nothing follows from the default of what is not valid
+            if not all(_fits(value, attrgetter(key)(valued)) for key, value in wanted.items()):
+                continue
+            keys, text = (
+                row.get("at", wanted),
+                {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()},
+            )
+            if why := text.pop("ignored", None):
+                for key in filter(self.has, keys):
+                    self.ignore(key, why)
+            else:
+                self.find(text.pop("what"), *keys, **text)
 
     def ignore(self, key: str, why: str) -> None:
         self.reader.ignored.setdefault(why, []).append(self.key(key))
@@ -226,12 +269,13 @@ def read_devices(data: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is something else; the message says what is expected.
     """
-    if isinstance(data, int) and not isinstance(data, bool):
-        data = [data]
     try:
-        found = [*data] if isinstance(data, list) else _listed(ast.parse(str(data).strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+        found = data if isinstance(data, int | list) else _computed(ast.parse(str(data).strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, TypeError, OverflowError):
         raise ValueError(_WHOLE) from None
+    except ZeroDivisionError:
+        raise ValueError("whole numbers; a division by 0 is none") from None
+    found = found if isinstance(found, list) else [found]
     if not all(type(each) is int for each in found):
         raise ValueError(_WHOLE)
     if any(each < 0 for each in found):
@@ -241,32 +285,23 @@ def read_devices(data: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _listed(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_number(part) for part in parts]
-        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
-            return _listed(inner)
-        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
-            numbers = range(*(_number(arg) for arg in args))
-            if len(numbers) <= _MOST_DEVICES:
-                return list(numbers)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [*_listed(left), *_listed(right)]
-    raise ValueError(_WHOLE)
-
-
-def _number(node: ast.expr) -> int:
+def _computed(node: ast.expr) -> Any:
+    """Compute a list or a whole number; what has a wrong type raises as Python would."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_computed(part) for part in parts]
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            return [*_computed(inner)]
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if args:
+            numbers = range(*map(_computed, args))
+            if len(numbers) <= _MOST_DEVICES:
+                return [*numbers]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() as op, right=right):
-            a, b = _number(left), _number(right)
-            if isinstance(op, ast.FloorDiv):
-                if b == 0:
-                    raise ValueError("whole numbers; a division by 0 is none")
-                return a // b
-            return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
+            return -_computed(inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            a, b = _computed(left), _computed(right)
+            if isinstance(op, ast.Add) or (isinstance(a, int) and isinstance(b, int)):  # a list times 10**9 is too long
+                return _OPERATORS[type(op)](a, b)
     raise ValueError(_WHOLE)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import ReadRL
-from megatune.config.dialects.roll_roles import sections
+from megatune.config.dialects.roll_roles import engine_sections
 from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
@@ -262,7 +262,7 @@ def rl_page(language: Language = "en") -> str:
         for dotted, info in infos.items():
             parts += section(dotted, info.default, texts_of(info, language, is_rl=True), words)
     parts.append(words.rl_engine)
-    for name, keys in sections().items():
+    for name, keys in engine_sections().items():
         parts.append(f"| `ROLE.{name}` | {', '.join(f'`{key}`' for key in keys.settings)} |\n")
     parts += [words.rl_refused_head, *_refused_rl_rows(words, language)]
     return "".join([*parts, words.rl_accepted_head, *_accepted_rl_rows(language)])
