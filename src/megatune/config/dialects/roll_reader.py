@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import add, attrgetter, floordiv, gt, lt, mul, sub
+from operator import add, attrgetter, floordiv, mul, sub
 from types import SimpleNamespace
 from typing import Any
 
 from megatune.config.building import Written
 from megatune.config.dialects.roll_tree import Reading
-from megatune.config.dialects.table import Row, read_part, rows_below, same, table
+from megatune.config.dialects.table import Row, checks, rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.data import RewardSettings
@@ -24,6 +24,7 @@ from megatune.config.setting import G, Group, SettingInfo
 from megatune.config.values import coerce, quoted
 from megatune.errors import Finding, closest
 
+_TEXTS = {"what", "why", "fix", "ignored"}
 _MOST_DEVICES = 1_000_000
 _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
@@ -97,21 +98,6 @@ TOP = Section(
 )
 
 
-def _fits(wanted: Any, value: Any) -> bool:
-    """Tell whether a value is what a check asks for."""
-    if isinstance(wanted, dict):
-        return all(_COMPARISONS[name](value, other) for name, other in wanted.items())
-    if isinstance(wanted, list):
-        return any(_fits(each, value) for each in wanted)
-    return bool(value) is (wanted == "set") if wanted in ("set", "missing") else same(value, wanted)
-
-
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "above": gt, "below": lt, "not": lambda value, other: not _fits(other, value),
-}  # fmt: skip
-_TEXTS = {"what", "why", "fix", "ignored"}
-
-
 @dataclass(slots=True)
 class Part:
     """A mapping that was read.
@@ -168,12 +154,10 @@ class Part:
         """
         values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
         valued = SimpleNamespace(**values)
-        for row in read_part("roll", "checks")[kind]:
+        for row in checks("roll", kind, lambda key: attrgetter(key)(valued)):
             wanted = row["if"]
             if any(self.key(key) in self.reader.refused for key in wanted):
                 continue  # nothing follows from the default of what is not valid
-            if not all(_fits(value, attrgetter(key)(valued)) for key, value in wanted.items()):
-                continue
             keys, text = (
                 row.get("at", wanted),
                 {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()},
