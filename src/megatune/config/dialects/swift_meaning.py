@@ -38,7 +38,6 @@ def learning_rate(command: Command) -> None:
     """lr depends on what is trained; the schedule's arguments are on several flags."""
     command.check("rates")
     style, lowest, highest = command.value("lr_decay_style"), command.number("min_lr"), command.number("lr")
-    has_warmup = bool(command.number("lr_warmup_iters") or command.number("lr_warmup_fraction"))
     if style == "cosine" and lowest:
         command.becomes("lr_decay_style", "cosine_with_min_lr")
         command.sets("min_lr", "lr_scheduler_kwargs", {"min_lr": lowest})
@@ -48,13 +47,9 @@ def learning_rate(command: Command) -> None:
     elif lowest:
         fix = "write --min_lr 0, or --lr_decay_style cosine"
         command.refuse("min_lr", f"with lr_decay_style {style} the rate has no floor here", fix)
-    if style == "inverse-square-root" and not has_warmup:
-        why = "without a warm-up its time counts samples there, and steps here"
-        command.refuse("lr_decay_style", why, "write --lr_warmup_iters 10, or --lr_decay_style cosine")
-    command.ignore("min_lr", "0 is where the rate falls to")
     if command.given("lr_decay_iters") and command.value("lr_decay_iters") == command.value("train_iters"):
         command.ignore("lr_decay_iters", "it is train_iters")
-    command.refuse("lr_decay_iters", "the learning rate falls until training ends", "remove --lr_decay_iters")
+    command.check("whole_rates")
 
 
 def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> None:
@@ -88,11 +83,9 @@ def tuner(command: Command) -> None:
     modules = command.value("target_modules")
     of_attention = isinstance(modules, list) and {*modules} <= {"linear_qkv", "linear_proj"}
     drops = (0.0, "adapters of experts drop nothing") if command.has_experts and not of_attention else (0.05,)
-    for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
-        if not command.given("adapters") and not command.given(name):
-            command.default(name, *value)
-    if command.version > 3 and not command.given("merge_lora") and command.value("save_safetensors", True):
-        command.default("merge_lora", True, "since version 3.12 the merged model is written, too")
+    if not command.given("adapters") and not command.given("lora_dropout"):
+        command.default("lora_dropout", *drops)
+    command.check("adapters")
     if isinstance(modules, list) and "all-embedding" in modules:
         why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
         command.refuse("target_modules", why, fix)

@@ -119,8 +119,7 @@ def precision(command: Command) -> None:
         key = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(dtype).removeprefix("torch."))
         if key is not None and not command.given(key):
             command.default(key, True, f"config.json's dtype is {dtype}")
-    if command.value("accumulate_allreduce_grads_in_fp32") is False and (is_fp32 or command.value("bf16")):
-        command.ignore("accumulate_allreduce_grads_in_fp32", "main_grads_dtype says it of bf16, and fp32 is fp32")
+    command.check("precision")
 
 
 def length(command: Command) -> None:
