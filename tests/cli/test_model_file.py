@@ -34,6 +34,10 @@ def test_files_of_its_examples_name_a_model(
     assert "accepted   trust_remote_code: no code of a repository is ever run" in capsys.readouterr().err
 
 
+def test_a_prompt_may_begin_like_a_flag() -> None:
+    assert read("m", "--prompt", "--x=1 is what?", "--raw").prompt == "--x=1 is what?"
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.yaml"
     path.write_text("model_name_or_path: m\ntemperature: 1\nmax_new_tokens: 5\ntop_k: 3\ndefault_system: Be brief.\n")

@@ -298,7 +298,10 @@ def test_a_stage_is_an_override_of_train(run_file: Path, monkeypatch: pytest.Mon
         (["train", "-c", "run.yaml", "seed=3"], "fix: megatune train run.yaml seed=3\n"),
         (["train", "--config_file", "a b.yaml"], "fix: megatune train 'a b.yaml'\n"),
         (["plan", "--gpus", "8", "--yaml=run.yaml"], "fix: megatune plan run.yaml --gpus 8\n"),
-        (["train", "run.yaml", "--config", "zero3.yaml"], "zero3.yaml: there is a settings file already"),
+        (
+            ["train", "run.yaml", "--config", "zero3.yaml"],
+            "'zero3.yaml' is one word too many: 'run.yaml' is the settings file already",
+        ),
         (["sft", "--config", "recipe"], "fix: megatune sft recipe\n"),
     ],
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.table import Row
+from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded, dump, load
+from megatune.config.settings import setting_paths
 from megatune.errors import Finding
 
 # Some of Megatron-SWIFT's flags, old names and new ones.
@@ -231,3 +232,22 @@ def test_run_yaml_is_in_our_own_keys_and_is_read_again(tmp_path):
     path.write_text(text)
     for again in (load(path, dialect=SWIFT), load(path)):
         assert again.require_valid(world_size=4) == loaded.settings
+
+
+def test_checks_name_flags_and_facts_that_there_are() -> None:
+    """A misspelt flag in a condition would never be written, and its check never apply."""
+    facts = {"version", "verb", "stage", "on_cpu", "has_shared_experts"}
+    for rows in read_part("swift", "checks").values():
+        for row in rows:
+            named = {row["flag"], *(key.removeprefix("given ") for key in row.get("if", {}))} - facts
+            known = {*table("swift"), *(each.now for each in table("swift").values()), *setting_paths()}
+            assert named <= known, row
+            assert len({"ignored", "unsupported", "becomes", "default"} & row.keys()) == 1, row
+            assert ("unsupported" in row) == ("fix" in row), row
+
+
+def test_checks_of_roll_say_what_is_wrong_and_what_helps() -> None:
+    for rows in read_part("roll", "checks").values():
+        for row in rows:
+            assert ("ignored" in row) != ({"what", "fix"} <= row.keys()), row
+            assert row.keys() <= {"if", "at", "what", "why", "fix", "ignored"}, row

@@ -10,7 +10,9 @@ from megatune.config.flags import FlagWords, flags_with_words, meant_by, value_o
 
 
 def test_words_belong_to_the_flag_before_them() -> None:
-    before, long, text, last = flags_with_words(["model", "--max-length", "8", "9", "--system=a=b", "c", "--"])
+    before, long, text, last = flags_with_words(
+        ["model", "--max-length", "8", "9", "--system=a=b", "c", "--"], {"system"}.__contains__
+    )
     assert (before.key, before.values) == ("", ["model"])
     assert (long.word, long.key, long.text, long.values) == ("--max-length", "max_length", None, ["8", "9"])
     assert (text.word, text.key, text.text, text.behind, text.values) == (
@@ -22,7 +24,19 @@ def test_words_belong_to_the_flag_before_them() -> None:
     )
     assert last == FlagWords("--", [])
     assert last.key == ""
-    assert not flags_with_words([])
+    assert not flags_with_words([], bool)
+
+
+def test_a_quoted_text_that_begins_like_a_flag_is_the_value_of_one_that_takes_text() -> None:
+    words = ["--prompt", "--x=1 is what?", "--raw", "--system=be brief", "--system=a", "--prompt=b c"]
+    flags = flags_with_words(words, {"prompt", "system"}.__contains__)
+    assert [(flag.word, flag.values) for flag in flags] == [
+        ("--prompt", ["--x=1 is what?"]),
+        ("--raw", []),
+        ("--system", ["be brief"]),
+        ("--system", ["a"]),
+        ("--prompt", ["b c"]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_what_cannot_be_merged_is_named_and_what_is_no_mapping_loses_nothing(rea
 def test_references_are_those_of_omegaconf(read):
     found = read(SMALL + "a: {b: 3, c: [1, '${.b}']}\nkey: b\n", "seed=${a.${key}}", "~a.c")
     assert found.settings is None  # a and key are not ROLL's
-    assert found.tree["seed"].value.data == 3
+    assert found.reading.data["seed"] == 3
 
 
 @pytest.mark.parametrize(

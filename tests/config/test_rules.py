@@ -343,12 +343,6 @@ WRONG = [
         "    fix: write eval_strategy: epoch, or remove eval_dataset",
     ),
     (
-        ["early_stopping_steps=2"],
-        "early_stopping_steps: 2 with eval_strategy: no\n"
-        "    why: nothing is evaluated\n"
-        "    fix: write eval_strategy: steps, or remove early_stopping_steps",
-    ),
-    (
         ["load_best_model_at_end=true"],
         "load_best_model_at_end: true with eval_strategy no\n"
         "    why: the best checkpoint is one that was saved and evaluated at the same step\n"

@@ -49,6 +49,12 @@ _PAIR_WHY = "    why: only the answers are trained\n"
 
 WRONG = [
     (
+        ["early_stopping_steps=2"],
+        "early_stopping_steps: 2 with eval_strategy: no\n"
+        "    why: nothing is evaluated\n"
+        "    fix: write eval_strategy: steps, or remove early_stopping_steps",
+    ),
+    (
         ["tool_format=qwen"],
         "tool_format: qwen with template: null\n"
         "    why: the tokenizer's chat template writes tools in its own way\n"

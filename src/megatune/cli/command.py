@@ -11,14 +11,14 @@ from typing import Generic
 
 from megatune.cli.pages import Help, write_page
 from megatune.config.building import Builder
-from megatune.config.entry import SETTINGS_FILES, Arguments, SettingEntry, is_key, read_file, read_overrides
+from megatune.config.entry import SETTINGS_FILES, Arguments, SettingEntry, is_key, read_file, read_overrides, takes_text
 from megatune.config.flags import FlagWords, flags_with_words, meant_by
 from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
-_FILE_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--yaml")
+_FILE_FLAGS = ("config", "config_file", "yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Command(Generic[G]):
         builder = Builder()
         findings = builder.findings
         file: list[SettingEntry] = []
-        flags, settings, rest = self._scan(_name_file_first(words, self.program), findings)
+        flags, settings, rest = self._scan(words, findings)
         overrides = [word for word in settings.overrides if not self.takes_settings or self._is_own(word)]
         settings.overrides = [word for word in settings.overrides if word not in overrides]
         if self.most_words == 1 and rest and rest[0].endswith(SETTINGS_FILES):
@@ -117,12 +117,14 @@ class Command(Generic[G]):
         """Return the flags that are options, settings with all overrides, and words that are neither."""
         found: list[SettingEntry] = []
         settings, rest, names = Arguments(), list[str](), self.table.names
-        for flag in flags_with_words(words):
+        for flag in flags_with_words(("--config_file" if word == "-c" else word for word in words), self._takes_text):
             meant = meant_by(flag.key, names) if self.abbreviates else []
             key = meant[0] if len(meant) == 1 else flag.key
             positive, behind = key.removeprefix("no_"), flag.behind
             negated = self.table.find(positive) if key != positive else None
-            if key in names:
+            if key in _FILE_FLAGS and key not in names:
+                behind = self._file_named_by(flag, words)
+            elif key in names:
                 value, behind = self.table.take(key, flag)
                 if value is None:
                     findings.append(Finding("a value is missing", flag.word, fix=f"{flag.word} VALUE"))
@@ -142,6 +144,25 @@ class Command(Generic[G]):
             else:
                 self._place(behind, settings.overrides, rest, findings)
         return found, settings, rest
+
+    def _takes_text(self, key: str) -> bool:
+        """Tell whether a word that begins like a flag may be the value of this one."""
+        option = self.table.own.get(key)
+        return takes_text(key) if option is None else option.info.kinds != {bool} and option.flag.bare is None
+
+    def _file_named_by(self, flag: FlagWords, words: Sequence[str]) -> list[str]:
+        """Return the words of `--config FILE.yaml`, as other tools name their file.
+
+        Raises:
+            MegatuneError: SETTINGS, of their other ways, with the command to type.
+        """
+        named = flag.values[:1]
+        if flag.key == "config" and named and named[0].endswith(SETTINGS_FILES):
+            return flag.values
+        at = next(at for at, word in enumerate(words) if word in (flag.typed, "-c"))
+        rest = [*words[:at], *words[at + 1 + (flag.text is None and bool(named)) :]]
+        command = shlex.join([*self.program.split(), *(named or ["FILE.yaml"]), *rest])
+        raise MegatuneError(Finding("a settings file is named by itself", words[at], fix=command), ExitCode.SETTINGS)
 
     def _misspelt(self, flag: FlagWords) -> str | None:
         """Return the option of the verb that a flag is most like, where it is no setting."""
@@ -169,30 +190,6 @@ class Command(Generic[G]):
                 findings.append(Finding(f"{word!r} is one word too many", self.program, fix=f"usage: {self.usage}"))
             else:
                 rest.append(word)
-
-
-def _name_file_first(words: Sequence[str], program: str) -> Sequence[str]:
-    """Read `--config FILE.yaml`, as other tools name their file; refuse their other ways with the command to type.
-
-    Raises:
-        MegatuneError: SETTINGS.
-    """
-    for at, word in enumerate(words):
-        flag, equals, text = word.partition("=")
-        if flag not in _FILE_FLAGS:
-            continue
-        value = text if equals else next(iter(words[at + 1 : at + 2]), "")
-        rest = [*words[:at], *words[at + (1 if equals else 2) :]]
-        is_value = [False, *(each.startswith("--") and "=" not in each for each in rest)]
-        has_file = any(
-            each.endswith(SETTINGS_FILES) and "=" not in each and not is_value[i] for i, each in enumerate(rest)
-        )
-        if flag == "--config" and value.endswith(SETTINGS_FILES) and not has_file:
-            return [value, *rest]
-        what = f"{value}: there is a settings file already" if has_file else "a settings file is named by itself"
-        command = [*program.split(), *([] if has_file else [value or "FILE.yaml"]), *rest]
-        raise MegatuneError(Finding(what, flag, fix=shlex.join(command)), ExitCode.SETTINGS)
-    return words
 
 
 def unknown_verb(word: str, verbs: Sequence[str], parent: str) -> MegatuneError:

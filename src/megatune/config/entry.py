@@ -191,7 +191,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         MegatuneError: two words could be the file (exit 64).
     """
     found = Arguments()
-    for flag in flags_with_words(arguments):
+    for flag in flags_with_words(arguments, takes_text):
         found.place(found.take(flag) if flag.typed else flag.behind)
     return found
 
@@ -233,7 +233,7 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
-    for flag in flags_with_words(flags):
+    for flag in flags_with_words(flags, takes_text):
         value = value_of_words(flag.values)
         if not flag.key:
             what = f"{flag.typed or flag.behind[0]!r} is not a flag"

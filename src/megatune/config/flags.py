@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatune.config.values import TRUTH, Value, parse, shown
@@ -46,11 +46,16 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def flags_with_words(words: Iterable[str]) -> list[FlagWords]:
-    """Group each flag with the words that follow it; words before the first flag are a group of their own."""
+def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[FlagWords]:
+    """Group each flag with the words that follow it; words before the first flag are a group of their own.
+
+    Args:
+        takes_text: tells whether the value of a key may be a quoted text that begins like a flag, "--x=1 is what?".
+    """
     grouped: list[FlagWords] = []
     for word in words:
-        if is_flag(word):
+        is_value = " " in word and bool(grouped) and not grouped[-1].values and takes_text(grouped[-1].key)
+        if is_flag(word) and not is_value:
             grouped.append(FlagWords(word, []))
         else:
             grouped = grouped or [FlagWords("", [])]

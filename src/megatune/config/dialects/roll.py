@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatune.config.dialects.roll_checks import check_roles
-from megatune.config.dialects.roll_models import infer_role, model_role, sampling_of
-from megatune.config.dialects.roll_reader import ROLE, TOP, Part, Reader, place_of
+from megatune.config.dialects.roll_reader import ROLE, TOP, Part, part_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles
+from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, model_role, sampling_of
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
-from megatune.config.dialects.roll_tree import Reading, Tree, entries_of, read_tree, tree_of
+from megatune.config.dialects.roll_tree import Reading, read_tree
 from megatune.config.dialects.table import read_part
-from megatune.config.entry import RL_ROLES, SettingEntry
+from megatune.config.entry import RL_ROLES
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
 from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.config.settings import with_settings
-from megatune.config.values import Value, shown
+from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
 _ORIGIN_COLUMN = 64
@@ -35,18 +36,21 @@ class ReadRL:
         settings: None where findings leave nothing that could be built.
         findings: all that is wrong, in the order of the file's lines.
         lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
-        places: dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7", or the word of
-            the command line.
-        tree: what was read, references resolved, with what a preset sets.
+        reading: what was read, references resolved, with what a preset sets.
         variables: of the environment, for trackers: keys of accounts are nowhere else.
     """
 
     settings: RLSettings | None
     findings: tuple[Finding, ...] = ()
     lines: tuple[str, ...] = ()
-    places: Mapping[str, str] = field(default_factory=dict, repr=False)
-    tree: Tree = field(default_factory=dict, repr=False)
+    reading: Reading = field(default_factory=Reading, repr=False)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7", or the word of the
+        command line."""
+        return {key: entry.where for key, entry in self.reading.entries.items()}
 
     def require_valid(self) -> RLSettings:
         """Return the settings if nothing is wrong with them.
@@ -75,74 +79,68 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
 
 def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = None) -> ReadRL:
     """Check the keys of a file, or of what was written as one, and make the settings; see `read_roll`."""
-    if other := _other_pipeline(reading.tree, source):
-        return ReadRL(None, (other,), tree=reading.tree)
-    reader = Reader([*reading.findings], lines=[*reading.lines])
-    places = {entry.key: entry.where for entry in entries_of(reading.tree)}
-    if {"dataset", "model_name_or_path"} & reading.tree.keys() and not set(RL_ROLES) & reading.tree.keys():
-        what, fix = f"{source} has no roles: it is a file of training", f"megatune train {source}"
-        reader.findings[:] = [Finding(what, fix=fix)]
-        return ReadRL(None, tuple(reader.findings), places=places, tree=reading.tree)
-    tree = _with_preset(_understood(reading.tree, reader), reader)
-    top = reader.read(tree, TOP)
-    settings = _settings(top, model_of) if top.places or not reader.findings else None
+    if other := _other_file(reading.data, str(source)):
+        return ReadRL(None, (other,), reading=reading)
+    reading = replace(deepcopy(reading), refused=set(), ignored={})
+    _understand(reading)
+    _preset(reading)
+    top = part_of(reading, reading.data, TOP)
+    settings = _settings(top, model_of) if top.tree or not reading.findings else None
     variables = tracker_variables(top)
-    if not top.places and not reader.findings:
-        reader.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
-    findings = tuple(in_order(reader.findings))
-    ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reader.ignored.items())
-    lines = (*reader.lines, *ignored)
-    return ReadRL(None if findings else settings, findings, lines, places, tree, variables)
+    if not top.tree and not reading.findings:
+        reading.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
+    findings = tuple(in_order(reading.findings))
+    ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reading.ignored.items())
+    return ReadRL(None if findings else settings, findings, (*reading.lines, *ignored), reading, variables)
 
 
-def _other_pipeline(tree: Tree, source: str | Path) -> Finding | None:
-    """Say what a file of another pipeline is: its keys one by one would tell nobody."""
+def _other_file(data: Mapping[str, Any], source: str) -> Finding | None:
+    """Say what a file of another pipeline, or of training, is: its keys one by one would tell nobody."""
     for other in read_part("roll", "pipelines"):
-        if any(key in tree for key in other["keys"]):
-            return Finding(f"this is a file of ROLL's {other['what']}", str(source), other["why"], other["fix"])
+        if any(key in data for key in other["keys"]):
+            return Finding(f"this is a file of ROLL's {other['what']}", source, other["why"], other["fix"])
+    if {"dataset", "model_name_or_path"} & data.keys() and not set(RL_ROLES) & data.keys():
+        return Finding(f"{source} has no roles: it is a file of training", fix=f"megatune train {source}")
     return None
 
 
-def _understood(tree: Tree, reader: Reader) -> Tree:
-    """Return the tree without what is no key, a tracker that only ROLL's own machines have, and with the switch that
-    ROLL's launcher of distillation sets."""
-    tracker = tree.get("track_with")
-    if isinstance(tracker, SettingEntry) and tracker.value.data == "ml_tracker":
-        reader.lines.append("track_with ml_tracker is a tracker inside Alibaba: tensorboard is used")
-        tree = {**tree, "track_with": replace(tracker, value=Value("tensorboard", "tensorboard"))}
-    student = tree.get("student_train")
-    if isinstance(student, dict) and not {"actor_train", "is_pure_opd"} & tree.keys():
-        reader.lines.append("is_pure_opd is true: ROLL runs a file with student_train in place of actor_train so")
-        switch = SettingEntry("is_pure_opd", Value(True, "true"), place_of(student), "student_train")
-        tree = {**tree, "is_pure_opd": switch}
-    return tree
+def _understand(reading: Reading) -> None:
+    """Replace a tracker that only ROLL's own machines have, and set the switch of ROLL's launcher of distillation."""
+    data, tracker = reading.data, reading.entry("track_with", None)
+    if data.get("track_with") == "ml_tracker":
+        reading.lines.append("track_with ml_tracker is a tracker inside Alibaba: tensorboard is used")
+        reading.put(["track_with"], "tensorboard", tracker.where, tracker.origin)
+    if isinstance(data.get("student_train"), dict) and not {"actor_train", "is_pure_opd"} & data.keys():
+        reading.lines.append("is_pure_opd is true: ROLL runs a file with student_train in place of actor_train so")
+        reading.put(["is_pure_opd"], True, reading.entry("student_train", None).where, "student_train")
 
 
-def _with_preset(tree: Tree, reader: Reader) -> Tree:
-    """Return the tree with what algorithm_preset sets, and say what that is. A key that was written with another value
-    is a finding; a filter of a reward that was written stays."""
-    asked, presets = tree.get("algorithm_preset"), read_part("roll", "presets")
-    if not isinstance(asked, SettingEntry) or asked.value.data not in presets:
-        return tree
-    name, preset = f"algorithm_preset {asked.value.data}", presets[asked.value.data]
-    for key, value in preset["keys"].items():
-        own = tree.get(key)
-        if isinstance(own, SettingEntry) and own.value.data != value:
-            what = f"{key} is {shown(own.value.data)}, and {name} sets {shown(value)}"
-            reader.find(what, own.where, "the preset would not be what was published", f"remove {key}, or the preset")
+def _preset(reading: Reading) -> None:
+    """Set what algorithm_preset sets, and say what that is. A key that was written with another value is a finding; a
+    filter of a reward that was written stays."""
+    data, presets = reading.data, read_part("roll", "presets")
+    if data.get("algorithm_preset") not in [*presets]:
+        return
+    name, preset = f"algorithm_preset {data['algorithm_preset']}", presets[data["algorithm_preset"]]
+    where = reading.entries["algorithm_preset"].where
     said = ", ".join(f"{key} {shown(value)}" for key, value in preset["keys"].items())
-    reader.lines.append(f"{name} sets {said}, and query_filter_config std_filter above 0 for rewards without one")
-    rewards = tree.get("rewards")
-    if isinstance(rewards, dict):
-        added = tree_of({"query_filter_config": preset["filter"]}, asked.where, name)
-        rewards = {key: {**added, **own} if isinstance(own, dict) else own for key, own in rewards.items()}
-        tree = {**tree, "rewards": rewards}
-    missing = {key: value for key, value in preset["keys"].items() if key not in tree}
-    return {**tree, **tree_of(missing, asked.where, name)}
+    reading.lines.append(f"{name} sets {said}, and query_filter_config std_filter above 0 for rewards without one")
+    rewards = data.get("rewards")
+    for domain, reward in rewards.items() if isinstance(rewards, dict) else ():
+        if isinstance(reward, dict) and "query_filter_config" not in reward:
+            reading.put(["rewards", domain, "query_filter_config"], preset["filter"], where, name)
+    for key, value in preset["keys"].items():
+        if key not in data:
+            reading.put([key], value, where, name)
+        elif data[key] != value and not isinstance(data[key], dict):
+            what = f"{key} is {shown(data[key])}, and {name} sets {shown(value)}"
+            why, fix = "the preset would not be what was published", f"remove {key}, or the preset"
+            reading.find(what, reading.entries[key].where, why, fix)
 
 
 def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     """Make the settings of the parts; None where a role could not be made."""
+    top.check("top")
     lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
     roles = Roles(top, run, lengths, model_of)
     who = "student" if asked.is_pure_opd else "actor"
@@ -164,6 +162,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
     algorithm = algorithm_settings(top, updates)
     adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
+    top.check("policy", **dict(algorithm), teacher=top.mapping("teacher"), critic=top.mapping("critic"))
     reference = _reference(top, roles, algorithm, has_adapters=adapters)
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.parts["reward_model"], roles) if top.parts["reward_model"].at else None
@@ -219,33 +218,20 @@ def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_ada
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     part = top.parts["critic"]
-    if estimator == "gae" and not part.at and "adv_estimator" not in top.reader.refused:
-        why = "it subtracts the values of a critic"
-        fix = "add the role critic, or write adv_estimator: grpo"
-        top.find("adv_estimator gae without the role critic", "adv_estimator", why=why, fix=fix)
-    if not part.at:
-        return None
-    if estimator != "gae":
-        top.ignore("critic", f"adv_estimator {estimator} needs none")
+    if not part.at or estimator != "gae":
         return None
     return model_role(roles, part, "critic", roles.run.reward_pretrain, trains=True)
 
 
 def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
     tree, algorithm = top.mapping("teacher"), top.of(AlgorithmSettings)
-    trees: Tree = {"default": tree} if set(tree) & set(ROLE.names) else tree
+    trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
     found: dict[str, ModelRole] = {}
     if not (algorithm.use_opd or algorithm.is_pure_opd):
-        if tree:
-            top.ignore("teacher", "neither use_opd nor is_pure_opd is on")
         return found
-    if not tree:
-        name = "use_opd" if algorithm.use_opd else "is_pure_opd"
-        top.find(f"{name} without the role teacher", name, why="it teaches", fix="add the role teacher")
     for name, node in trees.items():
         if isinstance(node, dict):
-            dotted = "teacher" if trees is not tree else f"teacher.{name}"
-            part = top.reader.read(node, ROLE, dotted, place_of(node))
+            part = part_of(top.reader, node, ROLE, "teacher" if trees is not tree else f"teacher.{name}")
             role = model_role(roles, part, f"teacher.{name}", None, trains=False)
             if role is not None:
                 coef = 1.0 if role.opd_kl_coef is None else role.opd_kl_coef
@@ -273,21 +259,22 @@ def run_yaml(read: ReadRL) -> str:
 
     Secrets are left out.
     """
-    written = list(_lines(read.tree, ""))
-    defaults = [info for info in TOP.infos.values() if info.name not in read.tree and info.default is not None]
-    written += [_line(f"{info.name}: {shown(info.default, quoted=True)}", "default") for info in defaults]
+    written = list(_lines(read.reading, read.reading.data, ()))
+    infos = [info for info in TOP.infos.values() if info.name not in read.reading.data and info.default is not None]
+    written += [_line(f"{info.name}: {shown(info.default, quoted=True)}", "default") for info in infos]
     return "\n".join(written) + "\n"
 
 
-def _lines(tree: Tree, indent: str) -> Iterator[str]:
-    for key, node in tree.items():
+def _lines(reading: Reading, data: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    for key, value in data.items():
+        name, dotted = "  " * len(above) + shown(key, quoted=True), (*above, key)
         if _SECRET.search(key):
             continue
-        if isinstance(node, dict):
-            yield f"{indent}{shown(key, quoted=True)}:" if node else f"{indent}{shown(key, quoted=True)}: {{}}"
-            yield from _lines(node, f"{indent}  ")
+        if isinstance(value, dict):
+            yield f"{name}:" if value else f"{name}: {{}}"
+            yield from _lines(reading, value, dotted)
         else:
-            yield _line(f"{indent}{shown(key, quoted=True)}: {shown(node.value.data, quoted=True)}", node.origin)
+            yield _line(f"{name}: {shown(value, quoted=True)}", reading.entry(".".join(dotted), value).origin)
 
 
 def _line(text: str, origin: str) -> str:

@@ -6,11 +6,13 @@ import ast
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add, attrgetter, floordiv, mul, sub
+from types import SimpleNamespace
 from typing import Any
 
-from megatune.config.building import Builder, Written
-from megatune.config.dialects.roll_tree import Node, Tree, data_of, entries_of
-from megatune.config.dialects.table import Row, rows_below, table
+from megatune.config.building import Written
+from megatune.config.dialects.roll_tree import Reading
+from megatune.config.dialects.table import Row, checks, rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.data import RewardSettings
@@ -19,10 +21,12 @@ from megatune.config.rl.role import RoleSettings, SamplerSettings, Validation
 from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.setting import G, Group, SettingInfo
-from megatune.config.values import as_read, coerce, quoted
+from megatune.config.values import coerce, quoted
 from megatune.errors import Finding, closest
 
+_TEXTS = {"what", "why", "fix", "ignored"}
 _MOST_DEVICES = 1_000_000
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
 
 
@@ -95,44 +99,23 @@ TOP = Section(
 
 
 @dataclass(slots=True)
-class Reader(Builder):
-    """Keeps what was found in a file; `refused` has dotted keys whose value is not valid, or that are misspelt."""
-
-    lines: list[str] = field(default_factory=list)
-
-    def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
-        self.add(Finding(what, where, why, fix))
-
-    def read(self, tree: Tree, section: Section, name: str = "", at: str = "") -> Part:
-        """Read a mapping."""
-        part = Part(self, name, tree, at)
-        part.groups = part.built(tree, section, "")
-        for key, inner in section.parts.items():
-            if inner is not None:
-                part.parts[key] = self.read(part.mapping(key), inner, part.key(key), part.places.get(key, ""))
-        return part
-
-
-@dataclass(slots=True)
 class Part:
     """A mapping that was read.
 
     Attributes:
+        reader: keeps what was found in the file; `refused` has dotted keys whose value is not valid, or that are
+            misspelt.
         name: dotted, "actor_train"; "" for the top.
-        tree: the mapping itself.
-        at: where it begins; "" where it is not written.
+        tree: the mapping itself; {} where it is not written.
         groups: its keys, with defaults where they are not written or not valid.
-        places: where a key, or one in a mapping of it, was written: "generating_args.top_p"; null is not written.
         parts: mappings in it that were read by themselves.
         entries: its settings of training.
     """
 
-    reader: Reader
+    reader: Reading
     name: str
-    tree: Tree
-    at: str = ""
+    tree: dict[str, Any]
     groups: dict[type[Group], Group] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     entries: list[SettingEntry] = field(default_factory=list)
 
@@ -144,91 +127,124 @@ class Part:
     def key(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
 
+    def has(self, key: str) -> bool:
+        """Tell whether a key, or one in a mapping of it, was written: "generating_args.top_p"; null is not written."""
+        above, _, name = key.rpartition(".")
+        return self.mapping(*filter(None, above.split("."))).get(name) not in (None, {})
+
+    def place(self, key: str) -> str:
+        """Return where a key was written; of a mapping, where its first one was."""
+        return self.reader.entry(self.key(key), None).where
+
+    @property
+    def at(self) -> str:
+        """Where it begins; "" where it is not written."""
+        return self.reader.entry(self.name, None).where if self.name and self.tree else ""
+
     def find(self, what: str, *keys: str, why: str = "", fix: str = "") -> None:
         """Note a finding at the first place where one of the keys was written, or where the mapping begins."""
-        self.reader.find(what, next((self.places[key] for key in keys if key in self.places), self.at), why, fix)
+        self.reader.find(what, next((self.place(key) for key in keys if self.has(key)), self.at), why, fix)
+
+    def check(self, kind: str, /, **more: Any) -> None:
+        """Note what is wrong with keys together, or changes nothing, by the table of checks.
+
+        Args:
+            kind: the part of the table.
+            more: further values, and those that count in place of what was written.
+        """
+        values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
+        valued = SimpleNamespace(**values)
+        for row in checks("roll", kind, lambda key: attrgetter(key)(valued)):
+            wanted = row["if"]
+            if any(self.key(key) in self.reader.refused for key in wanted):
+                continue  # nothing follows from the default of what is not valid
+            keys, text = (
+                row.get("at", wanted),
+                {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()},
+            )
+            if why := text.pop("ignored", None):
+                for key in filter(self.has, keys):
+                    self.ignore(key, why)
+            else:
+                self.find(text.pop("what"), *keys, **text)
 
     def ignore(self, key: str, why: str) -> None:
         self.reader.ignored.setdefault(why, []).append(self.key(key))
 
-    def mapping(self, *keys: str) -> Tree:
+    def mapping(self, *keys: str) -> dict[str, Any]:
         """Return a mapping in it as it was written."""
         tree = self.tree
         for key in keys:
-            node = tree.get(key)
-            tree = node if isinstance(node, dict) else {}
+            inside = tree.get(key)
+            tree = inside if isinstance(inside, dict) else {}
         return tree
 
-    def unknown(self, key: str, names: list[str], above: str, where: str) -> None:
+    def unknown(self, key: str, names: list[str], above: str) -> None:
         """Note a key that nobody knows, of a mapping that stands at `above`."""
         dotted, near = self.key(above + key), closest(key, names)
         meant = f"{dotted.removesuffix(key)}{near}" if near else ""
         fix = f"did you mean {meant}?" if near else "remove it; docs/rl-settings.md lists every key"
         why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
-        self.reader.add(Finding(f"unknown key {dotted!r}", where, why, fix), meant)
+        self.reader.add(Finding(f"unknown key {dotted!r}", self.place(above + key), why, fix), meant)
 
-    def built(self, tree: Tree, section: Section, above: str) -> dict[type[Group], Group]:
+    def read(self, tree: dict[str, Any], section: Section, above: str) -> dict[type[Group], Group]:
         """Build the groups of a mapping that stands at `above`."""
         written: dict[str, Written] = {}
-        for key, node in tree.items():
-            place, dotted, data = above + key, self.key(above + key), data_of(node)
-            entry = node if isinstance(node, SettingEntry) else SettingEntry("", as_read(data), place_of(node), "")
-            if not self.reader.passes(replace(entry, key=dotted), section.rows.get(key), data, dotted):
+        for key, data in tree.items():
+            place, dotted = above + key, self.key(above + key)
+            entry = self.reader.entry(dotted, data)
+            if not self.reader.passes(entry, section.rows.get(key), data, dotted):
                 continue
             value: Any = None
-            info = None
+            info = section.infos.get(key)
             if key in section.inner or key in section.parts:
-                if isinstance(node, dict) and key in section.inner:
-                    (value,) = self.built(node, section.inner[key], f"{place}.").values()
-                elif not isinstance(node, dict) and data is not None:
+                if isinstance(data, dict) and key in section.inner:
+                    (value,) = self.read(data, section.inner[key], f"{place}.").values()
+                elif not isinstance(data, dict) and data is not None:
                     fix = f"write the keys below {key}:"
                     self.reader.find(f"{dotted} is {quoted(data)}", entry.where, "expected a mapping", fix)
-                is_written = node != {} and isinstance(node, dict)
             elif key in section.lists:
-                value, is_written = self._rows(section.lists[key], node, dotted), True
-            elif is_written := data is not None and key in section.infos:
-                info = section.infos[key]
-                value = coerce(entry.value, info) if key != "device_mapping" else self._devices(entry, dotted)
+                value = self._items(section.lists[key], data, place)
+            elif data is not None and info is not None:
+                value = coerce(entry.value, info) if key != "device_mapping" else self._devices(entry)
             elif data is not None and key in section.settings:
                 self.entries.append(replace(entry, key=key))
             elif key not in section.names:
-                self.unknown(key, section.names, above, entry.where)
-            if is_written:
-                self.places[place] = entry.where
+                self.unknown(key, section.names, above)
             if value is not None:
-                written[key] = Written(replace(entry, key=dotted), value, info, dotted)
+                written[key] = Written(entry, value, info, dotted)
         return {
             group: self.reader.group(group, {key: each for key, each in written.items() if key in group.model_fields})
             for group in section.groups
         }
 
-    def _devices(self, entry: SettingEntry, dotted: str) -> list[int] | None:
+    def _devices(self, entry: SettingEntry) -> list[int] | None:
         """Return the numbers of device_mapping; None, and a finding, where they are none."""
         try:
             return [*read_devices(entry.value.data)]
         except ValueError as error:
-            what, why = f"{dotted} is {quoted(entry.value.data)}", f"expected {error}"
-            self.reader.add(Finding(what, entry.where, why, "write device_mapping: list(range(0,8))"), dotted)
+            what, why = f"{entry.key} is {quoted(entry.value.data)}", f"expected {error}"
+            self.reader.add(Finding(what, entry.where, why, "write device_mapping: list(range(0,8))"), entry.key)
             return None
 
-    def _rows(self, group: type[Group], node: Node, dotted: str) -> list[Group]:
+    def _items(self, group: type[Group], data: Any, place: str) -> list[Group]:
         """Read a list of mappings, each by the same group."""
-        data = data_of(node)
-        if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
-            if data is not None:
-                self.reader.find(f"{dotted} is {quoted(data)}", place_of(node), "expected a list of mappings")
-            return []
-        items: list[Tree] = [
-            {key: SettingEntry(key, as_read(value), place_of(node), "") for key, value in item.items()} for item in data
-        ]
-        return [self.reader.read(item, Section((group,)), dotted).of(group) for item in items]
+        if isinstance(data, list) and all(isinstance(item, dict) for item in data):
+            return [self.read(item, Section((group,)), f"{place}.")[group] for item in data]
+        if data is not None:
+            what = f"{self.key(place)} is {quoted(data)}"
+            self.reader.find(what, self.place(place), "expected a list of mappings")
+        return []
 
 
-def place_of(node: Node) -> str:
-    """Return where a node was written: of a mapping, where its first entry was."""
-    if isinstance(node, SettingEntry):
-        return node.where
-    return next((entry.where for entry in entries_of(node)), "")
+def part_of(reader: Reading, tree: Any, section: Section, name: str = "") -> Part:
+    """Read a mapping, and those in it that are read by themselves."""
+    part = Part(reader, name, tree if isinstance(tree, dict) else {})
+    part.groups = part.read(part.tree, section, "")
+    for key, inner in section.parts.items():
+        if inner is not None:
+            part.parts[key] = part_of(reader, part.tree.get(key), inner, part.key(key))
+    return part
 
 
 def read_devices(data: Any) -> tuple[int, ...]:
@@ -237,12 +253,13 @@ def read_devices(data: Any) -> tuple[int, ...]:
     Raises:
         ValueError: it is something else; the message says what is expected.
     """
-    if isinstance(data, int) and not isinstance(data, bool):
-        data = [data]
     try:
-        found = [*data] if isinstance(data, list) else _listed(ast.parse(str(data).strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+        found = data if isinstance(data, int | list) else _computed(ast.parse(str(data).strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, TypeError, OverflowError):
         raise ValueError(_WHOLE) from None
+    except ZeroDivisionError:
+        raise ValueError("whole numbers; a division by 0 is none") from None
+    found = found if isinstance(found, list) else [found]
     if not all(type(each) is int for each in found):
         raise ValueError(_WHOLE)
     if any(each < 0 for each in found):
@@ -252,32 +269,23 @@ def read_devices(data: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _listed(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_number(part) for part in parts]
-        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
-            return _listed(inner)
-        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
-            numbers = range(*(_number(arg) for arg in args))
-            if len(numbers) <= _MOST_DEVICES:
-                return list(numbers)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [*_listed(left), *_listed(right)]
-    raise ValueError(_WHOLE)
-
-
-def _number(node: ast.expr) -> int:
+def _computed(node: ast.expr) -> Any:
+    """Compute a list or a whole number; what has a wrong type raises as Python would."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_computed(part) for part in parts]
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            return [*_computed(inner)]
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if args:
+            numbers = range(*map(_computed, args))
+            if len(numbers) <= _MOST_DEVICES:
+                return [*numbers]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() as op, right=right):
-            a, b = _number(left), _number(right)
-            if isinstance(op, ast.FloorDiv):
-                if b == 0:
-                    raise ValueError("whole numbers; a division by 0 is none")
-                return a // b
-            return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
+            return -_computed(inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            a, b = _computed(left), _computed(right)
+            if isinstance(op, ast.Add) or (isinstance(a, int) and isinstance(b, int)):  # a list times 10**9 is too long
+                return _OPERATORS[type(op)](a, b)
     raise ValueError(_WHOLE)

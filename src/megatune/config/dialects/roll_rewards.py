@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatune.config.dialects.roll_models import infer_role, sampling_of
-from megatune.config.dialects.roll_reader import REWARD, Part, place_of
-from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_reader import REWARD, Part, part_of
+from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
 from megatune.config.dialects.table import read_part
 from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
@@ -17,22 +16,18 @@ from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.config.values import shown
 
 _ADDRESSES = ("code_url", "judge_api_url")
-_OF_MODELS = (
-    *("model_args", "data_args", "strategy_args", "generating_args", "training_args", "device_mapping"),
-    *("infer_batch_size", "num_gpus_per_worker"),
-)
 
 
 def read_rewards(roles: Roles) -> dict[str, RewardRole]:
     """Make the rewards of a file, by domain."""
-    found, reader = {}, roles.top.reader
+    found = {}
     owners: dict[str, str] = {}
     for domain, node in roles.top.mapping("rewards").items():
         if not isinstance(node, dict):
             fix = "write worker_cls, tag_included and the other keys below it"
-            reader.find(f"rewards.{domain} is not a mapping", place_of(node), fix=fix)
+            roles.top.reader.find(f"rewards.{domain} is not a mapping", roles.top.place(f"rewards.{domain}"), fix=fix)
             continue
-        part = reader.read(node, REWARD, f"rewards.{domain}", place_of(node))
+        part = part_of(roles.top.reader, node, REWARD, f"rewards.{domain}")
         found[domain] = _reward(domain, part, roles)
         for tag in found[domain].tag_included:
             if tag in owners:
@@ -57,21 +52,13 @@ def _judging(part: Part) -> Generating:
 
 def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
     (kind, function), keys, own = _kind(part), part.of(RoleSettings), part.of(RewardSettings)
-    if not keys.tag_included:
-        why = "a row's tag says which reward scores it"
-        part.find(f"{part.name} has no tag_included", why=why, fix=f"write tag_included: [{domain}]")
-    arguments = _arguments(kind, part) | _environment(kind, part)
+    part.check("reward", kind=kind, domain=domain, reward_model=roles.top.parts["reward_model"].tree)
+    arguments = _arguments(kind, part) | _environment(part)
     judge = None
     if kind == "llm_judge":
-        judge = _judge(part, roles)
+        if own.judge_model_type == "inference":
+            judge = infer_role(roles, part, part.name, None, _judging(part))
         arguments |= {"generating": _judging(part), "judge_model_type": own.judge_model_type or "api"}
-    else:
-        for name in _OF_MODELS:
-            if name in part.places:
-                part.ignore(name, "text is scored as it is, without a model or tokenizer")
-    if kind == "code_sandbox" and not own.use_local and not own.code_url:
-        fix = "write code_url: URL, or use_local: true"
-        part.find(f"{part.name} has use_local: false without code_url", "use_local", fix=fix)
     return RewardRole(
         domain,
         kind,
@@ -121,8 +108,8 @@ def _arguments(kind: str, part: Part) -> dict[str, Any]:
         if name in takes[kind]:
             value = getattr(part.of(RewardSettings), name)
             _check_value(name, value, part)
-            found |= value if name == "arguments" else {name: value} if name in part.places else {}
-        elif name in part.places:
+            found |= value if name == "arguments" else {name: value} if part.has(name) else {}
+        elif part.has(name):
             part.ignore(name, f"{kind} does not take it")
     return found
 
@@ -138,37 +125,15 @@ def _check_value(name: str, value: Any, part: Part) -> None:
         part.find(what, name, why="expected an address that begins with http:// or https://", fix=fix)
 
 
-def _environment(kind: str, part: Part) -> dict[str, Any]:
+def _environment(part: Part) -> dict[str, Any]:
     """Return what a reward that plays is made with, under its own name."""
     own = part.of(RewardSettings)
     if not (name := own.environment):
-        for key in ("environment_arguments", "max_turns"):
-            if key in part.places:
-                part.ignore(key, "the reward has no environment")
         return {}
-    if kind == "llm_judge":
-        what, why = f"{part.name} has an environment and a judge", "a judge has no processes that could play"
-        part.find(what, "environment", why=why, fix="score by another worker_cls")
     if name not in ENVIRONMENTS:
         fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or package.module.Class of your own"
         name = _own_path(part, "environment", name, "class", fix)
     return {"environment": {"name": name, "arguments": own.environment_arguments, "max_turns": own.max_turns}}
-
-
-def _judge(part: Part, roles: Roles) -> InferRole | None:
-    keys, key = part.of(RewardSettings), "judge_model_type"
-    kind = keys.judge_model_type or "api"
-    if kind == "inference":
-        return infer_role(roles, part, part.name, None, _judging(part))
-    if kind == "cluster" and not roles.top.parts["reward_model"].at:
-        what = f"{part.name} has judge_model_type: cluster without the role reward_model"
-        part.find(what, key, fix="add reward_model")
-    if kind == "api":
-        for name in ("judge_api_url", "judge_model_name"):
-            if not getattr(keys, name):
-                fix = f"write {name}, or judge_model_type: inference with a model and devices"
-                part.find(f"{part.name} has no {name}", key, why="judge_model_type is api", fix=fix)
-    return None
 
 
 def _group_filter(part: Part) -> GroupFilter:

@@ -1,34 +1,38 @@
-"""What roles have in common: strategy, devices, and what they say of a model and its engine, as settings of a run."""
+"""Roles with a model: those that compute with our engine, as settings of a run and with how their samples become
+micro-batches, and those that sample responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any, Literal, cast
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.roll_reader import Part, Section
-from megatune.config.dialects.roll_run import environment
-from megatune.config.dialects.roll_tree import Tree, data_of
-from megatune.config.dialects.table import rows_below, table
+from megatune.config.dialects.roll_reader import SAMPLER, Part, Section, part_of
+from megatune.config.dialects.roll_run import environment, profiled, reported
+from megatune.config.dialects.table import read_part, rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
-from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.of_model import of_model
+from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.role import RoleSettings, SamplerSettings
+from megatune.config.rl.rollout import Generating, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
+from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run, trained
-from megatune.config.settings import Settings, all_settings
+from megatune.config.settings import Settings, all_settings, with_settings
 from megatune.config.values import Value
 
 # Settings of a role's engine -> the model's numbers; None where they cannot be read.
 ModelOf = Callable[[Settings], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
-STRATEGY = "strategy_args.strategy_config"
+_MODEL, STRATEGY = "model_args", "strategy_args.strategy_config"
 _OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target")
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 # What is refused or does nothing is found with its place in the file, before.
 _SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
 ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
@@ -56,46 +60,27 @@ class Roles:
     model_of: ModelOf | None = None
     parts: dict[str, Part] = field(default_factory=dict)
 
-    def begin(
-        self, part: Part, name: str, valid: tuple[str, ...], unread: dict[str, str], *, trains: bool
-    ) -> str | None:
+    def begin(self, part: Part, name: str, valid: tuple[str, ...]) -> str | None:
         """Check what computes a role, and note what of it is not read.
 
         Args:
             valid: names of strategies.
-            unread: mappings of the role, and why nobody reads them.
 
         Returns:
             The strategy; None, and a finding, where it is none of the valid ones.
         """
-        keys, key, self.parts[name] = part.of(RoleSettings), "strategy_args.strategy_name", part
+        keys, self.parts[name] = part.of(RoleSettings), part
         strategy, path = keys.strategy_args.strategy_name, keys.worker_cls
-        if strategy is None and part.key(key) not in part.reader.refused:
-            fix = f"write strategy_args: {{strategy_name: {valid[0]}}}"
-            part.find(f"{part.name} has no {key}", why=f"it says what computes {part.name}", fix=fix)
-        elif strategy is not None and strategy not in valid:
-            why = f"{part.name} {'trains' if trains else 'does not train'}: expected {' or '.join(valid)}"
-            part.find(f"{part.key(key)} is {strategy}", key, why=why, fix=f"write strategy_name: {valid[0]}")
+        does = "trains" if valid == ("megatron_train",) else "does not train"
+        more = {"role": name, "valid": valid, "expected": " or ".join(valid), "does": does}
+        part.check("role", is_valid=strategy in valid, samples="vllm" in valid, **more)
         if path and not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS:
             what, fix = f"{part.name}.worker_cls is {path}", "remove worker_cls"
             part.find(what, "worker_cls", why="roles are built in", fix=fix)
-        for section, why in unread.items():
-            if section in part.places:
-                part.ignore(section, why)
         return strategy if strategy in valid else None
-
-    def devices(self, part: Part) -> tuple[int, ...]:
-        devices = part.of(RoleSettings).devices
-        if not devices and part.key("device_mapping") not in part.reader.refused:
-            fix = "write device_mapping: list(range(0,8))"
-            part.find(f"{part.name} has no device_mapping", why="a model needs devices", fix=fix)
-        return devices
 
     def environment_of(self, part: Part) -> dict[str, str]:
         return {**environment(self.top), **environment(part)}
-
-
-NO_PROMPTS = {"data_args": "prompts are made with actor_train's"}
 
 
 def no_model(part: Part, name: str) -> None:
@@ -106,7 +91,7 @@ def no_model(part: Part, name: str) -> None:
 
 
 @cache
-def sections() -> dict[str, Section]:
+def engine_sections() -> dict[str, Section]:
     """Return the mappings of a role whose keys are settings here, by where they stand."""
     names = {
         section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
@@ -116,73 +101,302 @@ def sections() -> dict[str, Section]:
     return {section: Section((), (f"ROLE.{section}",), settings=keys) for section, keys in names.items()}
 
 
-def read_engine(part: Part, *, trains: bool) -> Loaded:
+def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> Loaded:
     """Read model_args, training_args and strategy_config of a role; later ones win, as in ROLL.
 
     Args:
         trains: whether the role trains: training_args and adapters do nothing otherwise.
+        samples: whether it samples: only its model and dtype are read, the rest is its engine's.
     """
-    model, training = (_entries(part, section) for section in ("model_args", "training_args"))
-    if not trains:
-        for entry in training:
-            part.ignore(f"training_args.{entry.key}", f"{part.name} does not train")
-        training = []
-    strategy = _entries(part, STRATEGY)
-    if not trains or all(entry.key != "lora_target" for entry in model):
-        for entry in [each for each in strategy if each.key == "save_merged_model"]:
-            part.ignore(f"{STRATEGY}.{entry.key}", "there is no adapter to merge")
-            strategy.remove(entry)
-    model = [*_adapters(model, part, trains=trains)]
-    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in (*model, *training, *strategy)):
-        model.append(_default_dtype(part))
-    whole_experts = SettingEntry("expert_tensor_parallel_size", Value(1, "1"), part.at, "default")
-    return _loaded(part, [whole_experts], model, training, strategy)
-
-
-def sampled_model(part: Part) -> Loaded:
-    """Read model_args of a role that samples: which model, and its dtype."""
-    model = []
-    for entry in _entries(part, "model_args"):
-        if entry.key in ("model_name_or_path", "dtype"):
-            model.append(entry)
-        else:
-            part.ignore(f"model_args.{entry.key}", "engines sample with whole weights, adapters merged into them")
-    if not any(entry.key == "dtype" for entry in model):
-        model.append(_default_dtype(part))
-    return _loaded(part, model)
-
-
-def _default_dtype(part: Part) -> SettingEntry:
-    return SettingEntry("dtype", Value("bf16", "bf16"), part.at, "default")
-
-
-def _loaded(part: Part, *layers: list[SettingEntry]) -> Loaded:
-    loaded = load_entries(layers, ROLL)
+    of_sections = {
+        each: _entries(part, each) for each in ([_MODEL] if samples else [_MODEL, "training_args", STRATEGY])
+    }
+    target = next((entry for entry in of_sections[_MODEL] if entry.key == "lora_target" and trains), None)
+    found: list[SettingEntry] = []
+    for section, entries in of_sections.items():
+        for entry in entries:
+            why = ""
+            if samples and entry.key not in ("model_name_or_path", "dtype"):
+                why = "engines sample with whole weights, adapters merged into them"
+            elif section == "training_args" and not trains:
+                why = f"{part.name} does not train"
+            elif section == _MODEL and entry.key in _LORA and target is None:
+                off = f"{part.name} has no adapters of its own"
+                why = "adapters are on with lora_target, as in ROLL" if trains else off
+            elif entry.key == "save_merged_model" and target is None:
+                why = "there is no adapter to merge"
+            if why:
+                part.ignore(f"{section}.{entry.key}", why)
+            else:
+                is_all = entry is target and entry.value.text == "all-linear"
+                found.append(replace(entry, value=Value("all", "all")) if is_all else entry)
+    if target is not None:
+        found.append(replace(target, key="finetuning_type", value=Value("lora", "lora")))
+    defaults = {"expert_tensor_parallel_size": Value(1, "1")}
+    if not any(entry.key in ("dtype", "bf16", "fp16") for entry in found):
+        defaults["dtype"] = Value("bf16", "bf16")
+    own = [SettingEntry(key, value, part.at, "default") for key, value in defaults.items()]
+    loaded = load_entries([own, found], ROLL)
     part.reader.findings += [each for each in loaded.findings if each not in part.reader.findings]
     return loaded
 
 
 def _entries(part: Part, section: str) -> list[SettingEntry]:
     """Return the entries of a mapping that are settings, by their own names; report or note the others."""
-    tree: Tree = part.mapping(*section.split("."))
-    if section == STRATEGY:
-        tree = {**tree, **part.mapping(*section.split("."), "additional_configs")}
-        if isinstance(tree.get("additional_configs"), dict):
-            del tree["additional_configs"]
-    written = {key: node for key, node in tree.items() if data_of(node) is not None}
-    return part.reader.read(written, sections()[section], part.key(section)).entries
+    found: list[SettingEntry] = []
+    for above in (section, *([f"{section}.additional_configs"] if section == STRATEGY else [])):
+        tree = part.mapping(*above.split("."))
+        written = {key: node for key, node in tree.items() if node is not None}
+        if isinstance(written.get("additional_configs"), dict):
+            del written["additional_configs"]
+        found += part_of(part.reader, written, engine_sections()[section], part.key(above)).entries
+    return found
 
 
-def _adapters(entries: list[SettingEntry], part: Part, *, trains: bool) -> Iterator[SettingEntry]:
-    """Turn adapters on where lora_target is written; without it the other keys of LoRA do nothing, as in ROLL."""
-    target = next((entry for entry in entries if entry.key == "lora_target"), None)
-    for entry in entries:
-        if entry.key in (*_LORA, "lora_target") and (target is None or not trains):
-            on = "adapters are on with lora_target, as in ROLL"
-            part.ignore(f"model_args.{entry.key}", on if trains else f"{part.name} has no adapters of its own")
-        elif entry is target and entry.value.text == "all-linear":
-            yield replace(entry, value=Value("all", "all"))
+def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool) -> ModelRole | None:
+    """Make a role with a model of our engine; None where its strategy is not one."""
+    valid = ("megatron_train",) if trains else ("megatron_infer", "hf_infer")
+    strategy = roles.begin(part, name, valid)
+    if strategy is None:
+        return None
+    if strategy == "hf_infer":  # its strategy_config is of another engine
+        part = replace(part, tree={key: node for key, node in part.tree.items() if key != "strategy_args"})
+    loaded, keys = read_engine(part, trains=trains), part.of(RoleSettings)
+    devices = keys.devices
+    settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
+    loaded, architecture = replace(loaded, settings=settings), None
+    if roles.model_of is not None and settings.model.model_name_or_path:
+        architecture = roles.model_of(settings)
+    if trains and architecture is not None:
+        loaded, lines = of_model(_with_encoder(loaded, architecture), architecture)
+        part.reader.lines += lines
+    settings, found = loaded.settings, loaded.check_rules(architecture, len(devices), rules=RULES)
+    part.reader.findings += [each for each in found if each not in part.reader.findings]
+    _positions(roles, architecture)
+    _world(settings, part, devices)
+    role = ModelRole(
+        **{
+            **dict(keys),
+            "system_envs": roles.environment_of(part),
+            "pg_variant": _variant(part, name, roles.lengths.max_sequence_length),
+        },
+        name=name,
+        settings=settings,
+        training=trains,
+    )
+    return role.model_copy(update=_micro_batches(roles.lengths.max_sequence_length, role, part))
+
+
+def _settings(
+    roles: Roles, settings: Settings, part: Part, name: str, default_model: str | None, world_size: int, trains: bool
+) -> Settings:
+    """Return the settings of an engine with what other keys of the file say."""
+    keys, top, parallel, optimizer = part.of(RoleSettings), roles.run, settings.parallel, settings.optimizer
+    changes: dict[str, Any] = {
+        "run.stage": "rm" if name == "critic" else "sft",
+        "run.output_dir": top.output_dir,
+        "run.seed": top.seed,
+        "run.run_name": top.tracker_kwargs.name or top.exp_name,
+        "run.num_processes": max(1, world_size),
+        "run.ddp_timeout": max(1, round(keys.backend_timeout * 60)),
+        "batch.per_device_eval_batch_size": keys.infer_batch_size,
+        "data.cutoff_len": max(2, roles.lengths.max_sequence_length),
+        "data.packing": keys.use_sequence_packing,
+    }
+    if settings.model.model_name_or_path is None:
+        if default_model is None:
+            no_model(part, name)
+        changes["model.model_name_or_path"] = default_model
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        part.ignore("sequence_parallel", "tensor_model_parallel_size is 1")
+        changes["parallel.sequence_parallel"] = False
+    if trains:
+        changes |= reported(top) | {"optimizer.max_grad_norm": roles.top.of(AlgorithmSettings).max_grad_norm}
+        changes |= profiled(top) if name == "actor_train" else {}
+    else:
+        changes["batch.per_device_train_batch_size"] = keys.infer_batch_size
+        changes["batch.gradient_accumulation_steps"] = parallel.pipeline_model_parallel_size
+    if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
+        line = "lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
+        part.reader.lines.append(f"{part.name}: {line}")
+        changes["optimizer.lr_scheduler_type"] = "constant_with_warmup"
+    return with_settings(settings, changes)
+
+
+def _with_encoder(loaded: Loaded, architecture: Architecture) -> Loaded:
+    """Train the encoder of pictures too where nothing freezes it, as ROLL does; adapters are of the language model."""
+    frozen = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
+    is_lora = loaded.settings.finetuning.finetuning_type == "lora"
+    if architecture.vision is None or is_lora or not loaded.entries.keys().isdisjoint(frozen):
+        return loaded
+    return replace(loaded, settings=with_settings(loaded.settings, dict.fromkeys(frozen, False)))
+
+
+def _positions(roles: Roles, architecture: Architecture | None) -> None:
+    """Positions beyond those the model was made for mean nothing to it."""
+    longest = roles.lengths.longest_sequence
+    if architecture is not None and longest > architecture.max_position_embeddings:
+        positions = architecture.max_position_embeddings
+        what = f"sequence_length {longest} is more than the {positions} positions of the model"
+        why = "the rotary embeddings of its config.json were made for no more"
+        fix = f"write a prompt_length and a response_length of {positions} or less together"
+        roles.top.find(what, "sequence_length", "response_length", "val_sequence_length", why=why, fix=fix)
+
+
+def _world(settings: Settings, part: Part, devices: tuple[int, ...]) -> None:
+    parallel = settings.parallel
+    for size, what, why in (
+        (
+            parallel.model_parallel_size,
+            "one copy of the model",
+            "tensor_model_parallel_size × pipeline_model_parallel_size × context_parallel_size",
+        ),
+        (
+            parallel.expert_parallel_size,
+            "one copy of the experts",
+            "expert_tensor_parallel_size × expert_model_parallel_size × pipeline_model_parallel_size",
+        ),
+    ):
+        if devices and len(devices) % size:
+            text = f"{part.name} has {len(devices)} devices, not a multiple of the {size} that {what} takes"
+            fix = f"write a device_mapping of a multiple of {parallel.smallest_world} devices, or another layout"
+            part.find(text, "device_mapping", why=f"{why} is {size}", fix=fix)
+            return
+
+
+def _micro_batches(longest: int, role: ModelRole, part: Part) -> dict[str, int | None]:
+    """Return how samples of a role become micro-batches.
+
+    Args:
+        longest: tokens of a sample.
+    """
+    found: dict[str, int | None] = {}
+    switches = {"train": "use_dynamic_batching_in_train", "forward": "use_dynamic_batching_in_infer"}
+    if role.use_sequence_packing:
+        rows = {"train": role.settings.batch.per_device_train_batch_size, "forward": role.infer_batch_size}
+        for phase, count in rows.items():
+            key = f"max_packed_sequence_length_{phase}"
+            tokens = getattr(role.sequence_packing_args, key) or max(1, count) * longest
+            _long_enough(longest, part, f"sequence_packing_args.{key}", tokens)
+            found[f"packed_tokens_{phase}"] = tokens
+        return found
+    for phase, switch in switches.items():
+        key = switch.replace("use_dynamic_batching", "max_tokens_per_microbatch")
+        if getattr(role, switch) and getattr(role, key):
+            _long_enough(longest, part, key, getattr(role, key))
+            found[f"dynamic_tokens_{phase}"] = getattr(role, key)
+    return found
+
+
+def _long_enough(longest: int, part: Part, key: str, tokens: int) -> None:
+    if tokens < longest:
+        what, fix = f"{part.key(key)} {tokens} is less than sequence_length {longest}", key.rpartition(".")[2]
+        part.find(what, key, why="the longest sample would fit nowhere", fix=f"write {fix}: {longest}")
+
+
+def _variant(part: Part, name: str, longest: int) -> str | None:
+    """Return the loss of ActorPGWorker; None of another worker, whose other keys describe it."""
+    keys = part.of(RoleSettings)
+    is_pg = (keys.worker_cls or "").endswith("ActorPGWorker")
+    variant = (keys.pg_variant or "vanilla") if is_pg else None
+    part.check("engine", role=name, is_pg=is_pg, policy_variant=variant, room=2 * longest)
+    return variant
+
+
+def infer_role(
+    roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
+) -> InferRole | None:
+    """Make a role that samples; None where its strategy is none that does."""
+    strategy = roles.begin(part, name, ("vllm", "sglang", "hf_infer", "builtin"))
+    if strategy is None:
+        return None
+    for key in part.mapping("training_args"):
+        part.ignore(f"training_args.{key}", f"{part.name} does not train")
+    settings, keys = read_engine(part, samples=True).settings, part.of(RoleSettings)
+    devices, model = keys.devices, settings.model.model_name_or_path or default_model
+    if model is None:
+        no_model(part, name)
+    tree = part.mapping("strategy_args", "strategy_config")
+    ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
+    sampler = part_of(part.reader, ours, SAMPLER, part.key(STRATEGY)).of(SamplerSettings)
+    config = {key: node for key, node in tree.items() if key not in SAMPLER.names}
+    engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
+    if engine == "builtin":
+        _unused(part, strategy)
+        config = {}
+    each = 1 if engine == "builtin" else _per_engine(engine, config, part)
+    if devices and len(devices) % each:
+        what = f"{name} has {len(devices)} devices, and one engine takes {each}"
+        fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
+        part.find(what, "device_mapping", why="engines are all alike", fix=fix)
+    if keys.num_gpus_per_worker != each and part.has("num_gpus_per_worker"):
+        part.ignore("num_gpus_per_worker", f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}")
+    _lengths(roles.lengths, engine, config, part)
+    own = {"system_envs": roles.environment_of(part), "generating_args": generating}
+    return InferRole(
+        **{**dict(keys), **dict(sampler), **own},
+        name=name,
+        model_name_or_path=model or "",
+        engine=engine,
+        dtype="fp16" if settings.precision.fp16 else "bf16" if settings.precision.bf16 else "fp32",
+        devices_per_engine=each,
+        config=config,
+    )
+
+
+def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
+    """Return how responses are sampled, with what counts in place of its keys."""
+    return generating.model_copy(
+        update={
+            "top_k": max(0, generating.top_k),
+            "max_new_tokens": max_new_tokens,
+            "num_return_sequences": responses or generating.num_return_sequences,
+            "do_sample": generating.do_sample and generating.temperature > 0,
+        }
+    )
+
+
+def _per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
+    """Return the devices of one engine."""
+    if config.get("data_parallel_size", 1) not in (1, None):
+        what, why = f"{part.name}: data_parallel_size above 1", "the number of engines follows from device_mapping"
+        part.find(what, f"{STRATEGY}.data_parallel_size", why=why, fix="remove data_parallel_size")
+    tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
+    devices = 1
+    for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
+        size = config.get(key, default)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            what, why = f"{part.name}: {key} is {size}", "expected a whole number"
+            part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
+            size = 1
+        devices *= size
+    if engine == "sglang":
+        if "mem_fraction_static" not in config:
+            fix = "write mem_fraction_static: 0.8 in strategy_config"
+            part.find(f"{part.name} has no mem_fraction_static", why="ROLL requires it of sglang", fix=fix)
+        if config.pop("grpc_mode", None):
+            what, key = f"{part.name}: grpc_mode is true", f"{STRATEGY}.grpc_mode"
+            part.find(what, key, why="ROLL refuses it, too", fix="remove grpc_mode")
+    return devices
+
+
+def _unused(part: Part, strategy: str) -> None:
+    known = read_part("roll", "engines")
+    for key in part.mapping(*STRATEGY.split(".")):
+        if key in SAMPLER.names or key in known:
+            part.ignore(f"{STRATEGY}.{key}", f"strategy_name is {strategy}")
         else:
-            yield entry
-    if target is not None and trains:
-        yield replace(target, key="finetuning_type", value=Value("lora", "lora"))
+            part.unknown(key, sorted(known), f"{STRATEGY}.")
+
+
+def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part) -> None:
+    key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
+    if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
+        return
+    longest, prompt = lengths.longest_sequence, lengths.prompt_length
+    if config[key] <= prompt:
+        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
+        part.find(what, f"{STRATEGY}.{key}", why="responses would be empty", fix=f"write {key}: {longest}")
+    elif config[key] < longest:
+        said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
+        part.reader.lines.append(f"{said}: longer responses are cut there")

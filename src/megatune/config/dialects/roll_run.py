@@ -16,11 +16,6 @@ from megatune.config.values import is_variable
 def run_settings(top: Part) -> RLRunSettings:
     """Return the keys of the run, without secrets, and with variables as the environment has them."""
     run = top.of(RLRunSettings)
-    copies = run.checkpoint_config
-    if copies.type and not copies.output_dir:
-        fix = "write output_dir: FOLDER below checkpoint_config, or remove it"
-        why = "it says where checkpoints are copied to"
-        top.find("checkpoint_config has no output_dir", "checkpoint_config", why=why, fix=fix)
     variables, hub = environment(top), run.model_download_type
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"
@@ -44,10 +39,7 @@ def rollout_settings(top: Part) -> RolloutSettings:
     asked = top.of(RolloutSettings)
     prompt, response, whole = asked.prompt_length, asked.response_length, asked.sequence_length
     longest, val_prompt, val_whole = asked.max_sequence_length, asked.val_prompt_length, asked.val_sequence_length
-    if response is None and whole is None:
-        if not {"response_length", "sequence_length"} & top.places.keys():
-            top.find("response_length is missing", fix="write response_length: 4096, or sequence_length")
-    elif response is not None and whole is not None and whole != prompt + response:
+    if response is not None and whole is not None and whole != prompt + response:
         top.reader.lines.append(
             f"response_length {response} has no effect with sequence_length {whole}: {whole - prompt} tokens are left"
         )
@@ -66,10 +58,6 @@ def rollout_settings(top: Part) -> RolloutSettings:
         what = f"val_sequence_length {val_whole} leaves no token after val_prompt_length {val_prompt}"
         top.find(what, "val_sequence_length", fix=f"write val_sequence_length: {2 * val_prompt}")
         val_prompt = val_whole = None
-    ratio = asked.async_generation_ratio
-    if 0 < ratio < 1:
-        what, why = f"async_generation_ratio {ratio:g} is between 0 and 1", "a rollout is whole updates ahead, or none"
-        top.find(what, "async_generation_ratio", why=why, fix="write async_generation_ratio: 1, or 0")
     lengths = {"sequence_length": longest, "val_prompt_length": val_prompt, "val_sequence_length": val_whole}
     return asked.model_copy(update=lengths)
 
@@ -82,9 +70,6 @@ def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
     """
     asked = top.of(AlgorithmSettings)
     changes: dict[str, Any] = {}
-    if asked.is_pure_opd and asked.use_opd:
-        what, why = "is_pure_opd and use_opd", "one has rewards in addition to the teacher, the other has none"
-        top.find(what, "use_opd", why=why, fix="keep one")
     if asked.is_pure_opd:
         changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}
         changes["add_token_level_kl"] = False

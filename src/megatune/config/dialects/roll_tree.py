@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
+from megatune.config.building import Builder
 from megatune.config.entry import SettingEntry, place_of, read_mapping, yaml_finding
 from megatune.config.values import Value, as_read, compose, short, shown, value_of
 from megatune.errors import Finding
@@ -21,9 +22,6 @@ from megatune.errors import Finding
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# Mappings are trees; scalars, and lists with all that is in them, are entries, whose keys are dotted.
-Tree: TypeAlias = "dict[str, Tree | SettingEntry]"
-Node: TypeAlias = "Tree | SettingEntry"
 Key: TypeAlias = "tuple[str, ...]"
 
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
@@ -41,12 +39,41 @@ _FAULTS = (
 
 
 @dataclass(slots=True)
-class Reading:
-    """A tree that was read, what was wrong with it, and what its user is told."""
+class Reading(Builder):
+    """What was read, what was wrong with it, and what its user is told.
 
-    tree: Tree = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    Attributes:
+        data: mappings, lists and values, references resolved.
+        entries: by dotted key, each value and list: what YAML makes of its text, and where it was written.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, SettingEntry] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+
+    def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
+        self.add(Finding(what, where, why, fix))
+
+    def put(self, key: Sequence[str], value: Any, where: str, origin: str) -> None:
+        """Write a value, or a mapping of values, as if it had stood at a place of a file."""
+        if isinstance(value, dict) and value:
+            for name, each in value.items():
+                self.put((*key, name), each, where, origin)
+            return
+        below = self.data
+        for name in key[:-1]:
+            below = below.setdefault(name, {})
+        dotted, below[key[-1]] = ".".join(key), value
+        self.entries[dotted] = SettingEntry(dotted, as_read(value), where, origin)
+
+    def entry(self, dotted: str, data: Any) -> SettingEntry:
+        """Return the value at a key, with its own place, or that of the first value in it, or of what it is in."""
+        own, at = self.entries.get(dotted), dotted
+        near = own or next((each for key, each in self.entries.items() if key.startswith(f"{dotted}.")), None)
+        while near is None and "." in at:
+            near = self.entries.get(at := at.rpartition(".")[0])
+        near = near or SettingEntry("", Value(None), "", "")
+        return replace(near, key=dotted, value=as_read(data) if own is None else own.value)
 
 
 def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
@@ -58,40 +85,15 @@ def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
     from omegaconf import OmegaConf
 
     reading = Reading()
-    data, entries = _composed(Path(source), str(source), reading, ())
+    data, written = _composed(Path(source), str(source), reading, ())
     for word in overrides:
-        data = _overridden(data, entries, word, reading)
+        data = _overridden(data, written, word, reading)
     if _size(data, data, {}) > _MOST_NODES:
         what = f"more than {_MOST_NODES:,} values, its references written out"
-        reading.findings.append(Finding(what, str(source), fix="write fewer references to what has references"))
+        reading.find(what, str(source), fix="write fewer references to what has references")
         data = {}
-    reading.tree = _Resolver(reading).tree(OmegaConf.create(data), (), entries)
+    reading.data = _Resolver(reading, written).mapping(OmegaConf.create(data), ())
     return reading
-
-
-def entries_of(tree: Mapping[str, Node]) -> Iterator[SettingEntry]:
-    """List the entries of a tree, those of mappings in it as well."""
-    for node in tree.values():
-        if isinstance(node, dict):
-            yield from entries_of(node)
-        else:
-            yield node
-
-
-def tree_of(data: Mapping[str, Any], where: str, origin: str) -> Tree:
-    """Return keys and values as if they had been written at a place."""
-    found: Tree = {}
-    for key, value in data.items():
-        is_mapping = isinstance(value, dict)
-        found[key] = tree_of(value, where, origin) if is_mapping else SettingEntry(key, as_read(value), where, origin)
-    return found
-
-
-def data_of(node: Node) -> Any:
-    """Return what YAML makes of a node."""
-    if isinstance(node, dict):
-        return {key: data_of(each) for key, each in node.items()}
-    return node.value.data
 
 
 def _merged(below: dict[str, Any], over: dict[str, Any], where: str, reading: Reading) -> dict[str, Any]:
@@ -103,9 +105,7 @@ def _merged(below: dict[str, Any], over: dict[str, Any], where: str, reading: Re
         found: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(over)))
     except (TypeError, OmegaConfBaseException) as error:  # a mapping over a list, or a list over a mapping
         what = str(error).partition("\n")[0]
-        reading.findings.append(
-            Finding(what, where, fix="write a mapping where a mapping is, and a list where a list is")
-        )
+        reading.find(what, where, fix="write a mapping where a mapping is, and a list where a list is")
         return below
     return dict(found)
 
@@ -136,7 +136,7 @@ def _composed(
         elif (other := _default(item, path, listed, reading)) is None:
             continue
         elif other in above or len(above) > 8:
-            reading.findings.append(Finding(f"defaults: {item} leads back to itself", listed.where, fix="remove it"))
+            reading.find(f"defaults: {item} leads back to itself", listed.where, fix="remove it")
             continue
         else:
             layer, over = _composed(other, str(other), reading, (*above, path))
@@ -150,14 +150,14 @@ def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> P
     if not isinstance(item, str):
         why = "a file's keys are taken as they are, and not below another one"
         fix = "write - PATH@_here_, with the path from this file's folder"
-        reading.findings.append(Finding(f"defaults: {item} is not a path", listed.where, why, fix))
+        reading.find(f"defaults: {item} is not a path", listed.where, why, fix)
         return None
     name, _, package = item.removeprefix("optional ").partition("@")
     other = path.parent / f"{name.lstrip('/')}.yaml"
     if package not in ("_here_", "_global_") and ("/" in name or package):
         fix = f"write - {name}@_here_"
         why = "Hydra puts the keys of such a file below the names of its folders"
-        reading.findings.append(Finding(f"defaults: {item} without @_here_", listed.where, why, fix))
+        reading.find(f"defaults: {item} without @_here_", listed.where, why, fix)
         return None
     if os.path.isfile(other):
         return other
@@ -165,7 +165,7 @@ def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> P
         reading.lines.append(f"{item} of defaults is not read: DeepSpeed takes no part")
     elif not item.startswith("optional "):
         fix = "check the path; it is taken from the folder of the file that names it"
-        reading.findings.append(Finding(f"defaults: there is no file {other}", listed.where, fix=fix))
+        reading.find(f"defaults: there is no file {other}", listed.where, fix=fix)
     return None
 
 
@@ -185,11 +185,13 @@ class _Document:
             where = self.where or f"{self.name}:{key_node.start_mark.line + 1}"
             self.left -= 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self._find("a key must be text", where, "write `key: value`")
+                self.reading.find("a key must be text", where, fix="write `key: value`")
             elif key_node.value in found:
-                self._find(f"{'.'.join((*above, key_node.value))} is written twice", where, "keep one of the two")
+                self.reading.find(
+                    f"{'.'.join((*above, key_node.value))} is written twice", where, fix="keep one of the two"
+                )
             elif len(above) >= _MOST_NESTED:
-                self._find("values are nested too deeply", where, "remove the alias inside its own anchor")
+                self.reading.find("values are nested too deeply", where, fix="remove the alias inside its own anchor")
             elif self.left > 0:
                 found[key_node.value] = self.data(value_node, (*above, key_node.value), where)
         return found
@@ -200,18 +202,13 @@ class _Document:
         try:
             value = value_of(node)
         except yaml.YAMLError as error:
-            self.reading.findings.append(yaml_finding(error, self.name or where))
+            self.reading.add(yaml_finding(error, self.name or where))
             value = Value(None)
         if "$" in str(value.data) and (fault := _fault(value.data)) is not None:
-            self._find(f"{short(str(value.data))}: {fault[0]}", where, fault[1])
+            self.reading.find(f"{short(str(value.data))}: {fault[0]}", where, fix=fault[1])
             value = Value(None)
         self.entries[key] = SettingEntry(".".join(key), value, where, "override" if self.where else where)
         return value.data
-
-    def _find(self, what: str, where: str, fix: str) -> None:
-        finding = Finding(what, where, fix=fix)
-        if finding not in self.reading.findings:
-            self.reading.findings.append(finding)
 
 
 def _fault(data: Any) -> tuple[str, str] | None:
@@ -232,7 +229,7 @@ def _overridden(data: dict[str, Any], entries: dict[Key, SettingEntry], word: st
     key = tuple(dotted.strip().lstrip("+~").split("."))
     if not all(key) or not (equals or word.startswith("~")):
         fix = "write key=value, or role.key=value, without spaces around ="
-        reading.findings.append(Finding(f"{word!r} is not an override", fix=fix))
+        reading.find(f"{word!r} is not an override", fix=fix)
         return data
     if word.startswith("~"):
         below: Any = data
@@ -276,39 +273,35 @@ def _at(data: Any, dotted: str) -> Any:
 
 @dataclass(slots=True)
 class _Resolver:
-    """Makes a tree of what OmegaConf resolves, with the places of what was written."""
+    """Makes plain data of what OmegaConf resolves, and notes where each value was written."""
 
     reading: Reading
+    written: Mapping[Key, SettingEntry]
     left: int = _MOST_NODES
 
-    def tree(
-        self, config: DictConfig, above: Key, entries: Mapping[Key, SettingEntry], at: SettingEntry | None = None
-    ) -> Tree:
+    def mapping(self, config: DictConfig, above: Key, at: SettingEntry | None = None) -> dict[str, Any]:
         """Resolve a mapping.
 
         Args:
-            entries: what was written, by keys; empty below a reference.
-            at: the entry that refers to the mapping.
+            at: the entry that refers to it, or to a mapping that it is in: what is in it was written elsewhere.
         """
         from omegaconf import DictConfig, ListConfig, OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        found: Tree = {}
+        found: dict[str, Any] = {}
         for name in map(str, config):
             self.left -= 1
             if self.left < 0:
                 break
-            key = (*above, name)
-            own = entries.get(key)
-            entry = replace(own or at or SettingEntry("", Value(None), "", ""), key=".".join(key))
-            is_reference = OmegaConf.is_interpolation(config, name)
+            key, dotted = (*above, name), ".".join((*above, name))
+            own = self.written.get(key) if at is None else None
+            entry = replace(own or at or SettingEntry("", Value(None), "", ""), key=dotted)
             try:
                 if len(above) > _MOST_NESTED:
                     raise OmegaConfBaseException("Recursive interpolation")
                 value = config[name]
                 if isinstance(value, DictConfig):
-                    inner: Mapping[Key, SettingEntry] = {} if is_reference else entries
-                    found[name] = self.tree(value, key, inner, entry if is_reference else at)
+                    found[name] = self.mapping(value, key, entry if OmegaConf.is_interpolation(config, name) else at)
                     continue
                 if isinstance(value, ListConfig):
                     value = OmegaConf.to_container(value, resolve=True)
@@ -316,14 +309,14 @@ class _Resolver:
                 self._find(entry, error)
                 value = None
             is_own = own is not None and "${" not in str(own.value.data)
-            found[name] = entry if is_own else replace(entry, value=as_read(value))
+            entry = entry if is_own else replace(entry, value=as_read(value))
+            found[name], self.reading.entries[dotted] = entry.value.data, entry
         return found
 
     def _find(self, entry: SettingEntry, error: Exception) -> None:
         what, fix = _said(error)
-        finding = Finding(f"{short(shown(entry.value.data))[1:-1]}: {what}", entry.where, fix=fix)
         if not any(each.what.endswith(f": {what}") and "there is no key" in what for each in self.reading.findings):
-            self.reading.findings.append(finding)
+            self.reading.find(f"{short(shown(entry.value.data))[1:-1]}: {what}", entry.where, fix=fix)
 
 
 def _said(error: Exception) -> tuple[str, str]:

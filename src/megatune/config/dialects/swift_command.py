@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megatune.config.dialects.table import Row, table
+from megatune.config.dialects.table import Row, checks, table
 from megatune.config.entry import SETTINGS_FILES, SettingEntry, read_file
 from megatune.config.flags import flags_with_words, meant_by, value_of_words
 from megatune.config.settings import setting_paths
 from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
+# Attributes that conditions of checks name.
+_FACTS = ("version", "verb", "stage", "on_cpu", "has_shared_experts")
 # Keys of config.json that count them, or say how wide they are.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_EXPERTS = (
@@ -76,7 +78,7 @@ class Command:
         rest, rows = list(words), table("swift")
         if rest and rest[0].endswith(SETTINGS_FILES):
             self._read_file(rest.pop(0))
-        for flag in flags_with_words(rest):
+        for flag in flags_with_words(rest, lambda key: kinds().get(key, bool) is not bool):
             key, values = _known(flag.key), flag.values
             if not flag.typed:
                 fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
@@ -190,6 +192,25 @@ class Command:
         if (entry := self.flags.pop(name, None)) is not None:
             self.ignored[entry.where] = why
         self.defaults.pop(name, None)
+
+    def check(self, kind: str) -> None:
+        """Answer what the table says of flags together; `kind` is the part of it."""
+        for row in checks("swift", kind, self._asked):
+            flag, why = row["flag"], row.get("why", "")
+            if "ignored" in row:
+                self.ignore(flag, row["ignored"])
+            elif "unsupported" in row:
+                self.refuse(flag, row["unsupported"], row["fix"])
+            elif "becomes" in row:
+                self.becomes(flag, row["becomes"], why)
+            elif not self.given(flag):
+                self.default(flag, row["default"], why)
+
+    def _asked(self, key: str) -> Any:
+        """Return what a condition is about: a fact of the command line, or a flag."""
+        if key.startswith("given "):
+            return self.given(key.removeprefix("given "))
+        return getattr(self, key) if key in _FACTS else self.value(key)
 
     def refuse(self, name: str, why: str, fix: str) -> None:
         """Refuse what a flag asks for."""

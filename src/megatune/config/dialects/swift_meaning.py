@@ -36,15 +36,9 @@ def steps(command: Command) -> None:
 
 def learning_rate(command: Command) -> None:
     """lr depends on what is trained; the schedule's arguments are on several flags."""
-    if not command.given("lr"):
-        command.default("lr", 1e-4 if command.value("tuner_type") == "lora" else 1e-5)
+    command.check("rates")
     style, lowest, highest = command.value("lr_decay_style"), command.number("min_lr"), command.number("lr")
-    has_warmup = bool(command.number("lr_warmup_iters") or command.number("lr_warmup_fraction"))
-    if style == "constant":
-        if has_warmup:
-            command.becomes("lr_decay_style", "constant_with_warmup")
-        command.ignore("min_lr", "a constant rate does not fall")
-    elif style == "cosine" and lowest:
+    if style == "cosine" and lowest:
         command.becomes("lr_decay_style", "cosine_with_min_lr")
         command.sets("min_lr", "lr_scheduler_kwargs", {"min_lr": lowest})
         command.flags.pop("min_lr")
@@ -53,16 +47,9 @@ def learning_rate(command: Command) -> None:
     elif lowest:
         fix = "write --min_lr 0, or --lr_decay_style cosine"
         command.refuse("min_lr", f"with lr_decay_style {style} the rate has no floor here", fix)
-    if style == "inverse-square-root" and not has_warmup:
-        why = "without a warm-up its time counts samples there, and steps here"
-        command.refuse("lr_decay_style", why, "write --lr_warmup_iters 10, or --lr_decay_style cosine")
-    if style != "WSD":
-        command.ignore("lr_wsd_decay_style", "it is of lr_decay_style WSD")
-        command.ignore("lr_wsd_decay_iters", "it is of lr_decay_style WSD")
-    command.ignore("min_lr", "0 is where the rate falls to")
     if command.given("lr_decay_iters") and command.value("lr_decay_iters") == command.value("train_iters"):
         command.ignore("lr_decay_iters", "it is train_iters")
-    command.refuse("lr_decay_iters", "the learning rate falls until training ends", "remove --lr_decay_iters")
+    command.check("whole_rates")
 
 
 def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> None:
@@ -96,11 +83,9 @@ def tuner(command: Command) -> None:
     modules = command.value("target_modules")
     of_attention = isinstance(modules, list) and {*modules} <= {"linear_qkv", "linear_proj"}
     drops = (0.0, "adapters of experts drop nothing") if command.has_experts and not of_attention else (0.05,)
-    for name, value in (("lora_alpha", (32,)), ("lora_dropout", drops)):
-        if not command.given("adapters") and not command.given(name):
-            command.default(name, *value)
-    if command.version > 3 and not command.given("merge_lora") and command.value("save_safetensors", True):
-        command.default("merge_lora", True, "since version 3.12 the merged model is written, too")
+    if not command.given("adapters") and not command.given("lora_dropout"):
+        command.default("lora_dropout", *drops)
+    command.check("adapters")
     if isinstance(modules, list) and "all-embedding" in modules:
         why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
         command.refuse("target_modules", why, fix)
@@ -160,16 +145,7 @@ def losses(command: Command) -> None:
         command.sets("disable_ignore_empty_think", "answer_masks", [])
         del command.flags["disable_ignore_empty_think"]
     command.ignore("disable_ignore_empty_think", "loss_scale says which beginnings of answers are not trained")
-    is_mean_of_tokens = command.verb != "rlhf"
-    if command.value("calculate_per_token_loss") is is_mean_of_tokens:
-        command.ignore("calculate_per_token_loss", "that is the mean here")
-    why = "a step's loss is the mean of its trained tokens" if is_mean_of_tokens else "it is the mean of pairs"
-    fix = f"write --calculate_per_token_loss {str(is_mean_of_tokens).lower()}"
-    command.refuse("calculate_per_token_loss", why, fix)
-    if command.value("use_chat_template") is (command.stage != "pt"):
-        command.ignore("use_chat_template", "the stage says it")
-    fix = "`megatune megatron pt` trains on plain text, sft and rlhf on conversations"
-    command.refuse("use_chat_template", "plain text is trained by stage pt, and only there", fix)
+    command.check("losses")
 
 
 def preferences(command: Command) -> None:
@@ -188,21 +164,15 @@ def preferences(command: Command) -> None:
     if command.stage == "grpo":
         _take_rollouts(command)
         return
+    command.check("preferences")
     loss = command.value("loss_type")
-    if command.stage == "rm":
-        command.ignore("loss_type", "a reward model has one loss")
-    elif loss is not None and {"aot", "aot_unpaired", "kto_pair"} & {*loss.split()}:
+    if loss is not None and {"aot", "aot_unpaired", "kto_pair"} & {*loss.split()}:
         why = "losses that look at all pairs of a step together are not supported"
         command.refuse("loss_type", why, "write --loss_type sigmoid")
     elif loss is not None:
         key = "kto_loss" if command.stage == "kto" else "pref_loss"
         command.sets("loss_type", key, loss if key == "kto_loss" else loss.split())
         command.flags.pop("loss_type")
-    wants_kl = loss != "apo_zero_unpaired"
-    if command.value("calculate_KL") is wants_kl or command.stage != "kto":
-        command.ignore("calculate_KL", "the loss says whether it needs it")
-    fix = "write --loss_type apo_zero_unpaired" if wants_kl else "remove --calculate_KL"
-    command.refuse("calculate_KL", "the loss says whether it needs it", fix)
 
 
 def _take_rollouts(command: Command) -> None:

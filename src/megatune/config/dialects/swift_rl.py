@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
 from megatune.config.dialects.table import read_part
-from megatune.config.entry import SettingEntry
 from megatune.config.settings import Settings
-from megatune.errors import Finding
 
 
 class PromptSet(NamedTuple):
@@ -55,9 +52,9 @@ def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Readin
     _lengths_of_run(keys, count_rows, _files(keys, find))
     keys.note_others()
     # The top level comes first, then roles, as people write such a file.
-    tree = keys.reading.tree
-    plain = {key: node for key, node in tree.items() if not isinstance(node, dict)}
-    return replace(keys.reading, tree={**plain, **{key: node for key, node in tree.items() if key not in plain}})
+    reading = keys.reading
+    reading.data = dict(sorted(reading.data.items(), key=lambda item: isinstance(item[1], dict)))
+    return reading
 
 
 def _data(keys: Keys) -> None:
@@ -73,7 +70,7 @@ def _data(keys: Keys) -> None:
                 keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
     if not keys.setting("data.dataset"):
         fix = "write --dataset FILE.jsonl, with messages and what rewards compare with, such as solution"
-        keys.reading.findings.append(Finding("dataset is missing", why="it has the prompts", fix=fix))
+        keys.reading.find("dataset is missing", why="it has the prompts", fix=fix)
 
 
 def _files(keys: Keys, find: FindPrompts) -> list[str]:
@@ -85,7 +82,7 @@ def _files(keys: Keys, find: FindPrompts) -> list[str]:
     if keys.reading.findings:
         return trained
     for role, path in (("actor_train", "data.dataset"), ("validation", "data.eval_dataset")):
-        if role not in keys.reading.tree:
+        if role not in keys.reading.data:
             continue
         sets = find(keys.loaded.settings, role == "validation")
         files = [file for each in sets for file in each.files]
@@ -95,7 +92,7 @@ def _files(keys: Keys, find: FindPrompts) -> list[str]:
             if each.asked is not None and (len(sets) > 1 or role == "validation"):
                 why, where = "a number of rows is taken of the only data set that is trained on", f"--{path[5:]}"
                 what = f"{each.name}#{each.asked} is not supported"
-                keys.reading.findings.append(Finding(what, where, why, f"write {each.name}"))
+                keys.reading.find(what, where, why, f"write {each.name}")
             elif each.asked is not None:
                 keys.put("dataset_filter.num_samples", each.asked, path)
                 keys.reading.lines.append(f"{each.name}: the first {each.asked} rows, where ms-swift draws some")
@@ -115,7 +112,7 @@ def _rollouts(keys: Keys) -> None:
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
         fix = f"write --global_batch_size {max(1, samples // group) * group}"
-        keys.reading.findings.append(Finding(what, "--num_generations", "each prompt has a whole group", fix))
+        keys.reading.find(what, "--num_generations", "each prompt has a whole group", fix)
     prompts = samples if samples % group else samples // group  # what is refused is refused once
     keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
     keys.put("num_return_sequences_in_group", group, "num_generations")
@@ -132,10 +129,10 @@ def _rollouts(keys: Keys) -> None:
     keys.put("prompt_length", max(1, length), "data.cutoff_len")
     keys.put("response_length", response, "max_completion_length")
     keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are left out")
-    for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.tree else [])):
+    for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.data else [])):
         for flag in ("temperature", "top_p", "top_k", "repetition_penalty"):
             keys.put(f"{role}.generating_args.{flag}", keys.value(flag), flag)
-    if "validation" in keys.reading.tree:
+    if "validation" in keys.reading.data:
         count = keys.value("num_generations_eval") or group
         keys.put("validation.generating_args.num_return_sequences", count, "num_generations_eval", "num_generations")
 
@@ -168,8 +165,8 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
     is_epoch, epoch = keys.setting("checkpoint.save_strategy") == "epoch", 1
     if files and (asked <= 0 or is_epoch):
         rows = count_rows(files)
-        if isinstance(kept := keys.reading.tree.get("dataset_filter"), dict):
-            rows = min(rows, *(node.value.data for node in kept.values() if isinstance(node, SettingEntry)))
+        if isinstance(kept := keys.reading.data.get("dataset_filter"), dict):
+            rows = min(rows, *kept.values())
         epoch = max(1, rows // keys.written("rollout_batch_size"))
     steps = math.ceil(asked / updates)
     if asked <= 0:
@@ -179,7 +176,7 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
     every = epoch if is_epoch else math.ceil((keys.setting("checkpoint.save_steps") or 500) / updates)
     keys.put("save_steps", every, "checkpoint.save_steps", "checkpoint.save_strategy")
     keys.put("logging_steps", math.ceil(keys.setting("logging.logging_steps") / updates), "logging.logging_steps")
-    evaluates = "validation" in keys.reading.tree
+    evaluates = "validation" in keys.reading.data
     between = epoch if is_epoch else math.ceil((keys.setting("evaluation.eval_steps") or 500) / updates)
     keys.put("eval_steps", between if evaluates else 0, "evaluation.eval_steps")
     keys.put("max_ckpt_to_keep", keys.setting("checkpoint.save_total_limit") or 0, "checkpoint.save_total_limit")

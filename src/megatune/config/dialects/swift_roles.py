@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatune.config.dialects.roll_tree import Reading, Tree
+from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.table import read_part, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.settings import all_settings, setting_value
-from megatune.config.values import as_read, shown
-from megatune.errors import Finding
+from megatune.config.values import shown
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
 _LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
@@ -62,8 +61,7 @@ class Keys:
 
     def written(self, key: str) -> Any:
         """Return the value of a key of the top level that was put; None of one that was not."""
-        entry = self.reading.tree.get(key)
-        return entry.value.data if isinstance(entry, SettingEntry) else None
+        return self.reading.data.get(key)
 
     def setting(self, path: str) -> Any:
         self.used.add(path)
@@ -82,29 +80,21 @@ class Keys:
         where = entry.where if entry is not None else command.default_origin
         if entry is not None and flags[0] in command.rollouts:
             command.whys.setdefault(where, f"{dotted.rpartition('.')[2]}: {shown(value)}")
-        above, _, name = dotted.rpartition(".")
-        tree: Tree = self.reading.tree
-        for part in filter(None, above.split(".")):
-            inside = tree.setdefault(part, {})
-            assert isinstance(inside, dict)
-            tree = inside
         origin = entry.origin if entry is not None else command.default_origin
-        tree[name] = SettingEntry(dotted, as_read(value), where, origin)
+        self.reading.put(dotted.split("."), value, where, origin)
 
     def refuse(self, flag: str, why: str, fix: str) -> None:
         """Refuse what a flag asks for."""
         entry = self.run.command.rollouts.get(flag)
         where = f"--{flag}" if entry is None else entry.where
-        finding = Finding(f"{flag}: {shown(self.value(flag))} is not supported", where, why, fix)
-        if finding not in self.reading.findings:
-            self.reading.findings.append(finding)
+        self.reading.find(f"{flag}: {shown(self.value(flag))} is not supported", where, why, fix)
 
     def refuse_others(self) -> None:
         """Refuse settings whose effect would be missed."""
         for entry, is_missed in self._others():
             if is_missed:
                 what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove --{entry.key}"
-                self.reading.findings.append(Finding(what, entry.where, "grpo trains without it here", fix))
+                self.reading.find(what, entry.where, "grpo trains without it here", fix)
 
     def note_others(self) -> None:
         """Say which flags change nothing."""
@@ -137,7 +127,7 @@ def write_roles(keys: Keys) -> None:
     if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("LOCAL_RANK"):
         what, why = "grpo is started once, on one machine", "Ray starts the processes of all machines"
         fix = "join the machines to a Ray cluster, and write a file with the devices of all: docs/rl.md"
-        keys.reading.findings.append(Finding(what, "environment", why, fix))
+        keys.reading.find(what, "environment", why, fix)
     keys.put("num_gpus_per_node", keys.devices, "run.num_processes")
     keys.put("pretrain", keys.setting("model.model_name_or_path"), "model.model_name_or_path")
     keys.put("output_dir", keys.setting("run.output_dir"), "run.output_dir")
@@ -180,7 +170,7 @@ def _encoder(keys: Keys, *, is_lora: bool) -> None:
         what = f"freeze_vit {shown(tower)} with freeze_aligner {shown(projector)} is not supported"
         why = "adapters are on the language model alone" if is_lora else "they are trained together, or not at all"
         fix = "write --freeze_vit true --freeze_aligner true" + ", or both false" * (not is_lora)
-        keys.reading.findings.append(Finding(what, where, why, fix))
+        keys.reading.find(what, where, why, fix)
     elif not is_lora:
         value = "vision_model" if tower else "none"
         keys.put("actor_train.model_args.freeze_module_prefix", value, "finetuning.freeze_vision_tower")
@@ -235,7 +225,7 @@ def write_rewards(keys: Keys) -> None:
     names = keys.value("reward_funcs") or []
     if not names:
         fix = "write --reward_funcs accuracy format, or names of a file of --external_plugins"
-        keys.reading.findings.append(Finding("reward_funcs is missing", why="nothing would be rewarded", fix=fix))
+        keys.reading.find("reward_funcs is missing", why="nothing would be rewarded", fix=fix)
     weights = keys.value("reward_weights") or []
     numbers = [number for each in weights if (number := _as_number(each)) is not None]
     if weights and (len(numbers) != len(names) or len(numbers) != len(weights)):

@@ -48,9 +48,7 @@ def _start(command: Command, *, is_megatron: bool) -> None:
     elif not starts_anew and is_megatron:
         command.whys["finetune"] = "the weights are read, and training begins at step 0, as with --finetune true"
     command.ignore("finetune", "a run starts with the weights alone, at step 0")
-    for name in ("no_load_optim", "no_load_rng"):
-        if not command.given("resume_from_checkpoint"):
-            command.ignore(name, "a run starts with the weights alone")
+    command.check("start")
 
 
 def output(command: Command) -> None:
@@ -121,14 +119,11 @@ def precision(command: Command) -> None:
         key = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp16"}.get(str(dtype).removeprefix("torch."))
         if key is not None and not command.given(key):
             command.default(key, True, f"config.json's dtype is {dtype}")
-    if command.value("accumulate_allreduce_grads_in_fp32") is False and (is_fp32 or command.value("bf16")):
-        command.ignore("accumulate_allreduce_grads_in_fp32", "main_grads_dtype says it of bf16, and fp32 is fp32")
+    command.check("precision")
 
 
 def length(command: Command) -> None:
     """Without max_length rows are as long as the model allows, which memory is not planned for."""
-    if command.given("max_length"):
-        command.ignore("seq_length", "max_length says it")
     if command.given("max_length") or command.given("seq_length"):
         return
     longest = command.model_config.get("max_position_embeddings")
@@ -139,10 +134,7 @@ def length(command: Command) -> None:
 
 def evaluation(command: Command) -> None:
     """An evaluation set turns evaluation on; all of it is evaluated, every so often."""
-    if command.value("streaming") and not command.given("split_dataset_ratio"):
-        command.ignore("split_dataset_ratio", "streamed rows are not held out")
-    if command.given("val_dataset"):
-        command.ignore("split_dataset_ratio", "val_dataset is evaluated")
+    command.check("evaluation")
     has_rows = command.given("val_dataset") or command.number("split_dataset_ratio") > 0
     if not has_rows or command.value("eval_iters") == 0:
         why = "eval_iters is 0" if has_rows else "there is nothing to evaluate on"
@@ -172,22 +164,12 @@ def rows(command: Command) -> None:
             command.refuse("system", f"the file cannot be read: {why}", "name a file of UTF-8 text")
     elif isinstance(system, str) and "\\n" in system:
         command.becomes("system", system.replace("\\n", "\n"), "\\\\n is a line break")
-    if command.stage == "pt":
-        command.refuse("system", "texts of stage pt are trained without a template", "remove --system")
-    if not command.given("interleave_prob"):
-        command.ignore("stopping_strategy", "it is of interleave_prob")
-    elif not command.given("stopping_strategy"):
-        command.default("stopping_strategy", "first_exhausted")
-    if command.value("truncation_strategy") == "split" and command.stage != "pt":
-        command.refuse("truncation_strategy", "it is of stage pt", "write --truncation_strategy delete, left or right")
+    command.check("rows")
 
 
 def parallel(command: Command) -> None:
     """Layouts: what has no effect there, or is counted in another way."""
-    if command.value("sequence_parallel") is True and command.value("tensor_model_parallel_size", 1) == 1:
-        command.ignore("sequence_parallel", "there is one tensor-parallel process")
-    if command.value("virtual_pipeline_model_parallel_size") == 1:
-        command.ignore("virtual_pipeline_model_parallel_size", "one is none")
+    command.check("parallel")
     each = command.number("num_layers_per_virtual_pipeline_stage")
     layers, stages = command.model_config.get("num_hidden_layers"), command.number("pipeline_model_parallel_size") or 1
     if each and isinstance(layers, int) and layers % (each * stages) == 0:
@@ -201,18 +183,6 @@ def parallel(command: Command) -> None:
     why = "it does not divide the layers of a stage"
     fix = "write --virtual_pipeline_model_parallel_size 2"
     command.refuse("num_layers_per_virtual_pipeline_stage", why, fix)
-    backend = "gloo" if command.on_cpu else "nccl"
-    if command.value("ddp_backend") in (backend, "nccl"):
-        command.ignore("ddp_backend", f"{backend} is that of this machine")
-    command.refuse("ddp_backend", f"{backend} is that of this machine", "remove --ddp_backend")
-    if command.value("manual_gc_steps") == 0:
-        command.ignore("manual_gc_steps", "garbage is collected every 50 steps")
-    kernel = str(command.value("attention_backend", ""))
-    if re.fullmatch(r"flash_[234]", kernel):
-        command.becomes("attention_backend", "flash", "torch has its own")
-        kernel = "flash"
-    if kernel in ("flash", "fused") and command.on_cpu:
-        command.becomes("attention_backend", "auto", "a CPU has neither")
 
 
 def shape(command: Command) -> None:
@@ -228,15 +198,10 @@ def experts(command: Command) -> None:
     """Mixtures of experts have defaults of their own."""
     if not command.has_experts:
         return
-    if not command.has_shared_experts:
-        command.ignore("moe_shared_expert_overlap", "the model has no shared experts")
+    command.check("experts")
     tp, pp, ep = (int(command.number(f"{kind}_model_parallel_size")) or 1 for kind in ("tensor", "pipeline", "expert"))
-    if command.version > 3:
-        later = {"moe_router_dtype": "fp32", "expert_tensor_parallel_size": 1, "moe_aux_loss_coeff": 0.0}
-        for name, value in later.items():
-            if not command.given(name):
-                command.default(name, value)
-    elif not command.given("expert_tensor_parallel_size") and int(command.number("num_processes")) % (tp * pp * ep):
+    has_default = command.version > 3 or command.given("expert_tensor_parallel_size")
+    if not has_default and int(command.number("num_processes")) % (tp * pp * ep):
         why = "as since version 3.9: experts cut by tensor_model_parallel_size would not divide the processes"
         command.default("expert_tensor_parallel_size", 1, why)
 

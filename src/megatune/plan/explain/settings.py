@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.roll import ReadRL
-from megatune.config.dialects.roll_roles import sections
-from megatune.config.dialects.roll_tree import data_of, entries_of
+from megatune.config.dialects.roll_roles import engine_sections
 from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded
 from megatune.config.of_model import of_model
@@ -245,8 +244,8 @@ def explain_rl_file(name: str, read: ReadRL, language: Language = "en") -> str:
     """Explain every key that is written in a file, then say what is wrong with it, for a terminal."""
     words = words_of(language)
     lines = [words.settings.format(file=name)]
-    for entry in entries_of(read.tree):
-        found, value = find_key(entry.key), data_of(entry)
+    for entry in read.reading.entries.values():
+        found, value = find_key(entry.key), entry.value.data
         if found is not None and value is not None:
             texts = texts_of(found[1], language, is_rl=True)
             lines += ["", *written(entry.key, value, found[1].default, entry.origin, texts, words)]
@@ -263,7 +262,7 @@ def rl_page(language: Language = "en") -> str:
         for dotted, info in infos.items():
             parts += section(dotted, info.default, texts_of(info, language, is_rl=True), words)
     parts.append(words.rl_engine)
-    for name, keys in sections().items():
+    for name, keys in engine_sections().items():
         parts.append(f"| `ROLE.{name}` | {', '.join(f'`{key}`' for key in keys.settings)} |\n")
     parts += [words.rl_refused_head, *_refused_rl_rows(words, language)]
     return "".join([*parts, words.rl_accepted_head, *_accepted_rl_rows(language)])
