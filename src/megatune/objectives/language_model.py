@@ -28,8 +28,8 @@ class CrossEntropy(TrainingObjective):
 
 
 class DynamicFineTuning(CrossEntropy):
-    """Cross-entropy of which each token has its probability as a weight, which has no gradient: Dynamic Fine-Tuning
-    (DFT, arXiv:2508.05629, equation 9)."""
+    """Dynamic Fine-Tuning (DFT, arXiv:2508.05629): the sum of -p log p over trained tokens, with p as a weight that has
+    no gradient, divided by their global number."""
 
     has_perplexity = False
 

@@ -158,10 +158,8 @@ class Part:
             wanted = row["if"]
             if any(self.key(key) in self.reader.refused for key in wanted):
                 continue  # nothing follows from the default of what is not valid
-            keys, text = (
-                row.get("at", wanted),
-                {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()},
-            )
+            keys = row.get("at", wanted)
+            text = {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()}
             if why := text.pop("ignored", None):
                 for key in filter(self.has, keys):
                     self.ignore(key, why)

@@ -258,7 +258,8 @@ def check_resume(settings: RLSettings) -> None:
     """
     asked = settings.run.resume_from_checkpoint
     if isinstance(asked, str) and not Path(asked).is_dir():
-        raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
+        fix = "name a folder checkpoint-N, or write true for the newest one in output_dir"
+        raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}", fix=fix), ExitCode.INPUT)
     if asked is False:
         _refuse_later(settings, None)
 
