@@ -100,7 +100,7 @@ def serve_megatune(pipe: Connection, model: str, arguments: argparse.Namespace) 
     from megatune.engine import groups, optimizer
     from megatune.engine.step import forward_backward
     from megatune.launch.world import LOOPBACK, find_free_port
-    from megatune.objectives.language_model import CrossEntropy
+    from megatune.objectives.choose import CrossEntropy
 
     groups.join(0, 1, 0, LOOPBACK, find_free_port(), timeout=60.0)
     settings = Settings(optimizer=OptimizerSettings(learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=1.0))

@@ -16,7 +16,7 @@ from megatune.engine.model import Chunk, build_model
 from megatune.engine.step import Objective, forward_backward
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import LOOPBACK, find_free_port
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 from training.case import LEARNING_RATE, Case
 from training.timeline import Timeline
 from training.weights import RandomCheckpoint

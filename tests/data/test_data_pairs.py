@@ -26,7 +26,8 @@ from megatune.data.streaming.folder import StreamFolder
 from megatune.data.streaming.producer import StreamRequest
 from megatune.data.streaming.stream import StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
-from megatune.objectives.preference import TOKEN_WEIGHTS, answer_tokens
+from megatune.objectives.base import tokens_of_documents
+from megatune.objectives.preference import TOKEN_WEIGHTS
 
 PAD = 0
 TOKENIZER = qwen_tokenizer()
@@ -138,7 +139,7 @@ def test_documents_of_a_micro_batch_are_pairs(
             assert len(found) == len(batch.input_ids) == 2 * micro_batch_size
         for chosen, rejected in zip(found[::2], found[1::2], strict=False):
             assert rejected == (chosen + 1 if chosen else 0)
-        counts = [int(count) for count in answer_tokens(batch)]
+        counts = [int(count) for count in tokens_of_documents(batch.labels >= 0, batch)]
         assert [count > 0 for count in counts] == [number > 0 for number in found]
         values = batch.extras[REFERENCE].on_rank(None, "cpu")
         assert (values.dtype, values.tolist()) == (torch.float32, [number + 0.5 if number else 0 for number in found])
@@ -231,9 +232,10 @@ def test_weights_of_a_pair_by_hand() -> None:
 def test_a_pair_is_left_out_whole(rows: TokenRows) -> None:
     """Whichever of its documents is named."""
     for batch in batches(rows, 4, 1):
-        trained = (answer_tokens(batch) > 0).tolist()
+        trained = (tokens_of_documents(batch.labels >= 0, batch) > 0).tolist()
         for place in (2, 3):
-            left = (answer_tokens(batch.without([place])) > 0).tolist()
+            without = batch.without([place])
+            left = (tokens_of_documents(without.labels >= 0, without) > 0).tolist()
             assert left == [trained[0], trained[1], False, False, *trained[4:]]
         assert not batch.without(range(len(batch.lengths))).num_trained
 

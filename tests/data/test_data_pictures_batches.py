@@ -20,7 +20,8 @@ from megatune.data.media.processor import PictureProcessor
 from megatune.data.pictures import unpacked
 from megatune.data.rows import Document, TokenRows
 from megatune.data.steps import PreparedSteps
-from megatune.objectives.preference import Preference, answer_tokens
+from megatune.objectives.base import tokens_of_documents
+from megatune.objectives.preference import Preference
 
 SIZES = {"a.png": (64, 32), "b.jpg": (40, 60), "c.webp": (128, 128), "d.png": (96, 32)}
 ROWS: list[dict[str, Any]] = [
@@ -245,12 +246,12 @@ def test_pairs_with_pictures(model: Model, data: Path, packed: bool) -> None:
         place += len(here)
     lost = [each.document for each in batch.unreadable]
     assert [number for number, name in enumerate(names) if name.endswith("b.jpg")] == lost
-    trained = answer_tokens(batch).tolist()
+    trained = tokens_of_documents(batch.labels >= 0, batch).tolist()
     assert all(trained[:6])
     for some in (lost, lost[:1], lost[1:]):
         left = batch.without(some)
         kept = [0 if number in lost else count for number, count in enumerate(trained)]
-        assert answer_tokens(left).tolist() == kept
+        assert tokens_of_documents(left.labels >= 0, left).tolist() == kept
         assert int(Preference({"sigmoid": 1.0}).normalizer(left)) == 2
 
 

@@ -12,7 +12,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.engine import optimizer as engine_optimizer
 from megatune.engine import step
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 from megatune.verify.measure import shard_samples
 from megatune.verify.samples import random_samples
 

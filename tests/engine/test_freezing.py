@@ -27,7 +27,7 @@ from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, scalars, step
 from megatune.engine.step import forward_backward
 from megatune.families import load_architecture
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model

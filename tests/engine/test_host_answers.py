@@ -16,7 +16,7 @@ from megatune.bridge.assemble import assemble
 from megatune.engine import host_answers, optimizer, step
 from megatune.engine.host_answers import asking_once, on_host
 from megatune.engine.layers import cross_entropy
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 from megatune.verify.measure import shard_samples
 from megatune.verify.samples import random_samples
 

@@ -36,7 +36,7 @@ def norm_and_losses(
     """On every rank: the norm of all gradients, the auxiliary losses of a step, and those of an evaluation."""
     from megatune.bridge.assemble import assemble
     from megatune.engine.step import forward_backward
-    from megatune.objectives.language_model import CrossEntropy
+    from megatune.objectives.choose import CrossEntropy
     from megatune.verify.measure import shard_samples
 
     assembly: Any = assemble(model, settings)

@@ -23,8 +23,7 @@ from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine import groups, step
 from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import ROUTING
-from megatune.objectives.policy.objective import PolicyObjective
-from megatune.objectives.policy.value import ValueObjective
+from megatune.objectives.policy.objective import PolicyObjective, ValueObjective
 
 PROMPTS, RESPONSES = (7, 3, 12, 5, 9, 4, 6), (9, 14, 3, 8, 5, 17, 2)
 PACKED_ROWS = ((0, 1, 2), (3,), (4, 5), (6,))

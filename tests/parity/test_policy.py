@@ -18,8 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megatune.config.groups.run import RunSettings
 from megatune.config.rl.algorithm import AlgorithmSettings, CorrectionFilter, IsWeight, TrainInferCorrection
-from megatune.objectives.policy.objective import PolicyObjective
-from megatune.objectives.policy.value import ValueObjective
+from megatune.objectives.policy.objective import PolicyObjective, ValueObjective
 from megatune.verify.reference import load_reference_model
 
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -24,8 +24,8 @@ from megatune.engine.model import gather_parameters
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
-from megatune.objectives import reward
-from megatune.objectives.reward import Reward
+from megatune.objectives import preference
+from megatune.objectives.preference import Reward
 from megatune.training.train_step import train_step
 from megatune.verify.adapters import write_random_adapter
 
@@ -172,7 +172,7 @@ def without_mark(case: Case, folder: Path) -> Any:
 
 def with_summing_backward(case: Case, folder: Path) -> Any:
     """On every rank: scores are added up over cp by an all-reduce that adds up gradients, too."""
-    own = reward.document_sums
+    own = preference.document_sums
 
     def summing(values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         from megatron.core import parallel_state
@@ -180,11 +180,11 @@ def with_summing_backward(case: Case, folder: Path) -> Any:
 
         return all_reduce(values.sum(1), group=parallel_state.get_context_parallel_group())
 
-    reward.document_sums = summing
+    preference.document_sums = summing
     try:
         return compute(case, folder)
     finally:
-        reward.document_sums = own
+        preference.document_sums = own
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ from transformers import AutoModelForSequenceClassification
 from megatune.config.groups.run import RunSettings
 from megatune.objectives.kto import KTO, value_losses
 from megatune.objectives.pair_losses import Shape
-from megatune.objectives.preference import Preference
-from megatune.objectives.reward import Reward
+from megatune.objectives.preference import Preference, Reward
 from megatune.verify.reference import load_reference_model
 
 BALANCE, Z = 3.0, 0.3

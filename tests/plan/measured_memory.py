@@ -18,8 +18,8 @@ from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import Chunk, build_model
-from megatune.objectives.language_model import CrossEntropy
-from megatune.objectives.reward import Reward
+from megatune.objectives.choose import CrossEntropy
+from megatune.objectives.preference import Reward
 
 DOCUMENTS = 4  # of a packed row
 GRID = (1, 16, 16)  # patches of an image

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatune.config.groups.optimizer import PrecisionSettings
@@ -89,6 +90,15 @@ class TrainingObjective(ABC):
     def describe(self) -> str:
         """Name the terms of the loss with their weights; "" for cross-entropy, which needs no word."""
         return ""
+
+
+def tokens_of_documents(counted: Tensor, batch: MicroBatch) -> Tensor:
+    """Count the tokens of every document of a whole micro-batch that `counted`, bool [b, s], is true for: int64 [D], on
+    the host."""
+    if batch.cu_seqlens is None:
+        return counted.sum(1)
+    sums = torch.nn.functional.pad(counted[0].cumsum(0), (1, 0))
+    return sums[batch.cu_seqlens.long()].diff()
 
 
 class ComparedObjective(TrainingObjective):

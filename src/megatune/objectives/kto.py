@@ -16,8 +16,8 @@ from megatune.data.rows import DESIRABLE
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals, evaluate
-from megatune.objectives.base import ComparedObjective, StartLosses
-from megatune.objectives.preference import REFERENCE, answer_tokens
+from megatune.objectives.base import ComparedObjective, StartLosses, tokens_of_documents
+from megatune.objectives.preference import REFERENCE
 
 
 def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> Tensor:
@@ -75,7 +75,7 @@ class KTO(ComparedObjective):
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         """Count the answers that have a trained token."""
-        return (answer_tokens(batch) > 0).sum()
+        return (tokens_of_documents(batch.labels >= 0, batch) > 0).sum()
 
     def before_step(self, model: list[Chunk], companions: Iterable[Sequence[MicroBatch]]) -> None:
         """Find z of all companions of all ranks, which have log-probabilities of the reference; costs a forward pass,

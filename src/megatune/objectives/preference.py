@@ -1,4 +1,4 @@
-"""Preference training: losses of pairs of answers, from the losses of their tokens.
+"""Preference training: losses of pairs of answers, from the losses of their tokens; reward models, from their scores.
 
 Documents of a micro-batch come in pairs, a chosen answer and then a rejected one. Legend: D documents, P pairs.
 """
@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from megatune.data.batches import SCORED
+from megatune.data.rows import MARGIN
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
-from megatune.objectives.base import ComparedObjective, StartLosses
+from megatune.objectives.base import ComparedObjective, StartLosses, TrainingObjective, tokens_of_documents
 from megatune.objectives.pair_losses import (
     SEPARABLE,
     WITHOUT_REFERENCE,
@@ -70,8 +73,7 @@ class Preference(ComparedObjective):
         return tuple(names) if len(names) > 1 else ()
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Count the pairs of which both answers have a trained token."""
-        return (in_pairs(answer_tokens(batch)) > 0).all(1).sum()
+        return num_pairs(batch)
 
     @property
     def _has_running_reward(self) -> bool:
@@ -183,10 +185,50 @@ def in_pairs(values: Tensor) -> Tensor:
     return values[: len(values) // 2 * 2].unflatten(0, (-1, 2))
 
 
-def answer_tokens(batch: MicroBatch) -> Tensor:
-    """Count the trained tokens of every document of a whole micro-batch: int64 [D], on the host."""
-    trained = (batch.labels >= 0).long()
-    if batch.cu_seqlens is None:
-        return trained.sum(1)
-    sums = torch.cat((trained.new_zeros(1), trained[0].cumsum(0)))
-    return sums[batch.cu_seqlens.long()].diff()
+def num_pairs(batch: MicroBatch) -> Tensor:
+    """Count the pairs of a whole micro-batch of which both answers have a trained token: int64 [], on the host."""
+    return (in_pairs(tokens_of_documents(batch.labels >= 0, batch)) > 0).all(1).sum()
+
+
+# As TRL's RewardTrainer logs them; what it has no name for is called as in other preference training.
+_METRICS = ("accuracy", "margin", "mean_reward", *REWARDS[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Reward(TrainingObjective):
+    """-log σ(r_c - r_r - margin) + c (r_c + r_r)², summed over pairs and divided once by their global number.
+
+    The score r of an answer is that of its token with SCORED; the margin of a pair is that of its chosen answer, 0
+    where there is none. Every context-parallel rank computes the whole loss, from the same scores.
+
+    Attributes:
+        centering: c, which holds the mean of a pair's scores at 0 (arXiv:2312.09244).
+    """
+
+    centering: float = 0.0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return _METRICS
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        return num_pairs(batch)
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        is_scored = batch.extras[SCORED]
+        chosen, rejected = in_pairs(document_sums(torch.where(is_scored, output, 0.0), batch.sequences)).unbind(1)
+        valid = (in_pairs(document_sums(is_scored.float(), batch.sequences)) > 0).all(1)
+        difference = chosen - rejected
+        margin = in_pairs(batch.extras[MARGIN])[:, 0] if MARGIN in batch.extras else 0.0
+        loss = self.centering * (chosen + rejected).square() - logsigmoid(difference - margin)
+        values = ((difference > 0).float(), difference, (chosen + rejected) / 2, chosen, rejected)
+        count = valid.sum()
+        metrics = {
+            name: (torch.where(valid, value.detach(), 0.0).sum(), count)
+            for name, value in zip(_METRICS, values, strict=True)
+        }
+        return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
+
+    def describe(self) -> str:
+        centered = f" + {self.centering:g} × their squared sum" if self.centering else ""
+        return f"Bradley-Terry of the scores of pairs{centered}"

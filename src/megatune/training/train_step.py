@@ -16,7 +16,7 @@ from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import NO_VOTES, Objective, StepTotals, Votes, forward_backward
 from megatune.engine.waiting import BusyTime
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 
 _CROSS_ENTROPY = CrossEntropy()
 

@@ -31,7 +31,7 @@ from megatune.engine.step import ObjectiveOutput
 from megatune.engine.traces import tracing
 from megatune.families.weights import Role
 from megatune.launch.context import RankContext
-from megatune.objectives.language_model import CrossEntropy
+from megatune.objectives.choose import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.numbers import write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows

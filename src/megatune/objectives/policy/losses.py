@@ -1,20 +1,26 @@
-"""Losses of single tokens that policy gradients are made of, by ROLL's names.
+"""What a policy's loss is made of, as pure functions: losses of single tokens, by ROLL's names; their weights, by which
+they are means over tokens or responses; and the correction of differences between the trainer and the rollout engine.
 
-Legend: A advantages, constants; r the ratio π / π_old with gradient; all fp32 and of one shape.
+Legend: A advantages, constants; r the ratio π / π_old with gradient; all fp32 and of one shape; b rows, s tokens of a
+row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatune.config.named import named
-from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.rl.algorithm import Aggregation, AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
+from megatune.engine.sequences import MicroBatch, Sequences, document_totals
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.objectives.base import tokens_of_documents
 
 # What ROLL's ActorPGWorker has.
 _CISPO_RANGE = (0.9, 1.1)
@@ -120,3 +126,116 @@ def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:
             return difference.abs()
     bounded = difference.clamp(max=_KL_LIMIT)  # e^10 - 11 is far above the limit
     return (torch.expm1(bounded) - difference).clamp(max=_KL_LIMIT)
+
+
+def shares(mask: Tensor, sequences: Sequences) -> Tensor:
+    """Return what each of this rank's tokens is of its response's tokens that count, fp32 [b, s / cp]; 0 where the mask
+    is. They add up to the number of responses with a token that counts."""
+    return mask / document_totals(mask, sequences).clamp(min=1).to(mask.dtype)
+
+
+def token_weights(mode: Aggregation, mask: Tensor, sequences: Sequences, norm: float) -> Tensor:
+    """Return weights of token losses, fp32 [b, s / cp], whose sum the step divides by the mode's normalizer.
+
+    Args:
+        norm: of seq-mean-token-sum-norm: the weight of a token.
+    """
+    if mode == "seq-mean-token-mean":
+        return shares(mask, sequences)
+    return norm * mask if mode == "seq-mean-token-sum-norm" else mask
+
+
+def normalizer(mode: Aggregation, mask: Tensor, batch: MicroBatch) -> Tensor:
+    """Count what a whole micro-batch adds to the divisor, int64 []: tokens that count, responses with such a token, or,
+    of seq-mean-token-sum-norm, responses.
+
+    Args:
+        mask: [b, s], on the host.
+    """
+    match mode:
+        case "token-mean":
+            return (mask > 0).sum()
+        case "seq-mean-token-sum-norm":
+            return torch.tensor(sum(length > 0 for length in batch.lengths))
+    return num_responses(mask, batch)
+
+
+def num_responses(mask: Tensor, batch: MicroBatch) -> Tensor:
+    """Count the documents of a whole micro-batch with a token that counts: int64 []."""
+    return (tokens_of_documents(mask > 0, batch) > 0).sum()
+
+
+# "segment" is a stretch of the model's own tokens: a response without tools is one, and so it is "geometric" here.
+LEVELS = ("token", "geometric", "sequence", "segment")
+_NAMES = tuple(f"actor/train_infer_{what}_{level}_mean" for what in ("ratio", "diff") for level in LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Of every token.
+
+    Attributes:
+        weights: of the policy loss, fp, without gradient; 1 where is_weight is off.
+        keep: bool, what all filters let pass.
+        metrics: name -> (sum, count).
+    """
+
+    weights: Tensor
+    keep: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+def correction_metrics(settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Name what `correct` measures."""
+    clip = ("actor/is_weight_clipfrac",) * settings.train_infer_correction.is_weight.enabled
+    final = ("actor/train_infer_final_mask_mean",) * bool(settings.train_infer_correction.active)
+    return ("actor/train_infer_log_prob_gap", *_NAMES, *clip, *final)
+
+
+@torch.no_grad()
+def correct(
+    old: Tensor, rollout: Tensor, mask: Tensor, totals: Callable[[Tensor], Tensor], settings: AlgorithmSettings
+) -> Correction:
+    """Compare log-probabilities of the trainer with those of the rollout engine.
+
+    Ratios are π_old / π_rollout of tokens, the geometric mean over a response, or the product; differences are of
+    probabilities, likewise. Weights are ratios cut off at upper_bound (truncated importance sampling).
+
+    Args:
+        old, rollout: of tokens, of one shape; any number where the mask is 0.
+        mask: 1 at tokens of responses.
+        totals: from values of tokens to the sum over its response at each token.
+    """
+    counted = mask > 0
+    log_ratio = torch.where(counted, old - rollout, 0.0)
+    difference = torch.where(counted, old.exp() - rollout.exp(), 0.0)
+    sizes = totals(counted.to(log_ratio.dtype)).clamp(min=1)
+    log_sums, sums = totals(log_ratio), totals(difference)
+    ratios = {"token": log_ratio, "geometric": log_sums / sizes, "sequence": log_sums, "segment": log_sums / sizes}
+    ratios = {level: values.exp() for level, values in ratios.items()}
+    differences = {"token": difference, "geometric": sums / sizes, "sequence": sums, "segment": sums / sizes}
+    shares = counted / sizes  # add up to 1 in each response
+    count, num_tokens = shares.sum(), counted.sum()
+    metrics = {"actor/train_infer_log_prob_gap": (log_ratio.abs().sum(), num_tokens)}
+    for name, values in zip(_NAMES, (*ratios.values(), *differences.values()), strict=True):
+        metrics[name] = (torch.where(counted, values * shares, 0.0).sum(), count)
+    chosen = settings.train_infer_correction.is_weight
+    weights = torch.ones_like(log_ratio)
+    if chosen.enabled:
+        ratio = ratios[chosen.weight_type]
+        bound = inf if chosen.upper_bound is None else chosen.upper_bound
+        weights = ratio.clamp(max=bound)
+        metrics["actor/is_weight_clipfrac"] = ((counted & (ratio > bound)).sum(), num_tokens)
+    keep = torch.ones_like(counted)
+    for each in settings.train_infer_correction.active:
+        if each.ratio_enabled:
+            keep &= _between(ratios[each.agg_type], each.ratio_low, each.ratio_high)
+        if each.diff_enabled:
+            keep &= _between(differences[each.agg_type], each.diff_low, each.diff_high)
+    if settings.train_infer_correction.active:
+        metrics["actor/train_infer_final_mask_mean"] = ((keep & counted).sum(), num_tokens)
+    return Correction(weights, keep, metrics)
+
+
+def _between(values: Tensor, low: float, high: float) -> Tensor:
+    return (values >= low) & (values <= high)

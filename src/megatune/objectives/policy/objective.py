@@ -1,4 +1,4 @@
-"""The policy's loss: what `engine.step` computes of losses and entropies of tokens.
+"""The losses of the policy and of the critic: what `engine.step` computes of losses, entropies or scores of tokens.
 
 Values of tokens lie where their response's tokens are predicted, as labels do. Legend: b rows, s tokens of a row.
 """
@@ -17,8 +17,18 @@ from megatune.config.rl.role import PolicyVariant
 from megatune.engine.layers.cross_entropy import Head
 from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals
 from megatune.engine.step import ObjectiveOutput
-from megatune.objectives.policy import aggregation, correction
-from megatune.objectives.policy.losses import Range, Terms, kl_terms, token_losses
+from megatune.objectives.policy.losses import (
+    Range,
+    Terms,
+    correct,
+    correction_metrics,
+    kl_terms,
+    normalizer,
+    num_responses,
+    shares,
+    token_losses,
+    token_weights,
+)
 
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
 # token of a response has a label, also where its mask is 0.
@@ -87,13 +97,13 @@ class PolicyObjective:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """By ROLL's names."""
-        own = () if self.settings.enable_old_logprobs_recompute else correction.metric_names(self.settings)
+        own = () if self.settings.enable_old_logprobs_recompute else correction_metrics(self.settings)
         return *_METRICS, *("actor/kl_loss",) * self.settings.use_kl_loss, *own
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         """Count tokens, or responses: int64 []."""
         mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
-        return aggregation.normalizer(self.settings.loss_agg_mode, mask, batch)
+        return normalizer(self.settings.loss_agg_mode, mask, batch)
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         """Compute the loss of losses and entropies of tokens, fp32 [b, s / cp, 2]."""
@@ -101,7 +111,7 @@ class PolicyObjective:
         losses, entropies = output.unbind(-1)
         log_probs, mask, weights = -losses, extras[MASK], extras[WEIGHTS]
         norm = self.samples / self.norm_length
-        of_tokens = aggregation.token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
+        of_tokens = token_weights(settings.loss_agg_mode, mask, batch.sequences, norm)
         metrics: Mapping[str, tuple[Tensor, Tensor]] = {}
         old = extras.get(OLD)
         if old is None:
@@ -123,9 +133,7 @@ class PolicyObjective:
         loss = settings.rl_loss_coef * loss
         if settings.entropy_loss_coef:
             loss = loss - settings.entropy_loss_coef * (of_tokens * entropies).sum()
-        count = (
-            mask.sum() if settings.loss_agg_mode == "token-mean" else aggregation.shares(mask, batch.sequences).sum()
-        )
+        count = mask.sum() if settings.loss_agg_mode == "token-mean" else shares(mask, batch.sequences).sum()
         found = {"actor/pg_loss": (policy, count), "actor/kl_loss": (kl, count), **metrics}
         found |= self._means(terms.log_ratio, log_ratio, entropies, mask)
         return ObjectiveOutput(loss, found)
@@ -149,7 +157,7 @@ class PolicyObjective:
         """Apply the train-infer correction to weights of the policy loss, and of all losses."""
         totals = partial(document_totals, sequences=batch.sequences)
         is_response = batch.labels >= 0
-        found = correction.correct(old, batch.extras[ROLLOUT], is_response, totals, self.settings)
+        found = correct(old, batch.extras[ROLLOUT], is_response, totals, self.settings)
         return weights * found.weights.to(weights.dtype), of_tokens * found.keep, found.metrics
 
     @torch.no_grad()
@@ -174,3 +182,42 @@ class PolicyObjective:
             "ppo_ratio_low_clipfrac": low,
         }
         return {f"actor/{name}": ((value * mask).sum(), mask.sum()) for name, value in values.items()}
+
+
+# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at all other tokens, each where its token is predicted:
+# the value there is that of the state before the token.
+RETURNS, VALUES = "returns", "values"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """Half the squared error of values, a mean over responses of means over their tokens.
+
+    Attributes:
+        clip: how far values may move from those of the rollout before the error stops to fall (value_clip).
+    """
+
+    clip: float | None = None
+
+    metric_names = ("critic/loss", "critic/value", "critic/vpred", "critic/clipfrac", "critic/error")
+    token_extras = (MASK, RETURNS, VALUES)
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        """Count responses with a token that counts: int64 []."""
+        mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
+        return num_responses(mask, batch)
+
+    def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        """Compute the loss of scores of tokens, fp32 [b, s / cp]."""
+        mask, returns, old = (batch.extras[name] for name in self.token_extras)
+        # What padding is worth may not be finite.
+        values = torch.where(mask > 0, scores, 0.0)
+        error = losses = (values - returns).square()
+        if self.clip is not None:
+            near = torch.minimum(torch.maximum(values, old - self.clip), old + self.clip)
+            losses = torch.maximum(error, (near - returns).square())
+        of_responses = shares(mask, batch.sequences)
+        loss, count = 0.5 * (losses * of_responses).sum(), of_responses.sum()
+        means = {"value": old, "vpred": values, "clipfrac": losses > error, "error": error}
+        metrics = {f"critic/{name}": ((value * of_responses).sum(), count) for name, value in means.items()}
+        return ObjectiveOutput(loss, {"critic/loss": (loss, count), **metrics})

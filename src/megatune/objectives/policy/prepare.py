@@ -17,16 +17,19 @@ from torch import Tensor
 from megatune.config.named import named
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.objectives.policy.correction import correct
-from megatune.objectives.policy.returns import (
+from megatune.objectives.policy.losses import correct
+from megatune.objectives.policy.rewards import (
+    RunningMoments,
     discounted,
     generalized_advantages,
     kl_estimates,
+    sample_masks,
+    sample_weights,
+    shaped,
     share_beyond,
     token_rewards,
     whitened,
 )
-from megatune.objectives.policy.rewards import RunningMoments, sample_masks, sample_weights, shaped
 from megatune.objectives.policy.samples import Prepared, StepSamples, Tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatune.engine.step import token_scores
-from megatune.objectives.policy.value import ValueObjective
+from megatune.objectives.policy.objective import ValueObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.rows import Answer
 from megatune.rl.worker.training import TrainedWorker
