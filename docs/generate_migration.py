@@ -6,7 +6,7 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatune.config.dialects.table import table
+from megatune.config.dialects.dialect import table
 from megatune.config.settings import all_settings
 from megatune.config.values import shown
 

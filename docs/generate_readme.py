@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatune.config.adapters import with_adapters
+from megatune.config.derived import with_adapters
 from megatune.config.load import load
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue.find import find_machine

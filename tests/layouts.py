@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatune.config.groups.data import DataSettings
-from megatune.config.groups.experts import ExpertSettings
 from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.groups.parallel import ExpertSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings, RunSettings, Settings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatune.config.dialects.table import table
+from megatune.config.dialects.dialect import table
 from megatune.config.load import load
 from megatune.errors import Finding
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from megatune.config.load import load
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.rollout import PromptData, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
     InferRole,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.attention_kernel import CPU, attends_in_runs, attention_kernels
+from megatune.config.kernels import CPU, attends_in_runs, attention_kernels
 from megatune.config.settings import DataSettings, ParallelSettings, Settings
 
 VOLTA, AMPERE, HOPPER, BLACKWELL = (7, 0), (8, 0), (9, 0), (10, 0)

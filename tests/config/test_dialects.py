@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.dialects.dialect import Dialect
-from megatune.config.dialects.table import Row, read_part, table
+from megatune.config.dialects.dialect import Dialect, Row, read_part, table
 from megatune.config.load import Loaded, dump, load
 from megatune.config.settings import setting_paths
 from megatune.errors import Finding

@@ -9,7 +9,7 @@ import pytest
 
 from megatune.config.chinese import phrases, translations
 from megatune.config.dialects.dialect import LLAMAFACTORY
-from megatune.config.rl.pages import rl_keys
+from megatune.config.rl.settings import rl_keys
 from megatune.config.setting import describe
 from megatune.config.settings import all_settings
 

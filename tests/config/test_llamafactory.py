@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect
-from megatune.config.dialects.table import Row, table
+from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect, Row, table
 from megatune.config.load import load
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Mark

@@ -13,9 +13,8 @@ from test_rules import BASE, QWEN
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.swift import dialect_of
 from megatune.config.load import load
-from megatune.config.names import plain
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
-from megatune.config.settings import all_settings, setting_paths
+from megatune.config.settings import all_settings, plain, setting_paths
 from megatune.config.values import shown
 
 INFOS = all_settings()

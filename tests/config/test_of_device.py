@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatune.config.derived import Gpu, of_device
 from megatune.config.load import Loaded, dump, load
-from megatune.config.of_device import Gpu, of_device
 from megatune.plan.catalogue import find_machine
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", has_bf16=True, speedup=14.8)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.config.derived import of_model, pooled_factor
 from megatune.config.load import Loaded, dump, load
-from megatune.config.of_model import of_model, pooled_factor
 
 MOE = MixtureOfExperts(
     layers=(False,) + (True,) * 48, num_experts=128, router_topk=8, moe_ffn_hidden_size=768, aux_loss_coeff=0.001

@@ -8,7 +8,7 @@ from megatune.architecture import Architecture
 from megatune.config.load import load
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
-from megatune.config.rules.problem import multiples_around, nearest
+from megatune.config.rules.rule import multiples_around, nearest
 from megatune.plan.catalogue import find_model
 
 QWEN = Architecture(

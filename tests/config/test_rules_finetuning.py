@@ -8,7 +8,7 @@ from test_rules import BASE, QWEN
 from megatune.architecture import Architecture
 from megatune.config.load import load
 from megatune.config.rules import RULES, check
-from megatune.config.rules.declared import unused
+from megatune.config.rules.rule import unused
 from megatune.encoders import Vision
 
 VISION = Vision(

@@ -9,11 +9,10 @@ from test_rules import BASE, QWEN
 
 from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts
 from megatune.config.load import load
-from megatune.config.names import plain
 from megatune.config.rules import check, pipeline
 from megatune.config.rules.pipeline import deepstack
-from megatune.config.rules.problem import Context
-from megatune.config.settings import BatchSettings, ParallelSettings, Settings
+from megatune.config.rules.rule import Context
+from megatune.config.settings import BatchSettings, ParallelSettings, Settings, plain
 from megatune.encoders import Vision
 
 EXPERTS = dataclasses.replace(

@@ -13,7 +13,7 @@ from test_rules_quantization import WRONG as WRONG_IN_QUANTIZATION
 
 from megatune.config.load import load
 from megatune.config.rules import RULES, check, trained
-from megatune.config.rules.problem import Context
+from megatune.config.rules.rule import Context
 from megatune.config.settings import all_settings
 
 PUBLISHED = ["preprocessing_num_workers=256", "dataloader_num_workers=64", "ddp_timeout=180000000", "max_steps=1000000"]

@@ -8,7 +8,7 @@ from test_rules import BASE, QWEN
 from megatune.architecture import MixtureOfExperts
 from megatune.config.load import load
 from megatune.config.rules import check
-from megatune.config.rules.preference import warnings
+from megatune.config.rules.finetuning import warnings
 from megatune.config.settings import all_settings
 
 MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))

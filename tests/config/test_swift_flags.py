@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatune.config.dialects.dialect import table
 from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
-from megatune.config.dialects.table import table
 from megatune.config.settings import all_settings
 from megatune.config.values import as_read, parse
 

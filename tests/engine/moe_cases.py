@@ -12,7 +12,7 @@ from layouts import Layout
 from torch import Tensor
 
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.parallel import ExpertSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch

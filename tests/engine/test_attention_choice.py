@@ -1,4 +1,4 @@
-"""The engine hands torch the kernels that config.attention_kernel chooses."""
+"""The engine hands torch the kernels that config.kernels chooses."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from moe_cases import (
 )
 from torch import Tensor
 
-from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.parallel import ExpertSettings
 
 TOLERANCE = 1e-5  # relative L2, of gradients; see megatune.verify.compare
 

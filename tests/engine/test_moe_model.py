@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from layouts import Layout
 
-from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.parallel import ExpertSettings
 from megatune.config.settings import Settings
 from megatune.verify.samples import Sample, random_samples
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatune.architecture import MixtureOfExperts
-from megatune.config.of_model import pooled_factor
+from megatune.config.derived import pooled_factor
 
 EXPERTS, TOKENS, WEIGHT = 16, 2048, 0.01
 CASES = [(1, 1), (2, 2), (6, 4), (48, 8), (3, 12)]

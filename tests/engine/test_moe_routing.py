@@ -47,7 +47,7 @@ def test_shares_equal_those_of_transformers(family):
     ("family", "expected"), [("qwen3_moe", None), ("mixtral", None), ("qwen2_moe", None), ("deepseek_v3", "fp32")]
 )
 def test_router_dtype_is_that_of_the_family(family, expected):
-    from megatune.config.groups.experts import ExpertSettings
+    from megatune.config.groups.parallel import ExpertSettings
     from megatune.engine.transformer_config import transformer_config
 
     assert transformer_config(architecture(family), Settings()).moe_router_dtype == expected

@@ -22,7 +22,7 @@ from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_command import kinds
 from megatune.config.entry import is_rl_file
 from megatune.config.load import Loaded, dump, load
-from megatune.config.rl.pages import rl_keys
+from megatune.config.rl.settings import rl_keys
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import Settings, all_settings, setting_paths
 from megatune.config.values import shown

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatune.architecture import Architecture
-from megatune.config.adapters import as_adapter, with_adapters
+from megatune.config.derived import as_adapter, with_adapters
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, load
 from megatune.config.rules import trained

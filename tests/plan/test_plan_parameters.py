@@ -27,7 +27,7 @@ from model_sizes import tiny_config
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.rules import check, experts, layout, memory, pipeline
+from megatune.config.rules import check, layout, memory, pipeline
 from megatune.config.settings import Settings
 from megatune.engine import adam
 from megatune.engine.groups import build
@@ -81,7 +81,7 @@ HALVES = {
 SPARSE = {f"experts: {name}": one for name, one in (EXPERT_LAYOUTS | MORE_EXPERT_LAYOUTS).items()}
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS | SEQUENCE_LAYOUTS | MORE_SEQUENCE_LAYOUTS | SPARSE | HALVES
 # Of the layout, for what a model cannot be cut into.
-RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, memory.whole_rows)
+RULES = (*layout.RULES, *pipeline.RULES, *layout.EXPERT_RULES, memory.whole_rows)
 
 
 def architecture(family: str, **sizes: Any) -> Architecture:

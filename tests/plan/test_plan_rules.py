@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from megatune.config.load import load
-from megatune.config.names import plain
-from megatune.config.rules import check, experts, layout, memory, pipeline
-from megatune.config.rules.problem import Context
-from megatune.config.settings import GROUPS, Settings, all_settings
+from megatune.config.rules import check, layout, memory, pipeline
+from megatune.config.rules.rule import Context
+from megatune.config.settings import GROUPS, Settings, all_settings, plain
 from megatune.config.values import coerce, parse
 
 DENSE = Architecture(
@@ -262,7 +261,7 @@ def test_a_stage_without_a_model_or_with_too_few_layers_is_left_to_other_rules()
     assert list(memory.groups_of_layers(Context(loaded.settings, DENSE, None))) == []
 
 
-RULES = [*layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES]
+RULES = [*layout.RULES, *pipeline.RULES, *layout.EXPERT_RULES, *memory.RULES]
 PATHS = {info.name: info.path for info in all_settings().values()}
 
 

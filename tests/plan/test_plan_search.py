@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatune.architecture import Architecture, MixtureOfExperts
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import check
-from megatune.config.rules.problem import divisors
+from megatune.config.rules.rule import divisors
 from megatune.config.settings import GROUPS, Settings, setting_value
 from megatune.encoders import Vision
 from megatune.plan.case import Case, PlannedModel

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules import check as check_rules
-from megatune.config.rules import experts, layout, memory, pipeline
+from megatune.config.rules import layout, memory, pipeline
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.families import FAMILIES, read_architecture
 from megatune.plan.catalogue.models import model_config
@@ -36,7 +36,7 @@ REAL = {
 }
 # The catalogue has none of these yet: their sizes are the defaults of Transformers' classes.
 REAL = {**dict.fromkeys(FAMILIES, ""), **REAL}
-RULES = (*layout.RULES, *pipeline.RULES, *experts.RULES, *memory.RULES)
+RULES = (*layout.RULES, *pipeline.RULES, *layout.EXPERT_RULES, *memory.RULES)
 
 
 def real_model(family: str, **changes: Any) -> RealModel:

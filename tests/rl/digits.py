@@ -15,8 +15,7 @@ from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, P
 from megatune.config.groups.output import LoggingSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.rollout import Generating, PromptData, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
     InferRole,

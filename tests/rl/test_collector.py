@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from digits import with_samples
 
-from megatune.config.rl.data import GroupFilter
-from megatune.config.rl.rollout import Generating
+from megatune.config.rl.rollout import Generating, GroupFilter
 from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
 from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of

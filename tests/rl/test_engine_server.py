@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatune.config.rl.data import GroupFilter
-from megatune.config.rl.rollout import Generating
+from megatune.config.rl.rollout import Generating, GroupFilter
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings
 from megatune.launch.context import RankContext

@@ -19,8 +19,7 @@ from digits import make_model, settings
 from local_roles import run, run_file
 
 from megatune.config.dialects.roll import read_roll
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.rollout import PromptData, RolloutSettings
 from megatune.config.rl.settings import RewardRole, RLSettings
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer

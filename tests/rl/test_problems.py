@@ -11,8 +11,7 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import DatasetFilter
+from megatune.config.rl.rollout import DatasetFilter, PromptData
 from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer

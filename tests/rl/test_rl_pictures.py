@@ -23,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from worker_kit import TEMPERATURE, settings_of, started, whole
 
 from megatune.config.dialects.roll import read_roll
-from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import InferRole, RewardRole, RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint

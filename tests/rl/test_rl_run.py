@@ -16,9 +16,8 @@ from digits import RESPONSE, make_model, settings
 from local_roles import read, run, run_a_step, run_file
 
 from megatune.config.dialects.roll import read_roll
-from megatune.config.rl.data import PromptData
 from megatune.config.rl.role import Validation
-from megatune.config.rl.rollout import Generating
+from megatune.config.rl.rollout import Generating, PromptData
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError

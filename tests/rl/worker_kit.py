@@ -14,8 +14,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.optimizer import BatchSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.rollout import Generating, PromptData, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import (
     InferRole,

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Generic
 
 from megatune.cli.pages import Help, write_page
-from megatune.config.building import Builder
-from megatune.config.entry import SETTINGS_FILES, Arguments, SettingEntry, is_key, read_file, read_overrides, takes_text
-from megatune.config.flags import FlagWords, flags_with_words, meant_by
+from megatune.config.entry import (
+    SETTINGS_FILES,
+    Arguments,
+    Builder,
+    FlagWords,
+    SettingEntry,
+    flags_with_words,
+    is_key,
+    meant_by,
+    read_file,
+    read_overrides,
+    takes_text,
+)
 from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse

@@ -120,7 +120,7 @@ def _refuse(word: str) -> NoReturn:
         finding = Finding("not supported", f"megatune {word}", _NOT_BUILT[word], fix)
     else:
         from megatune.cli.command import unknown_verb
-        from megatune.config.dialects.table import read_part
+        from megatune.config.dialects.dialect import read_part
 
         foreign = read_part("llamafactory", "verbs")
         if word not in foreign:

@@ -1,23 +1,120 @@
-"""Settings as a user wrote them, each with its place: those of a YAML file, and of a command line."""
+"""Settings as a user wrote them, each with its place, in a YAML file or on a command line; and groups made of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from megatune.config.flags import FlagWords, flags_with_words, value_of_words
-from megatune.config.values import TooLarge, Value, compose, parse, read_text, value_of
+from megatune.config.setting import G, SettingInfo, fitted
+from megatune.config.values import (
+    TRUTH,
+    TooLarge,
+    Value,
+    coerce,
+    compose,
+    nearest_valid,
+    parse,
+    quoted,
+    read_text,
+    shown,
+    value_of,
+)
 from megatune.errors import ExitCode, Finding, MegatuneError
+
+if TYPE_CHECKING:
+    from megatune.config.dialects.dialect import Row
 
 SETTINGS_FILES = (".yaml", ".yml", ".json")
 RL_ROLES = ("actor_train", "student_train", "actor_infer")  # of which every file of reinforcement learning has one
 _LONGEST_PLACE = 200  # characters
 # In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
 _OLD_TEMPLATE = re.compile(r"^template: default(?= +# default$)", re.MULTILINE)
+
+
+class FlagWords(NamedTuple):
+    """A flag with its words.
+
+    Attributes:
+        typed: the word of the flag as it was typed; "" of words that stand before the first flag.
+        behind: the words up to the next flag.
+    """
+
+    typed: str
+    behind: list[str]
+
+    @property
+    def word(self) -> str:
+        """The flag without its value: "--max-length"."""
+        return self.typed.partition("=")[0]
+
+    @property
+    def key(self) -> str:
+        """What the flag sets; a dash is an underscore. "" where it is no flag."""
+        return self.word.removeprefix("--").replace("-", "_")
+
+    @property
+    def text(self) -> str | None:
+        """What stands behind =; None without one."""
+        _, equals, text = self.typed.partition("=")
+        return text if equals else None
+
+    @property
+    def values(self) -> list[str]:
+        """What stands behind =, if anything does, and behind the flag."""
+        return self.behind if self.text is None else [self.text, *self.behind]
+
+
+def is_flag(word: str) -> bool:
+    """Tell a flag from a quoted text that begins like one."""
+    return word.startswith("--") and " " not in word.partition("=")[0]
+
+
+def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[FlagWords]:
+    """Group each flag with the words that follow it; words before the first flag are a group of their own.
+
+    Args:
+        takes_text: tells whether the value of a key may be a quoted text that begins like a flag, "--x=1 is what?".
+    """
+    grouped: list[FlagWords] = []
+    for word in words:
+        is_value = " " in word and bool(grouped) and not grouped[-1].values and takes_text(grouped[-1].key)
+        if is_flag(word) and not is_value:
+            grouped.append(FlagWords(word, []))
+        else:
+            grouped = grouped or [FlagWords("", [])]
+            grouped[-1].behind.append(word)
+    return grouped
+
+
+def meant_by(key: str, names: Iterable[str]) -> list[str]:
+    """Return the flag of this name, or those that begin so: where there is one, its beginning is enough."""
+    known = dict.fromkeys(names)
+    return [key] if key in known else [name for name in known if key and name.startswith(key)]
+
+
+def value_of_words(words: Sequence[str], kind: type | None = None) -> Value | None:
+    """Read the words of a flag as its type, as far as they are of it; None where there should be some.
+
+    Args:
+        kind: bool, list or str; any other is read as YAML. None is not known, and takes no word, one or several.
+    """
+    if not words:
+        return Value(True, None if kind is None else "true") if kind in (None, bool) else None
+    if kind is list:
+        return Value(list(words), items=tuple(Value(word, word) for word in words))
+    if len(words) > 1:  # perhaps one too many: what the setting expects is said where it is read
+        items = tuple(map(parse, words))
+        return Value([item.data for item in items], items=items)
+    (text,) = words
+    if kind is bool and text.lower() in TRUTH:
+        truth = TRUTH[text.lower()]
+        return Value(truth, shown(truth))
+    return Value(text, text) if kind is str else parse(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +338,79 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
         elif value is not None:
             entries.append(SettingEntry(flag.key, value, flag.word, "flag"))
     return entries, findings
+
+
+class Written(NamedTuple):
+    """What was written for one field of a group, and what is expected: None of a value that was built, and fits."""
+
+    entry: SettingEntry
+    value: Any
+    info: SettingInfo | None
+    name: str  # in `Builder.refused`
+    expected: str = ""  # where `info` does not say it
+
+
+@dataclass(slots=True)
+class Builder:
+    """Keeps what was found while groups are made.
+
+    Attributes:
+        ignored: reason -> keys that change nothing.
+        refused: names of what has no valid value, so that nothing should follow from its default.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def add(self, finding: Finding, refused: str = "") -> None:
+        """Note a finding once: a key may set several settings."""
+        self.refused.add(refused)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def passes(self, entry: SettingEntry, row: Row | None, value: Any, name: str) -> bool:
+        """Tell whether an entry may set something; note one that is refused, or that changes nothing.
+
+        Args:
+            value: converted as far as there is one right way.
+        """
+        if row is None:
+            return True
+        if row.is_refused(value):
+            off = f", or write {entry.written(shown(row.passes[0]))}" if row.passes else ""
+            said = shown(entry.value.data) if entry.value.text is None else entry.value.text
+            said = "***" if entry.key.endswith(("_token", "_secret", "_key")) else said
+            what, fix = f"{entry.key}: {said} is not supported", row.fix or f"remove {entry.written()}{off}"
+            self.add(Finding(what, entry.where, row.unsupported, fix), name)
+            return False
+        if row.ignored and not row.passes_as(value):
+            self.ignored.setdefault(row.ignored, []).append(entry.key)
+        return not row.ignored
+
+    def group(self, model: type[G], written: Mapping[str, Written]) -> G:
+        """Build a group of the values that fit."""
+        built, wrong = fitted(model, {name: each.value for name, each in written.items()})
+        for name, items in wrong.items():
+            self.wrong(written[name], items)
+        return built
+
+    def wrong(self, written: Written, items: Sequence[Any] = ()) -> None:
+        """Note a value that does not fit, of a list `items` that do not, and say which one would do."""
+        entry, info = written.entry, written.info
+        assert info is not None
+        value, expected = coerce(entry.value, info), info.expected
+        nearest = nearest_valid(value, info)
+        if items and info.choices:
+            near = [nearest_valid(item, info) if item in items else item for item in value]
+            nearest = None if None in near else near
+        if nearest is not None:
+            fix = f"write {entry.written(shown(nearest))}" + (", or null" if info.optional else "")
+        elif info.default in (None, [], {}):
+            fix = f"remove {entry.written()}, or give it {expected.removesuffix(', or null')}"
+        else:
+            fix = f"write {entry.written(shown(info.default))}, the default"
+        why = f"expected {written.expected or expected}"
+        if items and len(value) > 1:
+            why += f"; {', '.join(map(quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
+        self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), written.name)

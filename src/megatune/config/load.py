@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.building import Builder, Written
-from megatune.config.dialects.dialect import LLAMAFACTORY, Dialect
-from megatune.config.dialects.table import ACCUMULATION, foreign_keys
-from megatune.config.entry import SettingEntry, read_file, read_flags, read_overrides
+from megatune.config.dialects.dialect import ACCUMULATION, LLAMAFACTORY, Dialect, foreign_keys
+from megatune.config.entry import Builder, SettingEntry, Written, read_file, read_flags, read_overrides
 from megatune.config.rules import RULES, check
-from megatune.config.rules.problem import Rule, either, multiples_around
+from megatune.config.rules.rule import Rule, either, multiples_around
 from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
 from megatune.config.values import Value, coerce, is_long_name, quoted, shown

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
-from megatune.config.building import Builder, Written
-from megatune.config.entry import Arguments, SettingEntry
-from megatune.config.flags import FlagWords, value_of_words
+from megatune.config.entry import Arguments, Builder, FlagWords, SettingEntry, Written, value_of_words
 from megatune.config.setting import G, Group, SettingInfo, describe
 from megatune.config.values import TRUTH, Value, coerce, parse, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:
-    from megatune.config.dialects.table import Row
+    from megatune.config.dialects.dialect import Row
     from megatune.config.load import Loaded
 
 
@@ -84,7 +82,7 @@ class Options(Generic[G]):
     @cached_property
     def foreign(self) -> Mapping[str, Row]:
         """The keys of other systems."""
-        from megatune.config.dialects.table import table, training_rows  # with all settings, unlike --help
+        from megatune.config.dialects.dialect import table, training_rows  # with all settings, unlike --help
 
         rows = table("options", self.system) if self.system else {}
         known = training_rows() if self.ignores_training else {}

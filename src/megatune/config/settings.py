@@ -1,26 +1,28 @@
-"""Every setting of a training run, one nested group for each concern."""
+"""Every setting of a training run, one nested group for each concern; and how messages name settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from pydantic import Field
 
 from megatune.config.groups.data import DataSettings
-from megatune.config.groups.experts import ExpertSettings
-from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.groups.finetuning import FinetuningSettings, PreferenceSettings
 from megatune.config.groups.optimizer import BatchSettings, OptimizerSettings, PrecisionSettings
 from megatune.config.groups.output import CheckpointSettings, EvaluationSettings, LoggingSettings
-from megatune.config.groups.parallel import ParallelSettings
+from megatune.config.groups.parallel import ExpertSettings, ParallelSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
-from megatune.config.groups.preference import PreferenceSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, Mark, SettingInfo, describe
+from megatune.errors import Finding
 
 # What numbers may be reported to.
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+_QUOTED = re.compile(r"`([^`]*)`")
+_NAMED = re.compile(r"(\w+)(?:(: | )(.*))?", re.DOTALL)
 
 
 class Settings(Group):
@@ -101,3 +103,31 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
         groups.setdefault(group, {})[name] = value
     update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
     return settings.model_copy(update=update)
+
+
+def replace_names(text: str, say: Callable[[str, str, str, str], str]) -> str:
+    """Replace every named setting by what `say` returns for its name, what joins it and its value, its value, and the
+    text before it.
+
+    A message names a setting between backticks, with a value where it has one: `max_steps`, `max_steps 5`, and
+    `max_steps: 5` where it is to be written so. Who prints the message replaces them, by our own names or a dialect's.
+    Between backticks, what is not a setting stays as it is: a command.
+    """
+
+    def said(quoted: re.Match[str]) -> str:
+        named = _NAMED.fullmatch(quoted[1])
+        if named is None or named[1] not in setting_paths():
+            return quoted[0]
+        return say(named[1], named[2] or "", named[3] or "", text[: quoted.start()])
+
+    return _QUOTED.sub(said, text)
+
+
+def plain_finding(finding: Finding) -> Finding:
+    """Write settings in a finding by our own names."""
+    return Finding(plain(finding.what), finding.where, plain(finding.why), plain(finding.fix))
+
+
+def plain(text: str) -> str:
+    """Write settings by our own names."""
+    return replace_names(text, lambda name, between, value, _: name + between + value)

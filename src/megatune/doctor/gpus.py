@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from megatune.config.compiler import c_compiler
+from megatune.config.kernels import c_compiler
 from megatune.doctor.check import Check, Verdict, check
 from megatune.launch.devices import nvidia_smi
 

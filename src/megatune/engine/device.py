@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.utils._device
 
-from megatune.config.compiler import c_compiler
+from megatune.config.kernels import c_compiler
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.

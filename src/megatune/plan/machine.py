@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatune.config.of_device import Gpu
+from megatune.config.derived import Gpu
 
 _WITHOUT_BF16 = ("volta", "turing")  # whose tensor cores compute in 16 bits as fp16 only
 

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatune.config.adapters import with_adapters
+from megatune.config.derived import of_device, of_model, with_adapters
 from megatune.config.load import load
-from megatune.config.of_device import of_device
-from megatune.config.of_model import of_model
-from megatune.config.rules import RULES, finetuning, preference, trained
-from megatune.config.rules.problem import Rule
+from megatune.config.rules import RULES, finetuning, trained
+from megatune.config.rules.rule import Rule
 from megatune.config.settings import Settings, with_settings
 from megatune.config.values import counted
 from megatune.errors import Finding
@@ -87,7 +85,7 @@ class QuestionReader(PlanReader):
             changed = with_settings(loaded.settings, {"finetuning.finetuning_type": method})
             loaded = replace(loaded, settings=changed)
         self.findings.extend(loaded.findings)
-        self.findings.extend(loaded.check_rules(rules=(*finetuning.RULES, preference.needs)))
+        self.findings.extend(loaded.check_rules(rules=(*finetuning.RULES, finetuning.preference_needs)))
         self.notes += loaded.accepted_notes()
         self.loaded = loaded
         # Groups of settings among which something is written.

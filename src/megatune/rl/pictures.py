@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megatune.config.groups.data import DataSettings
-from megatune.config.rl.data import PromptData
+from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message

@@ -33,7 +33,7 @@ from megatune.rl.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.rl.data import PromptData
+    from megatune.config.rl.rollout import PromptData
     from megatune.config.rl.settings import RewardRole
 
 DIFFICULTY = "difficulty"  # the column of difficulty_loss_weight: 0 easy ... 1 hard

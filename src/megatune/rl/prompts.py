@@ -24,7 +24,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.config.rl.data import PromptData
+    from megatune.config.rl.rollout import PromptData
 
 Messages = Sequence[Mapping[str, str]]
 Writer = Callable[[Messages], str]

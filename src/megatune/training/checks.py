@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from megatune.config.derived import of_device
 from megatune.config.load import Loaded
-from megatune.config.of_device import of_device
 from megatune.data.check import Checked
 from megatune.errors import Finding, MegatuneError
 from megatune.launch.devices import count_gpus

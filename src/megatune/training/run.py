@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
-from megatune.config.adapters import as_adapter
+from megatune.config.derived import as_adapter, of_model
 from megatune.config.load import Loaded
-from megatune.config.of_model import of_model
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.config.of_device import Gpu
+from megatune.config.derived import Gpu
 
 if TYPE_CHECKING:
     from megatune.plan.machine import Machine

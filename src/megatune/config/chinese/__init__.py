@@ -27,7 +27,7 @@ class Translation(NamedTuple):
 
 @cache
 def translations(folder: str = "") -> dict[str, Translation]:
-    """Read the texts of all settings, by "group.name"; of those of `config.rl.pages`, with the folder `rl`."""
+    """Read the texts of all settings, by "group.name"; of those of `config.rl.settings`, with the folder `rl`."""
     files = (path for path in sorted((Path(__file__).parent / folder).glob("*.yaml")) if path.stem != "phrases")
     return {path: Translation(**texts) for file in files for path, texts in _read(file).items()}
 

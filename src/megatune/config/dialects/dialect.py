@@ -1,16 +1,253 @@
-"""What a dialect is: the rows of a system's keys, and how its users write them."""
+"""Tables of other systems' keys, one YAML file a system, one row a key; and dialects: tables as users write them.
+
+What keys say together is in `checks`: rows of conditions, `if`, which have values of keys, lists of those that will do,
+`set` or `missing`, or bounds; and what follows.
+
+Reasons that several keys share are YAML anchors. Blocks of other names hold them and are not read. A row is
+"group.name" of the setting that the key sets, or a mapping of these columns:
+
+    target         "group.name", or a list of them, that get the value
+    values         a value as the system writes it -> ours; any other stays as it is
+    items          of a list: an item as the system writes it -> our items
+    factor         what a number is multiplied by: 60 for minutes that set seconds
+    choices        a value -> "group.name" -> value: each value sets several settings
+    global_batch   true: rows of a step, from which gradient_accumulation_steps follows
+    pooled_loss    true: the weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows
+    ignored        why the key changes nothing; `passes` has the values that need no line
+    unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
+                   nothing, the first of them is named as the fix where `fix` is not given
+    default        what the system takes where nothing is written; `defaults` has it by the version since which it does.
+                   It is applied, unless `kept` says why ours stays
+    kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
+    negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
+    of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
+    config         the number of config.json that the key repeats
+    engine         what vLLM calls the key
+    idle           why the key changes nothing of reinforcement learning
+    version        the only version that has the key
+    since          the version whose defaults the key tells, as earlier ones do not have it
+    now            the name that the key has in later versions
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-from megatune.config.dialects.table import Row, same, table
-from megatune.config.names import replace_names
-from megatune.config.settings import all_settings, setting_paths
-from megatune.config.values import parse, shown
+import yaml
+
+from megatune.config.setting import SettingInfo
+from megatune.config.settings import all_settings, replace_names, setting_paths
+from megatune.config.values import Value, coerce, parse, shown
+
+ACCUMULATION = "batch.gradient_accumulation_steps"
+AUX_LOSS = "experts.moe_aux_loss_coeff"
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known about one key; the columns are those of the file."""
+
+    target: str | list[str] = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    items: Mapping[str, list[str]] = field(default_factory=dict)
+    factor: int = 1
+    choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    global_batch: bool = False
+    pooled_loss: bool = False
+    ignored: str = ""
+    unsupported: str = ""
+    refuses: list[Any] | None = None
+    passes: list[Any] = field(default_factory=list)
+    fix: str = ""
+    default: Any = ...  # ... where the file has none: null is a default
+    defaults: Mapping[float, Any] = field(default_factory=dict)
+    kept: str = ""
+    kind: str = ""
+    negatable: bool = False
+    of: str = ""
+    config: str = ""
+    engine: str = ""
+    idle: str = ""
+    version: int | None = None
+    since: float | None = None
+    now: str = ""
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """ "group.name" of the settings that get its value; () where it sets nothing by itself."""
+        if self.global_batch or self.pooled_loss:
+            return (ACCUMULATION if self.global_batch else AUX_LOSS,)
+        if self.choices:
+            return tuple(dict.fromkeys(path for sets in self.choices.values() for path in sets))
+        return tuple(filter(None, [self.target] if isinstance(self.target, str) else self.target))
+
+    @property
+    def type(self) -> type:
+        """The type of the key's value: that of its first setting, where no column tells it."""
+        if self.kind:
+            return _TYPES[self.kind]
+        if self.paths:
+            kinds = all_settings()[self.paths[0]].kinds
+            return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
+        return type(self.passes[0]) if self.passes else str
+
+    def default_in(self, version: float) -> Any:
+        """Return the system's default in a version; ... where the table has none."""
+        since = [first for first in self.defaults if first <= version]
+        return self.defaults[max(since)] if since else self.default
+
+    def read(self, value: Value) -> dict[str, Any]:
+        """Translate `value` to what it sets, by "group.name".
+
+        Of `choices`, settings that only others name get their defaults, as all do where it is null; what is no choice
+        sets nothing. `Loaded.for_world` and `config.derived` convert what waits for the world or the model.
+        """
+        if self.choices:
+            text = shown(value.data) if isinstance(value.data, bool) or value.text is None else value.text
+            if value.data is not None and text not in self.choices:
+                return {}
+            return {path: self.choices.get(text, {}).get(path, all_settings()[path].default) for path in self.paths}
+        if value.data is None:
+            return {path: coerce(value, all_settings()[path]) for path in self.paths}
+        read = coerce(value, all_settings()[self.paths[0]])
+        for theirs, ours in self.values.items():
+            if same(read, theirs):
+                return dict.fromkeys(self.paths, ours)
+        if self.items and isinstance(read, list):
+            read = [ours for item in read for ours in self.items.get(item, [item])]
+        if self.factor != 1 and isinstance(read, int | float) and not isinstance(read, bool):
+            read *= self.factor
+            read = int(read) if read == read // 1 else read
+        return dict.fromkeys(self.paths, read)
+
+    def described(self, path: str) -> SettingInfo:
+        """Describe the setting with choices, range and default as the system writes them."""
+        info = all_settings()[path]
+        if self.choices:
+            kinds, choices = frozenset({str}), tuple(self.choices)
+            return replace(info, kinds=kinds, choices=choices, bounds={}, optional=False, default=None)
+        if self.global_batch:
+            return replace(info, default=None)
+        if not self.values and self.factor == 1:
+            return info
+        more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
+        return replace(
+            info,
+            choices=(*(self.write(path, choice) for choice in info.choices), *more),
+            bounds={name: self.write(path, limit) for name, limit in info.bounds.items()},
+            default=self.write(path, info.default),
+            optional=info.optional and not more,
+        )
+
+    def write(self, path: str, value: Any) -> Any:
+        """Translate our `value` of a setting to the system's."""
+        if self.choices:
+            found = (choice for choice, sets in self.choices.items() if path in sets and same(sets[path], value))
+            return next(found, value)
+        for theirs, ours in self.values.items():
+            if same(value, ours):
+                return theirs
+        if self.factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return value // self.factor if value % self.factor == 0 else value / self.factor
+
+    def passes_as(self, value: Any) -> bool:
+        """Tell whether `value`, as it was read from YAML, asks for nothing: null and those of `passes`."""
+        return value is None or any(same(value, other) for other in self.passes)
+
+    def is_refused(self, value: Any) -> bool:
+        """Tell whether `value`, as it was read from YAML, is refused. In a list, each item is judged."""
+        if not self.unsupported:
+            return False
+        if isinstance(value, list) and self.refuses is not None:
+            return any(self.is_refused(item) for item in value)
+        if self.passes_as(value):
+            return False
+        return self.refuses is None or any(same(value, other) for other in self.refuses)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Compare, keeping 1 and true apart."""
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
+
+
+def _fits(wanted: Any, value: Any) -> bool:
+    """Tell whether a value is what a check asks for."""
+    if isinstance(wanted, dict):
+        return all(_COMPARISONS[name](value, other) for name, other in wanted.items())
+    if isinstance(wanted, list):
+        return any(_fits(each, value) for each in wanted)
+    return bool(value) is (wanted == "set") if wanted in ("set", "missing") else same(value, wanted)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "above": lambda value, other: isinstance(value, int | float) and value > other,
+    "below": lambda value, other: isinstance(value, int | float) and value < other,
+    "not": lambda value, other: not _fits(other, value),
+}
+
+
+def checks(system: str, kind: str, value_of: Callable[[str], Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the checks of a system that apply, each where those before it have been answered.
+
+    Args:
+        kind: the part of its table's `checks`.
+        value_of: returns what a key of their conditions is.
+    """
+    for row in read_part(system, "checks")[kind]:
+        if all(_fits(wanted, value_of(key)) for key, wanted in row.get("if", {}).items()):
+            yield row
+
+
+@cache
+def read_part(system: str, part: str) -> Any:
+    """Read a part of `SYSTEM.yaml` beside this file."""
+    text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
+
+
+@cache
+def table(system: str, part: str = "keys") -> Mapping[str, Row]:
+    """Read the table of a system."""
+    found = read_part(system, part)
+    return {key: Row(target=row) if isinstance(row, str) else Row(**row) for key, row in found.items()}
+
+
+@cache
+def rows_below(above: str) -> dict[str, Row]:
+    """Return the rows of ROLL's keys that stand in a mapping, "ROLE.model_args", by their own names."""
+    places = ((key.rpartition("."), row) for key, row in table("roll").items())
+    return {name: row for (place, _, name), row in places if place == above}
+
+
+@cache
+def training_rows() -> dict[str, Row]:
+    """Return a row for each key of training, of LLaMA-Factory and Megatron-SWIFT, that ignores it: for other verbs."""
+    names = (*setting_paths(), *table("llamafactory"), *table("swift"))
+    return dict.fromkeys(names, Row(ignored="it is about training"))
+
+
+@cache
+def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return each key of any system: what it is there, and "group.name" of the settings that it sets.
+
+    It is for messages on a key that the system in use does not know.
+    """
+    from megatune.config.rl.settings import rl_keys  # builds hundreds of fields, for a suggestion
+
+    of_roll = "a key of ROLL, whose files `megatune rl` runs"
+    found: dict[str, tuple[str, tuple[str, ...]]] = {key.rpartition(".")[2]: (of_roll, ()) for key in rl_keys()}
+    for what, names in read_part("others", "names").items():
+        found |= {key: (what, (setting_paths()[name],)) for key, name in names.items()}
+    for system, what in (("swift", "a flag of Megatron-SWIFT"), ("llamafactory", "a key of LLaMA-Factory")):
+        found |= {key: (what, row.paths) for key, row in table(system).items()}
+    return found | {name: ("a key of LLaMA-Factory", (path,)) for name, path in setting_paths().items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +294,7 @@ class Dialect:
         return f"{self.prefix}{key}{self.separator}{shown(value)}"
 
     def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
-        """Write the settings that a text names, as `config.names` says, and their values in the dialect's words.
+        """Write the settings that a text names, as `replace_names` says, and their values in the dialect's words.
 
         Args:
             own: "group.name" of settings that keep our names: the user wrote them so.

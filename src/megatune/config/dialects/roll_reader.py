@@ -10,16 +10,14 @@ from operator import add, attrgetter, floordiv, mul, sub
 from types import SimpleNamespace
 from typing import Any
 
-from megatune.config.building import Written
+from megatune.config.dialects.dialect import Row, checks, rows_below, table
 from megatune.config.dialects.roll_tree import Reading
-from megatune.config.dialects.table import Row, checks, rows_below, table
-from megatune.config.entry import SettingEntry
+from megatune.config.entry import SettingEntry, Written
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.data import RewardSettings
-from megatune.config.rl.pages import keys_of, lists_of, mappings_of
 from megatune.config.rl.role import RoleSettings, SamplerSettings, Validation
-from megatune.config.rl.rollout import RolloutSettings
+from megatune.config.rl.rollout import RewardSettings, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
+from megatune.config.rl.settings import keys_of, lists_of, mappings_of
 from megatune.config.setting import G, Group, SettingInfo
 from megatune.config.values import coerce, quoted
 from megatune.errors import Finding, closest

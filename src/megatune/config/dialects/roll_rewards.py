@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_reader import REWARD, Part, part_of
 from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
-from megatune.config.dialects.table import read_part
-from megatune.config.rl.data import ENVIRONMENTS, GroupFilter, RewardSettings
 from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.rollout import Generating
+from megatune.config.rl.rollout import ENVIRONMENTS, Generating, GroupFilter, RewardSettings
 from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.config.values import shown
 

@@ -9,19 +9,18 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import Dialect
+from megatune.config.derived import of_model
+from megatune.config.dialects.dialect import Dialect, read_part, rows_below, table
 from megatune.config.dialects.roll_reader import SAMPLER, Part, Section, part_of
 from megatune.config.dialects.roll_run import environment, profiled, reported
-from megatune.config.dialects.table import read_part, rows_below, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
-from megatune.config.of_model import of_model
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, SamplerSettings
 from megatune.config.rl.rollout import Generating, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, run, trained
+from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.settings import Settings, all_settings, with_settings
 from megatune.config.values import Value
 
@@ -40,7 +39,7 @@ ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _S
 RULES = (
     *(*finetuning.RULES, *trained.RULES),
     *(rule for rule in layout.RULES if rule is not layout.world),
-    *(*pipeline.RULES, *experts.RULES, *memory.RULES),
+    *(*pipeline.RULES, *layout.EXPERT_RULES, *memory.RULES),
     *(run.scheduler_kwargs, run.scheduler_needs, run.warmup),
 )
 

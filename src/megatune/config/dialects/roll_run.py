@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_reader import Part
-from megatune.config.dialects.table import read_part
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import RolloutSettings

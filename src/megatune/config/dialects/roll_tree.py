@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
-from megatune.config.building import Builder
-from megatune.config.entry import SettingEntry, place_of, read_mapping, yaml_finding
+from megatune.config.entry import Builder, SettingEntry, place_of, read_mapping, yaml_finding
 from megatune.config.values import Value, as_read, compose, short, shown, value_of
 from megatune.errors import Finding
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatune.config.dialects import swift_meaning, swift_run_meaning
-from megatune.config.dialects.dialect import Dialect
+from megatune.config.dialects.dialect import Dialect, table
 from megatune.config.dialects.swift_command import Command
-from megatune.config.dialects.table import table
+from megatune.config.dialects.swift_meaning import MEANINGS
 from megatune.config.load import Loaded, load_entries
-from megatune.config.rules.declared import is_met
+from megatune.config.rules.rule import is_met
 from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import Finding
@@ -68,7 +67,7 @@ def read_swift(
             command.default(key, value)
     _set_processes(command)
     _check_kinds(command)
-    for meaning in (*swift_meaning.MEANINGS, *swift_run_meaning.MEANINGS):
+    for meaning in MEANINGS:
         meaning(command)
     if verb != "rlhf":
         command.default("stage", command.verb)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megatune.config.dialects.table import Row, checks, table
-from megatune.config.entry import SETTINGS_FILES, SettingEntry, read_file
-from megatune.config.flags import flags_with_words, meant_by, value_of_words
+from megatune.config.dialects.dialect import Row, checks, table
+from megatune.config.entry import SETTINGS_FILES, SettingEntry, flags_with_words, meant_by, read_file, value_of_words
 from megatune.config.settings import setting_paths
 from megatune.config.values import Value, as_read, is_variable, shown
 from megatune.errors import Finding, did_you_mean

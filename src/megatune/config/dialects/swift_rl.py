@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
-from megatune.config.dialects.table import read_part
 from megatune.config.settings import Settings
 
 

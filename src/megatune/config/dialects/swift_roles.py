@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatune.config.dialects.dialect import read_part, table
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
-from megatune.config.dialects.table import read_part, table
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.settings import all_settings, setting_value

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.rl.data import PromptData
-from megatune.config.rl.rollout import Generating
+from megatune.config.rl.rollout import Generating, PromptData
 from megatune.config.setting import Count, Group, NonNegative, Positive
 
 PolicyVariant = Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"]

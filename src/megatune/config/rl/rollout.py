@@ -1,12 +1,181 @@
-"""Keys of rollouts: how many prompts and responses a step has, how long they are, how far sampling runs ahead."""
+"""Keys of rollouts: rows of prompts, what scores responses, how many and how long they are, how far they run ahead."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from fractions import Fraction
+from math import inf
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatune.config.setting import Count, Group, NonNegative
+
+ENVIRONMENTS = ("python", "search")  # those that are built in
+
+
+class GroupFilter(Group):
+    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
+    """Which groups of responses are dropped by their scores, before training.
+    How: filter_args has the bounds. With is_use_additional_prompts others are sampled in their place.
+    When: mean_filter or std_filter with rewards of 0 and 1.
+    - no_filter: none
+    - mean_filter: those whose mean is not between threshold_down and threshold_up
+    - std_filter: those whose standard deviation is not above std_threshold"""
+    filter_args: dict[str, Any] = Field(default={})
+    """The bounds: threshold_up and threshold_down, or std_threshold.
+    How: See type.
+    When: For instance {threshold_up: 0.9, threshold_down: 0.1}, or {std_threshold: 0}."""
+
+    def keeps(self, mean: float, std: float) -> bool:
+        """Tell whether a group is kept, by the mean and the standard deviation of its scores."""
+        bounds = self.filter_args
+        if self.type == "mean_filter":
+            return bool(bounds.get("threshold_down", -inf) < mean < bounds.get("threshold_up", inf))
+        return self.type == "no_filter" or bool(std > bounds.get("std_threshold", -inf))
+
+
+class PromptData(Group):
+    file_name: list[str] = Field(default=[])
+    """Files of problems: json, jsonl, csv, parquet.
+    How: Paths are taken from the folder that the command runs in; dataset_dir is not put before them, as in ROLL.
+    When: Required in actor_train and validation."""
+    domain_interleave_probs: dict[str, float] = Field(default={})
+    """Domain -> share of each step's prompts; the names are those of rewards.
+    How: A domain has the whole part of its share of rollout_batch_size, the last one the rest, so the order matters.
+    When: Required with several rewards."""
+    template: str | None = None
+    """The chat template of prompts: native, qwen2_5, qwen3, chatml, base, empty and others.
+    How: native is the tokenizer's own. Only actor_train's counts; a response is scored as text.
+    When: That of the model: a template that it was not trained with costs accuracy."""
+    tag: str = "tag"
+    """Column of the tag that decides a row's domain.
+    How: See tag_included.
+    When: Where the data has another name for it."""
+    id: str = "id"
+    """Column of the row's id.
+    How: A row without one has its place for an id.
+    When: Where the data has another name for it."""
+    messages: str | None = None
+    """Column of the conversation: a list of messages, or JSON text of one.
+    How: Used where it is there; otherwise prompt.
+    When: messages is usual."""
+    prompt: str | None = None
+    """Column of prompts that are text, used as they are.
+    How: No template is applied.
+    When: With data that is not a conversation."""
+    conversation_rules: Literal["ms_swift_3", "ms_swift_4"] | None = None
+    """Read and write rows by ms-swift's rules. null takes messages or prompts as they stand.
+    How: Rows have any of ms-swift's forms, an answer at their end is left out, and template is one of its names, or
+    null for that of the model's name. `megatron rlhf --rlhf_type grpo` sets it.
+    When: With data made for ms-swift.
+    - ms_swift_3: as version 3
+    - ms_swift_4: as version 4"""
+    default_system: str | None = None
+    """The system message of rows that have none, with conversation_rules. null is that of the template.
+    How: A row's own wins.
+    When: With a prompt that says how to answer: which tags, which box."""
+    enable_thinking: bool | None = None
+    """Whether prompts ask for reasoning, with conversation_rules. null is ms-swift's own choice for the model.
+    How: A prompt of a model that thinks ends with the beginning of a thought, or with an empty one.
+    When: false for short answers of a model that thinks."""
+    images: str = "images"
+    """Column of a row's images: paths, or their bytes; of a model that reads images.
+    How: Each `<image>` in the messages stands for one of them, in order; without tags they go before the question.
+    Parts of a content, {type: image, ...}, may name them, too.
+    When: Where the data has another name for it."""
+    image_max_pixels: Annotated[Count, "pixels"] = 4096 * 4096
+    """Images of more pixels are made smaller, to this area.
+    How: An image is resized once, to whole tokens within the two bounds; those of the model's files do not count.
+    When: So that prompts fit prompt_length, whose tokens count those of images."""
+    image_min_pixels: Annotated[Count, "pixels"] = 56 * 56
+    """Images of fewer pixels are made larger, to this area.
+    How: As for image_max_pixels.
+    When: Seldom."""
+    media_dir: str | None = None
+    """Folder that images are named from. null is the folder that the command runs in.
+    How: Absolute paths are taken as they are. Every machine reads images at the same path.
+    When: Where rows name images by paths relative to their own folder."""
+    response: str = "solution"
+    """Column of a reference answer.
+    How: Rewards that compare with one read ground_truth first.
+    When: Where the data has another name for it."""
+
+    def prompts_of_domains(self, rollout_batch_size: int) -> dict[str, int]:
+        """Return the prompts of a step by domain: each share rounded down, the last domain takes the rest, as in ROLL.
+
+        Shares are taken as they are written: 0.29 of 100 is 29, not what its binary fraction rounds down to.
+        """
+        *first, last = self.domain_interleave_probs
+        shares = {domain: Fraction(str(self.domain_interleave_probs[domain])) for domain in first}
+        sizes = {domain: int(share * rollout_batch_size) for domain, share in shares.items()}
+        return {**sizes, last: rollout_batch_size - sum(sizes.values())}
+
+
+class RewardSettings(Group):
+    code_url: str | None = None
+    """Address of an HTTP sandbox that runs code.
+    How: With use_local: false.
+    When: For code that must not run on the training machines, which is the safe way."""
+    use_local: bool = True
+    """Run code in limited processes of this machine.
+    How: docs/rl-rewards.md says what that does not protect from.
+    When: false with code_url."""
+    judge_prompt: str | None = None
+    """Name of the prompt of the model that judges.
+    How: One of the built-in ones.
+    When: With llm_judge."""
+    judge_model_type: Literal["api", "inference", "cluster"] | None = None
+    """Where the model is that judges.
+    How: It reads the problem, the reference answer and the response, and its answer is the score.
+    When: api to try, inference for throughput.
+    - api: an HTTP server that speaks OpenAI's protocol, at judge_api_url
+    - inference: on device_mapping of the reward itself
+    - cluster: the role reward_model, which several rewards share"""
+    judge_model_name: str | None = None
+    """The model's name at judge_api_url.
+    How: It is sent with each request.
+    When: With judge_model_type: api."""
+    judge_api_url: str | None = None
+    """Address of the server that judges.
+    How: https://HOST/v1/chat/completions, or what stands before it.
+    When: With judge_model_type: api."""
+    judge_api_key: str | None = None
+    """Key of that server; it is written nowhere.
+    How: Written as ${oc.env:NAME} it comes from a variable, and need not be in the file.
+    When: Where the server asks for one."""
+    format_pattern: str | None = None
+    """Regular expression of a well-formed response.
+    How: How many responses match is a metric, and changes no score.
+    When: To watch whether a format is learnt."""
+    reward_type: Literal["loose", "soft", "strict"] | None = None
+    """What crossthinkqa gives for a right letter without a box, or a wrong one in it. null is soft.
+    How: A right letter in a box is 1, a wrong one without is -1.
+    When: soft early in training.
+    - loose: the letter alone counts
+    - soft: ± 0.5
+    - strict: the box is needed"""
+    response_length_penalty_coef: float = 0.0
+    """How much short responses of crossthinkqa lose.
+    How: It multiplies a penalty from -0.5 at 100 tokens to 0 at 400.
+    When: 0 first."""
+    arguments: dict[str, Any] = Field(default={})
+    """What a class of your own is made with, or max_tokens and window of worker_cls: length.
+    How: They are keyword arguments; timeout is how many seconds one response may take.
+    When: With worker_cls of your own."""
+    environment: str | None = None
+    """What answers each turn of the model, so that a response has several: python, search, or package.module.Class.
+    How: Its observations are in the context of the next turn, and are not trained. Without worker_cls its rewards are
+    the score; with it the last turn is scored. docs/rl-rewards.md describes the class.
+    When: For games, and for models that call tools."""
+    environment_arguments: dict[str, Any] = Field(default={})
+    """What the environment is made with: keyword arguments.
+    How: python takes seconds and max_characters, search takes file, results and max_characters.
+    When: With environment."""
+    max_turns: Annotated[Count, "turns"] = 8
+    """How many turns of the model a response has at most, with environment.
+    How: response_length bounds all turns together, with the observations between them.
+    When: As many as a good player needs, and a few more."""
+    query_filter_config: GroupFilter = GroupFilter()
 
 
 class DatasetFilter(Group):

@@ -6,28 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
-from megatune.config.names import plain_finding
-from megatune.config.rules import (
-    data,
-    declared,
-    experts,
-    finetuning,
-    layout,
-    memory,
-    pipeline,
-    preference,
-    run,
-    trained,
-)
-from megatune.config.rules.problem import Context, Rule
-from megatune.config.settings import Settings
+from megatune.config.rules import data, finetuning, layout, memory, pipeline, run, trained
+from megatune.config.rules.rule import Context, Rule, limits
+from megatune.config.settings import Settings, plain_finding
 from megatune.errors import Finding
 
-_MODULES = (finetuning, data, run, layout, pipeline, experts, memory, preference, trained)
-
-# Of a run, and of what only reads its data.
-RULES = (*(rule for module in _MODULES for rule in module.RULES), declared.limits)
-DATA_RULES = (*finetuning.RULES, *data.RULES, declared.limits)
+# Of what only reads a run's data, and of a run.
+DATA_RULES = (*finetuning.RULES, *data.RULES, limits)
+RULES = (
+    *(*finetuning.RULES, *data.RULES, *run.RULES),
+    *(*layout.RULES, *pipeline.RULES, *layout.EXPERT_RULES, *memory.RULES),
+    *(*finetuning.PREFERENCE_RULES, *trained.RULES, limits),
+)
 
 
 def check(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import date
 
-from megatune.config.rules.declared import needs_of
-from megatune.config.rules.problem import Context, Problem
+from megatune.config.rules.rule import Context, Problem, needs_of
 
 _SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
 

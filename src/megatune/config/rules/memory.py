@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatune.config.kernels import te_obstacle
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.rules.declared import needs_of
 from megatune.config.rules.layout import tensor_parallel_fits
-from megatune.config.rules.problem import Context, Problem, divisors, nearest
-from megatune.config.transformer_engine import unsupported
+from megatune.config.rules.rule import Context, Problem, divisors, nearest, needs_of
 from megatune.families import FAMILIES
 from megatune.families.adapters import takes_adapter
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
@@ -90,7 +89,7 @@ def transformer_engine(context: Context) -> Iterator[Problem]:
     settings, architecture = context.settings, context.architecture
     if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
         return
-    if why := unsupported(settings, architecture):
+    if why := te_obstacle(settings, architecture):
         what = f"`transformer_impl: transformer_engine` with a {architecture.model_type}"
         yield Problem(("transformer_impl",), what, why, "write `transformer_impl: native`, or auto")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatune.config.pipeline import holds_deepstack, parse_layout, pipeline_chunks, write_layout
-from megatune.config.rules.problem import Context, Problem, either, multiples_around
+from megatune.config.rules.rule import Context, Problem, either, multiples_around
 from megatune.config.settings import ParallelSettings
 
 _PP = "pipeline_model_parallel_size"

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatune.config.rules.declared import needs_of
-from megatune.config.rules.problem import Context, Problem, either, multiples_around
+from megatune.config.rules.rule import Context, Problem, either, multiples_around, needs_of
 from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
 from megatune.families.megatron_names import obstacle

@@ -1,16 +1,208 @@
-"""Rules of what is trained that need the model's weight map: modules are the model's, and something is trained."""
+"""Rules of what is trained that need the model's weight map.
+
+Each name, of adapters and of modules, is that of something which the model has and can train, and something is trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatune.config.rules import adapters as adapter_rules
+from megatune.architecture import Architecture
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import finetuning as rules
-from megatune.config.rules.problem import Context, Problem
+from megatune.config.rules.rule import Context, Problem
 from megatune.errors import did_you_mean
-from megatune.families.trained import ALL_MODULES, modules, trained_weights
+from megatune.families import FAMILIES
+from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
+from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.patterns import is_whole_match
+from megatune.families.peft_form import peft_problems
+from megatune.families.selection import is_frozen
+from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
+from megatune.families.weights import HFTensor, Stack, Weight, layers_of
 
+_TARGET, _WHOLE = "lora_target", "additional_target"
+# What leaves a part of the model as it is.
+_SWITCHES = {
+    Stack.DECODER: "freeze_language_model",
+    Stack.VISION: "freeze_vision_tower",
+    Stack.PROJECTOR: "freeze_multi_modal_projector",
+    Stack.DEEPSTACK: "freeze_deepstack_mergers",
+}
+_PARTS = {Stack.VISION: "vision encoder", Stack.PROJECTOR: "projector", Stack.DEEPSTACK: "deepstack mergers"}
+_TIED = tuple(map(module_of, (EMBEDDING, OUTPUT_LAYER)))
 _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal_projector")
+
+
+def targets(context: Context) -> Iterator[Problem]:
+    """Every name of lora_target is that of a linear layer which may have an adapter, and is not frozen."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None:
+        return
+    matrices = list(_matrices(architecture))
+    for target in finetuning.lora_target:
+        if target in ALL_TARGETS:
+            continue
+        hit = [weight for weight, tensor in matrices if is_target(target, weight, tensor, architecture)]
+        frozen = {weight.stack for weight in hit if is_frozen(weight.stack, finetuning)}
+        if not hit:
+            yield _no_target(target, architecture)
+        elif len(frozen) == len({weight.stack for weight in hit}):
+            yield _frozen(target, frozen, finetuning)
+
+
+def whole_modules(context: Context) -> Iterator[Problem]:
+    """Modules that are trained whole are outside of the layers, not frozen, and not tied."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None or not finetuning.additional_target:
+        return
+    asked, known = finetuning.additional_target, modules(architecture, per_layer=False)
+    tied = [module for module in asked if module in _TIED and architecture.tie_word_embeddings]
+    unknown = [module for module in asked if module not in (*known, *tied)]
+    if tied:
+        what = f"`{_WHOLE}` has {', '.join(tied)}, and the model ties {' and '.join(_TIED)}"
+        why = "one matrix is both; peft trains a copy in one of the two places, which no merged model can have"
+        fix = f"remove {tied[0]} from `{_WHOLE}`, or write `finetuning_type: freeze`, which trains the one matrix"
+        yield Problem((_WHOLE,), what, why, fix)
+    if unknown:
+        why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
+        of_layers = unknown[0] in _names(architecture)
+        fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
+        fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
+        yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
+    if finetuning.freeze_language_model:
+        what, why = f"`{_WHOLE}` with `freeze_language_model: true`", "its modules are the language model's"
+        yield Problem((_WHOLE, "freeze_language_model"), what, why, f"remove `{_WHOLE}`, or `freeze_language_model`")
+
+
+def experts(context: Context) -> Iterator[Problem]:
+    """Routed experts have plain adapters."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None or not (finetuning.lora_dropout or finetuning.use_dora):
+        return
+    beside = adapters(architecture, finetuning)
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    if not any(weight.per_expert and weight.engine in beside for weight in weights):
+        return
+    others = dict.fromkeys(_leaf(tensor) for _, tensor in _matrices(architecture) if ".self_attn." in tensor.name)
+    instead = f"write `{_TARGET}: {','.join(others)}`"
+    said = (
+        ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft's adapters of experts drop nothing", 0),
+        ("use_dora", "`use_dora: true`", "peft has no decomposed adapters of experts", False),
+    )
+    for name, what, why, off in said:
+        if getattr(finetuning, name):
+            what = f"{what} with adapters of routed experts"
+            fix = f"write `{name}: {str(off).lower()}`, or {instead}"
+            yield Problem((name, _TARGET), what, why, fix)
+
+
+def saved(context: Context) -> Iterator[Problem]:
+    """Adapters can be saved so that peft reads them."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None or any(experts(context)):
+        return
+    for name, why in peft_problems(architecture, finetuning):
+        said = "true" if name == "use_dora" else ", ".join(finetuning.lora_target)
+        fix = "remove `use_dora`, or name layers of attention alone"
+        fix = fix if name == "use_dora" else f"write `{_TARGET}: all`"
+        yield Problem((name,), f"`{name}: {said}` cannot be saved for peft", why, fix)
+
+
+def parts(context: Context) -> Iterator[Problem]:
+    """Parts of a vision-language model that are said to be trained have adapters."""
+    architecture, finetuning = _of_adapters(context)
+    if architecture is None or architecture.vision is None:
+        return
+    beside = adapters(architecture, finetuning)
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    having = {weight.stack for weight in weights if weight.engine in beside}
+    for stack in {weight.stack: None for weight in weights if weight.stack in _PARTS}:
+        switch = _SWITCHES[stack]
+        if stack in having or getattr(finetuning, switch) is not False:
+            continue
+        example = next(_leaf(tensor) for weight, tensor in _matrices(architecture) if weight.stack is stack)
+        example = f"merger.{example}" if stack is Stack.PROJECTOR and "." not in example else example
+        more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
+        what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
+        why = f"with lora a part is trained where `lora_target` names its linear layers, such as {example}{more}"
+        named = ",".join((*finetuning.lora_target, example))
+        yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {named}`, or remove `{switch}`")
+
+
+def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSettings]:
+    """Return what rules look at; no architecture where there are no adapters, or names that cannot be read."""
+    finetuning = context.settings.finetuning
+    unread = finetuning.finetuning_type != "lora" or any(rules.adapters(context))
+    return None if unread else context.architecture, finetuning
+
+
+def _matrices(architecture: Architecture) -> Iterator[tuple[Weight, HFTensor]]:
+    """Yield matrices that may have adapters."""
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if takes_adapter(weight) and layers_of(weight, architecture):
+            yield from ((weight, tensor) for tensor in weight.hf)
+
+
+def _leaf(tensor: HFTensor) -> str:
+    """Return the name by which users know a linear layer: with what it is in where it is but a number."""
+    path = module_path(tensor).split(".")
+    return path[-1] if not path[-1].isdigit() else ".".join(path[-3:])
+
+
+def _names(architecture: Architecture) -> list[str]:
+    return list(dict.fromkeys(_leaf(tensor) for _, tensor in _matrices(architecture)))
+
+
+def _no_target(target: str, architecture: Architecture) -> Problem:
+    """Say why a name is that of no linear layer with an adapter."""
+    known, what = _names(architecture), f"`{_TARGET}` has {target}"
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    some = _layers_that_match(target, architecture)
+    if some:
+        why = f"it holds for {some} only; an adapter is in every layer that has the matrix, or in none"
+        return Problem((_TARGET,), what, why, r"write \d+ in place of the layers' numbers")
+    leaf = target.rpartition(".")[2]
+    beside = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
+    if target in (module_of(OUTPUT_LAYER), module_of(EMBEDDING)):
+        why = "the output layer and word embeddings have no adapters here"
+        fix = f"write `{_WHOLE}: {target}`, which trains it whole"
+        return Problem((_TARGET,), what, why, f"remove {target}" if architecture.tie_word_embeddings else fix)
+    if beside and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in beside):
+        is_router = beside[0].engine.endswith("router.weight")
+        why = f"{leaf} weighs what shared experts make with one number a token, and has no adapter here"
+        if is_router:
+            why = "the router is not a linear layer in Transformers, and has no adapter"
+        return Problem((_TARGET,), what, why, f"remove {target}")
+    if beside:
+        whole = leaf in modules(architecture, per_layer=False)
+        fix = f"write `{_WHOLE}: {leaf}`, which trains it whole" if whole else f"remove {target}"
+        return Problem((_TARGET,), what, f"{leaf} is not a matrix, and has no adapter", fix)
+    why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
+    return Problem((_TARGET,), what, why, did_you_mean(leaf, known, f"write `{_TARGET}: all`"))
+
+
+def _layers_that_match(target: str, architecture: Architecture) -> str:
+    """Name the layers whose matrices a regular expression holds for; "" for none."""
+    found: dict[int, None] = {}
+    for weight, tensor in _matrices(architecture):
+        for layer in layers_of(weight, architecture):
+            if weight.per_layer and is_whole_match(target, module_path(tensor).format(layer=layer, expert=0)):
+                found[layer] = None
+    return f"layer{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}" if found else ""
+
+
+def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> Problem:
+    (switch, *_) = (_SWITCHES[stack] for stack in _SWITCHES if stack in stacks)
+    if getattr(finetuning, switch) is None:
+        switch = _SWITCHES[Stack.VISION]
+    part = _PARTS.get(next(iter(stacks)), "language model")
+    what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
+    fix = f"write `{switch}: false`, or remove {target}"
+    return Problem((_TARGET, switch), what, "what is frozen has no adapters", fix)
+
+
+_OF_ADAPTERS = (targets, whole_modules, experts, saved, parts)
 
 
 def known_modules(context: Context) -> Iterator[Problem]:
@@ -44,7 +236,7 @@ def something(context: Context) -> Iterator[Problem]:
     architecture, finetuning = context.architecture, context.settings.finetuning
     if architecture is None or any(rules.layers(context)) or any(rules.adapters(context)):
         return
-    found_already = any(problem for rule in (known_modules, *adapter_rules.RULES) for problem in rule(context))
+    found_already = any(problem for rule in (known_modules, *_OF_ADAPTERS) for problem in rule(context))
     if found_already or any(trained_weights(architecture, finetuning)):
         return
     frozen = [name for name in _OF_MODEL if getattr(finetuning, name)]
@@ -59,4 +251,4 @@ def something(context: Context) -> Iterator[Problem]:
         yield Problem(tuple(frozen), what, "", f"write `{frozen[1]}: false`, or remove `freeze_language_model`")
 
 
-RULES = (known_modules, *adapter_rules.RULES, something)
+RULES = (known_modules, *_OF_ADAPTERS, something)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
+from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.engine import device
 from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
 

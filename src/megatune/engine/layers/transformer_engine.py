@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from megatron.core.transformer.mlp import MLPSubmodules
 
 from megatune.architecture import Architecture
+from megatune.config.kernels import te_obstacle
 from megatune.config.settings import Settings
-from megatune.config.transformer_engine import unsupported
 from megatune.engine import device
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -29,7 +29,7 @@ def missing() -> str:
 
 
 def _obstacle(settings: Settings, architecture: Architecture) -> str:
-    return missing() or unsupported(settings, architecture)
+    return missing() or te_obstacle(settings, architecture)
 
 
 def is_used(settings: Settings, architecture: Architecture) -> bool:

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import yaml
 
-from megatune.config.building import Builder, Written
-from megatune.config.entry import SettingEntry, yaml_finding
+from megatune.config.entry import Builder, SettingEntry, Written, yaml_finding
 from megatune.config.setting import Group, describe
 from megatune.config.values import coerce, compose, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names

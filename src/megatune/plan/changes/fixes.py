@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from megatune.config.names import plain
 from megatune.config.rules import RULES
-from megatune.config.rules.problem import Rule
+from megatune.config.rules.rule import Rule
+from megatune.config.settings import plain
 from megatune.plan.case import Case
 from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
 from megatune.plan.changes.variation import ACCUMULATION, Changes, differences, named, varied
@@ -68,7 +68,7 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """The changes and what they do, for a message, whose dialect writes the names (`config.names`)."""
+        """The changes and what they do, for a message, whose dialect writes the names (`replace_names`)."""
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
         pace = change(1 - self.gain, "slower", "faster", "as fast")
         return f"{named(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatune.config.names import plain
 from megatune.config.rules import RULES
-from megatune.config.rules.problem import Context, Problem, Rule
-from megatune.config.settings import GROUPS, Settings, all_settings, setting_value, with_settings
+from megatune.config.rules.rule import Context, Problem, Rule
+from megatune.config.settings import GROUPS, Settings, all_settings, plain, setting_value, with_settings
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
@@ -118,5 +117,5 @@ def written(changes: Mapping[str, Any]) -> str:
 
 
 def named(changes: Mapping[str, Any]) -> str:
-    """Write changes for a message, whose dialect writes the names (`config.names`)."""
+    """Write changes for a message, whose dialect writes the names (`replace_names`)."""
     return ", ".join(f"`{path.partition('.')[2]}: {shown(value)}`" for path, value in changes.items())

@@ -8,13 +8,11 @@ from math import gcd
 from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
+from megatune.config.derived import of_device, of_model
 from megatune.config.load import Loaded
-from megatune.config.names import plain
-from megatune.config.of_device import of_device
-from megatune.config.of_model import of_model
-from megatune.config.rules import experts, finetuning, layout, memory, pipeline, preference, run, trained
-from megatune.config.rules.problem import Context, Problem, Rule
-from megatune.config.settings import Settings, with_settings
+from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
+from megatune.config.rules.rule import Context, Problem, Rule
+from megatune.config.settings import Settings, plain, with_settings
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
@@ -28,11 +26,11 @@ _OTHERS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3", "Qwen3-VL-8B")
 PLANNED_RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *pipeline.RULES,
-    *experts.RULES,
+    *layout.EXPERT_RULES,
     *memory.RULES,
     *finetuning.RULES,
     *trained.RULES,
-    *preference.RULES,
+    *finetuning.PREFERENCE_RULES,
     run.cutoff,
 )
 # How such a model is usually trained, so that a setting is impact against a sensible run.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.rules.declared import is_met
+from megatune.config.rules.rule import is_met
 from megatune.config.setting import EXPERTS, SettingInfo
 from megatune.config.settings import all_settings, with_settings
 from megatune.plan.case import Case

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatune.architecture import Architecture
-from megatune.config.dialects.dialect import LLAMAFACTORY
+from megatune.config.derived import of_model
+from megatune.config.dialects.dialect import LLAMAFACTORY, Row, read_part, table
 from megatune.config.dialects.roll import ReadRL
 from megatune.config.dialects.roll_roles import engine_sections
-from megatune.config.dialects.table import Row, read_part, table
 from megatune.config.load import Loaded
-from megatune.config.of_model import of_model
-from megatune.config.rl.pages import find_key, rl_pages
-from megatune.config.rules.declared import is_met
+from megatune.config.rl.settings import find_key, rl_pages
+from megatune.config.rules.rule import is_met
 from megatune.config.setting import Needs, SettingInfo
 from megatune.config.settings import GROUPS, all_settings, setting_value
 from megatune.config.values import shown

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatune.architecture import Architecture
-from megatune.config.attention_kernel import PLAIN_BACKENDS
+from megatune.config.kernels import PLAIN_BACKENDS
 from megatune.plan.operators.linear import elementwise, linear, norm_memory, norm_work
 from megatune.plan.operators.operator import Attention, Memory, Moved, Operator
 from megatune.plan.operators.shapes import Shapes

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatune.config.attention_kernel import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
+from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.config.settings import Settings
 from megatune.families.weights import padded_vocab_size
 from megatune.plan.operators.attention import self_attention

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatune.architecture import Architecture, LayerKind, MixtureOfExperts
-from megatune.config.attention_kernel import CPU, attends_in_runs, attention_kernels
 from megatune.config.groups.finetuning import FinetuningSettings
+from megatune.config.kernels import CPU, attends_in_runs, attention_kernels
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatune.config.names import plain
+from megatune.config.settings import plain
 from megatune.config.values import counted
 from megatune.plan.answer import Answer, Question
 from megatune.plan.changes.fixes import warning

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.config.adapters import with_adapters
+from megatune.config.derived import of_model, with_adapters
 from megatune.config.load import Loaded
-from megatune.config.names import plain, plain_finding
-from megatune.config.of_model import of_model
-from megatune.config.rules import declared, preference
-from megatune.config.settings import Settings, with_settings
+from megatune.config.rules.finetuning import warnings
+from megatune.config.rules.rule import unused
+from megatune.config.settings import Settings, plain, plain_finding, with_settings
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -105,7 +104,7 @@ def preflight(
         *(f"experts    {line}" for line in of_config),
         *_unsaid(loaded),
         *_unused(loaded),
-        *(f"warning    {loaded.advice(each)}" for each in preference.warnings(settings)),
+        *(f"warning    {loaded.advice(each)}" for each in warnings(settings)),
     )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
         return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, lines=lines)
@@ -141,7 +140,7 @@ def _unsaid(loaded: Loaded) -> Iterator[str]:
 
 def _unused(loaded: Loaded) -> Iterator[str]:
     """Yield the settings of another finetuning_type, which change nothing."""
-    if keys := declared.unused(loaded.settings, loaded.written):
+    if keys := unused(loaded.settings, loaded.written):
         method = loaded.settings.finetuning.finetuning_type
         yield f"accepted   {', '.join(keys)}: no effect with finetuning_type: {method}"
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatune.architecture import Architecture
-from megatune.config.groups.experts import ExpertSettings
+from megatune.config.groups.parallel import ExpertSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.rules import check
 from megatune.config.rules.layout import tensor_parallel_fits
-from megatune.config.rules.problem import divisors, nearest
+from megatune.config.rules.rule import divisors, nearest
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings, with_settings
 from megatune.errors import Finding
 from megatune.plan.case import Case

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatune.config.rl.data import ENVIRONMENTS
+from megatune.config.rl.rollout import ENVIRONMENTS
 from megatune.rl.rewards.answer import Answer, Reward, RewardError, Verdict
 
 OBSERVATION = "observation"  # of a verdict's details: the response goes on after it

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatune.config.rl.data import GroupFilter
+from megatune.config.rl.rollout import GroupFilter
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.pipeline.group_files import group_from, group_record
 from megatune.rl.pipeline.groups import Group

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatune.config.adapters import as_adapter
+from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
 from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, LoadedModel
-from megatune.config.adapters import as_adapter
+from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED

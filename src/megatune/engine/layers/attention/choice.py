@@ -6,7 +6,7 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from megatune.architecture import Architecture
-from megatune.config.attention_kernel import PLAIN_BACKENDS, attends_in_runs, attention_kernels
+from megatune.config.kernels import PLAIN_BACKENDS, attends_in_runs, attention_kernels
 from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.engine.layers.attention.flash_version import activate

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatune.config.attention_kernel import PLAIN_BACKENDS, attention_kernels
+from megatune.config.kernels import PLAIN_BACKENDS, attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.context_ring import Boundaries, Group, attend_ring
 from megatune.engine.layers.attention.kernels import attend, equal_channels

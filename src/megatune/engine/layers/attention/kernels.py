@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatune.config.attention_kernel import attention_kernels
+from megatune.config.kernels import attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.spans import Spans
 from megatune.engine.layers.norm import wide_of

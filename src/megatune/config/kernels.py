@@ -1,26 +1,54 @@
-"""Which kernels the engine computes attention with, chosen without torch: the planner counts what they keep.
+"""Which kernels the engine computes with, chosen without torch: the planner counts what they keep.
 
-The limits are those of torch.nn.functional.scaled_dot_product_attention and of torch's flash attention with variable
-lengths.
+The limits of attention are those of torch.nn.functional.scaled_dot_product_attention and of torch's flash attention
+with variable lengths.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 
 AttentionKernel = Literal["plain", "varlen", "flash", "cudnn", "efficient", "math"]
 Capability = tuple[int, int]
-
 CPU: Capability = (0, 0)
 PLAIN_BACKENDS = ("unfused", "local")
 # torch's flash attention on GPUs, for varlen, too.
 _FLASH_DTYPES, _FLASH_CHANNELS, _FLASH_SINCE = ("float16", "bfloat16"), 256, (8, 0)
-
 # Bytes of the logits that the fused loss has in memory at once, were they fp32. On a GPU few and large products are
 # faster: each passes over the gradient of the whole output weight.
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU = 2**30, 2**28
+
+
+def te_obstacle(settings: Settings, architecture: Architecture) -> str:
+    """Return why the decoder's layers cannot be Transformer Engine's; "" where they can."""
+    return next(_reasons(settings, architecture), "")
+
+
+def _reasons(settings: Settings, architecture: Architecture) -> Iterator[str]:
+    if architecture.mla is not None:
+        yield "latent attention has narrow projections that each process holds whole"
+    if architecture.delta is not None:
+        yield "gated delta nets have weights of their own beside their projections"
+    if architecture.global_heads is not None:
+        yield "layers without a window have heads of another size, and values of all layers a norm"
+    if not architecture.pre_norms:
+        yield "its layers join a projection with the norm before it, and the model has none there"
+    if settings.finetuning.finetuning_type == "lora":
+        yield "adapters are next to the engine's own layers"
+    if settings.precision.fp8 is not None:
+        yield "fp8 is of the engine's own layers"
+
+
+def c_compiler(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return the C compiler that Triton builds what launches its kernels with, found as it does; None without one."""
+    names = [env["CC"]] if env.get("CC") else ["gcc", "clang"]
+    return next(filter(None, (shutil.which(name, path=env.get("PATH")) for name in names)), None)
 
 
 def attention_kernels(
