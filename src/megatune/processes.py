@@ -1,4 +1,5 @@
-"""Helper processes: how many a machine has cores and memory for, and how they end with the one that started them.
+"""Processes: how many a machine has cores and memory for, how they end with the one that started them, and what they
+leave out of their start.
 
 Files are written on one machine and run on others. A process that is killed cannot end those that it started.
 """
@@ -6,13 +7,18 @@ Files are written on one machine and run on others. A process that is killed can
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 _PROCESS_BYTES = 2**28  # of Python, its libraries and a tokenizer
+# Transformers and peft import these where they are installed, for parts that no rank uses. Each takes seconds, and
+# bitsandbytes initialises CUDA, after which a process cannot be forked.
+_UNUSED = ("bitsandbytes", "sklearn")
 
 
 def usable_processes(asked: int, side_by_side: int = 1) -> tuple[int, str]:
@@ -42,3 +48,15 @@ def when_parent_ends(parent: int, act: Callable[[], object]) -> None:
         act()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def without_unused() -> Iterator[None]:
+    """Let optional libraries that no rank uses look as if they were not installed, to whatever is imported inside."""
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: `import` and find_spec do not find it
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from launch_targets import PATIENCE
 
 from megatune.errors import ExitCode
 from megatune.launch.context import heartbeat_path, read_beat
+from megatune.launch.rank_main import load_target
 
 
 def test_output_of_rank_0_reaches_the_terminal_and_that_of_others_their_logs(launch):
@@ -30,6 +32,21 @@ def test_output_of_rank_0_reaches_the_terminal_and_that_of_others_their_logs(lau
     report = run.report()
     assert (report["outcome"], report["exit_code"], report["start_method"]) == ("done", 0, "fork")
     assert [rank["last_beat"]["phase"] for rank in report["ranks"]] == ["exit", "exit"]
+
+
+def test_optional_libraries_that_no_rank_uses_are_not_imported_with_its_target(monkeypatch, tmp_path):
+    for name in ("bitsandbytes", "sklearn"):  # which Transformers and peft import where they are installed
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "looks.py").write_text(
+        "from importlib.util import find_spec\n"
+        "FOUND = [name for name in ('bitsandbytes', 'sklearn', 'torch') if find_spec(name)]\n"
+        "def found(): return FOUND"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_target("looks:found")() == ["torch"]
+    assert find_spec("bitsandbytes").origin == str(tmp_path / "bitsandbytes" / "__init__.py")
 
 
 def test_a_target_that_must_not_be_forked_is_imported_by_each_rank(launch):

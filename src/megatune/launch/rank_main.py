@@ -22,6 +22,7 @@ from megatune.launch.output import outlive_reader
 from megatune.launch.report import outcome_text, raised_outcome
 from megatune.launch.torchrun import follow_stops, handle_stops, is_first, tell
 from megatune.launch.world import RankEnv
+from megatune.processes import without_unused
 
 Target = Callable[[RankContext, dict[str, Any]], int | None]
 
@@ -31,7 +32,8 @@ EXIT_SECONDS = 120.0  # from the target's return to the end of the interpreter
 def load_target(target: str) -> Target:
     """Import "package.module:function"."""
     module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)
+    with without_unused():
+        return getattr(importlib.import_module(module), function)
 
 
 def run_joined(

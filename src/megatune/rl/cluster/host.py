@@ -22,6 +22,7 @@ from megatune.launch.context import RankContext, die_with_parent, log_path, set_
 from megatune.launch.failure import Failure, describe_failure, error_path, write_failure
 from megatune.launch.rank_main import print_failure
 from megatune.launch.world import RankEnv
+from megatune.processes import without_unused
 from megatune.rl.cluster.timeline import Timeline
 
 
@@ -69,7 +70,9 @@ class _Process:
 
         def create() -> None:
             module, _, name = target.partition(":")
-            self._object = getattr(importlib.import_module(module), name)(self._context, **arguments)
+            with without_unused():
+                role = getattr(importlib.import_module(module), name)
+            self._object = role(self._context, **arguments)
 
         return self._guarded("build", create)
 
