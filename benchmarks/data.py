@@ -130,7 +130,7 @@ def packing() -> dict[str, float]:
     """Pack a million lengths, log-normal around 300 tokens."""
     import numpy as np
 
-    from megatune.data.packing import pack
+    from megatune.data.build import pack
 
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.8, PACKED_LENGTHS).astype(np.int64).clip(1, CAPACITY)
     clock = Clock()

@@ -33,10 +33,10 @@ from tokenizer_kit import (  # noqa: E402
 
 from megatune.config.load import load  # noqa: E402
 from megatune.data.encode import load_tokenizer  # noqa: E402
+from megatune.data.order import PreparedSteps  # noqa: E402
 from megatune.data.pipeline import Pipeline  # noqa: E402
 from megatune.data.prepare import prepare  # noqa: E402
 from megatune.data.rows import TokenRows  # noqa: E402
-from megatune.data.steps import PreparedSteps  # noqa: E402
 from megatune.data.streaming.blocks import MixedStream  # noqa: E402
 from megatune.data.vision import load_vision_input  # noqa: E402
 from megatune.errors import MegatuneError  # noqa: E402

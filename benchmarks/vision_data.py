@@ -22,8 +22,8 @@ from PIL import Image, ImageOps
 from reporting import add_output_flag, finish
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from megatune.data.media import PictureSource
 from megatune.data.media.processor import Bounds, PictureProcessor
-from megatune.data.media.sources import PictureSource
 
 SIZES = ((500, 375), (640, 480), (1024, 768), (1920, 1080), (3024, 4032))
 OF_EACH = 3

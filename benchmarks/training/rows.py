@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatune.data.batch_pictures import Pictures
-from megatune.data.batches import Batch, Collator
-from megatune.data.media.positions import rotary_position_ids
+from megatune.data.batches import Batch, Collator, Pictures
+from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.encoders import Vision
 from training.case import Case

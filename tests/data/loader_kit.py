@@ -6,7 +6,7 @@ from typing import Any
 
 from megatune.data.batches import Batch, Collator
 from megatune.data.loader import StepLoader
-from megatune.data.steps import StepRows
+from megatune.data.order import StepRows
 
 
 def step_batches(rows: StepRows, step: int, collator: Collator, **layout: Any) -> list[Batch]:

@@ -8,8 +8,8 @@ import resource
 import sys
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.processor import Bounds, PictureProcessor
-from megatune.data.media.sources import PictureSource
 from megatune.encoders import PictureText
 
 MOST_BYTES = 6 * 2**30  # of address space

@@ -12,7 +12,7 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import ToolCall
-from megatune.data.templates.agents import NOT_SUPPORTED, AgentTemplate, agent_names, agent_template
+from megatune.data.templates.tools import NOT_SUPPORTED, AgentTemplate, agent_names, agent_template
 from megatune.errors import ExitCode, MegatuneError
 
 GOLDEN = json.loads(gzip.decompress((Path(__file__).parents[1] / "swift_golden/agents.json.gz").read_bytes()))

@@ -19,9 +19,8 @@ from megatune.config.settings import Settings
 from megatune.data.batches import Batch, Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader
-from megatune.data.order import epoch_order, grouped_order
+from megatune.data.order import PreparedSteps, StepRows, epoch_order, grouped_order
 from megatune.data.rows import Document, ExtraColumn, TokenRows
-from megatune.data.steps import PreparedSteps, StepRows
 
 PAD = 0
 SETTINGS = settings(max_examples=25, deadline=None)

@@ -18,9 +18,8 @@ import pytest
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
-from megatune.data.cache import files
-from megatune.data.cache import folder as cache_folder
-from megatune.data.cache.folder import mark_damaged
+from megatune.data import cache as cache_folder
+from megatune.data.cache import files, mark_damaged
 from megatune.data.streaming.producer import _as_finding
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub.digests import cache_dir
@@ -31,7 +30,7 @@ import json, sys, time
 from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.data.cache import files
-from megatune.data.cache.folder import built
+from megatune.data.cache import built
 files.SAY_AFTER = 0.2
 log, go = map(Path, sys.argv[1:3])
 settings = Settings(data=json.loads(sys.argv[3]))

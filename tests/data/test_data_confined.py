@@ -13,10 +13,10 @@ import pytest
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation
 from megatune.data.formats.form import DEFAULT_FORMS, Form
-from megatune.data.readers import files, json_array, lines, read_rows
+from megatune.data.readers import files, read_rows, text
 from megatune.data.samples import RowReader
 from megatune.data.sources import resolve_datasets
-from megatune.data.sources.source import DatasetSource
+from megatune.data.sources.detection import DatasetSource
 from megatune.errors import ExitCode, MegatuneError
 
 ROW = '{"instruction": "a", "output": "b"}\n'
@@ -117,7 +117,7 @@ def test_a_row_has_an_end(
     tmp_path: Path, name: str, content: str, compressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gigabyte of zeros compresses to a megabyte, and was one row."""
-    for module in (files, json_array, lines):
+    for module in (files, text):
         monkeypatch.setattr(module, "MOST_ROW_BYTES", 100_000)
     file = tmp_path / (f"{name}.gz" if compressed else name)
     file.write_bytes(gzip.compress(content.encode()) if compressed else content.encode())

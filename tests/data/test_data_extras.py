@@ -14,8 +14,8 @@ from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator, DocumentValues, TokenValues
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader
+from megatune.data.order import PreparedSteps
 from megatune.data.rows import Document, ExtraColumn, TokenRows
-from megatune.data.steps import PreparedSteps
 
 CP2 = ParallelSettings(context_parallel_size=2)
 NUM_DOCUMENTS = 21

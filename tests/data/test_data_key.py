@@ -327,7 +327,7 @@ def test_rows_are_kept_by_the_sources_that_make_them(folder: Path, monkeypatch: 
         return found
 
     first = kept("encode.py", "def f(x: int) -> int:\n    return x + 1\n")
-    assert kept("steps.py", "1") == kept("preview/show.py", "2") == first, "no row depends on them"
+    assert kept("loader.py", "1") == kept("preview/show.py", "2") == first, "no row depends on them"
     documented = 'def f(x: int) -> int:\n    """Add one."""\n    return x + 1  # as asked\n'
     assert kept("encode.py", f'"""A file."""\n{documented}') == first
     table = kept("templates/named.yaml", "a: {b: 1}")

@@ -22,13 +22,12 @@ from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form, Tags, detect
-from megatune.data.mismatched import MismatchedRows
+from megatune.data.order import PreparedSteps
 from megatune.data.pictures import DocumentPicture
-from megatune.data.prepare import prepare
-from megatune.data.preview.rows import read_preview
+from megatune.data.prepare import MismatchedRows, prepare
+from megatune.data.preview import read_preview
 from megatune.data.preview.show import show_preview
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.errors import MegatuneError
 
 TOKENIZER = qwen_tokenizer()

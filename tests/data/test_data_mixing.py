@@ -12,7 +12,7 @@ from datasets import Dataset, interleave_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.data.mixing import draws, mixed_order
+from megatune.data.order import draws, mixed_order
 from megatune.errors import ExitCode, MegatuneError
 
 STRATEGIES = {

@@ -17,11 +17,10 @@ from loader_kit import step_batches
 
 from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator
-from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.build import RowsBuilder, RowShape, pack
 from megatune.data.loader import StepLoader
-from megatune.data.packing import pack
+from megatune.data.order import PreparedSteps
 from megatune.data.rows import Document, ExtraColumn, TokenRows
-from megatune.data.steps import PreparedSteps
 
 PAD = 7
 CAPACITY = 40

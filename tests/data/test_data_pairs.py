@@ -18,12 +18,11 @@ from megatune.config.settings import DataSettings, ParallelSettings, RunSettings
 from megatune.data.batches import ANSWER_TOKEN_WEIGHTS, Batch, Collator, scored_tokens
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.loader import StepLoader
+from megatune.data.order import PreparedSteps
 from megatune.data.pipeline import Pipeline
 from megatune.data.report import TokenReport
 from megatune.data.rows import Document, TokenRows
-from megatune.data.steps import PreparedSteps
-from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.producer import StreamFolder, StreamRequest
 from megatune.data.streaming.stream import StreamedSteps
 from megatune.errors import ExitCode, MegatuneError
 from megatune.objectives.base import tokens_of_documents

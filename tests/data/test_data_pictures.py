@@ -21,13 +21,13 @@ from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, make_encoder
 from megatune.data.formats.form import DEFAULT_FORMS
-from megatune.data.media.sources import PictureSource, picture_source
+from megatune.data.media import PictureSource, picture_source
 from megatune.data.pictures import unpacked
 from megatune.data.pipeline import Pipeline
 from megatune.data.readers import RawRow
 from megatune.data.rows import Document, TokenRows
 from megatune.data.samples import RowReader, Sample
-from megatune.data.sources.source import source_of
+from megatune.data.sources.detection import source_of
 from megatune.data.streaming.blocks import PART, MixedStream
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, MegatuneError

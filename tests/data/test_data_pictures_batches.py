@@ -12,14 +12,13 @@ import pytest
 import torch
 from pictures_kit import Model, asks, draw, make_model, write_rows
 
-from megatune.data.batch_pictures import Pictures, Share
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import Batch, Collator, Pictures, Share
 from megatune.data.loader import StepLoader
-from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.media.processor import PictureProcessor
+from megatune.data.order import PreparedSteps
 from megatune.data.pictures import unpacked
 from megatune.data.rows import Document, TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.objectives.base import tokens_of_documents
 from megatune.objectives.preference import Preference
 

@@ -15,7 +15,7 @@ from pictures_kit import Model, asks, draw, make_model, write_rows
 from PIL import Image
 from rich.console import Console
 
-from megatune.data.preview.rows import Preview, read_preview
+from megatune.data.preview import Preview, read_preview
 from megatune.data.preview.show import show_preview, write_page
 from megatune.data.statistics import describe, lines
 from megatune.errors import ExitCode, MegatuneError

@@ -17,7 +17,7 @@ from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, RunSettings, Settings
 from megatune.data.bad_rows import RowError
-from megatune.data.preview.rows import Preview, PreviewRow, RowDocument, read_preview
+from megatune.data.preview import Preview, PreviewRow, RowDocument, read_preview
 from megatune.data.preview.show import shared_prompt, show_preview, token_texts, visible, write_page
 from megatune.data.rows import IGNORE_INDEX, Arrangement, Document
 from megatune.errors import ExitCode, MegatuneError

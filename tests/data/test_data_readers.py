@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers_kit import COMPRESS, parts, rows_of, write, write_arrow
 
-from megatune.data.readers import DATA_SUFFIXES, Position, columnar, data_suffix, json_array, read_rows
+from megatune.data import readers
+from megatune.data.readers import DATA_SUFFIXES, Position, data_suffix, read_rows
 from megatune.errors import MegatuneError
 
 ROWS = [{"instruction": "Hi", "output": "Hello\nyou"}, {"instruction": "你好", "output": 'say "hi", 你好 🙂'}]
@@ -161,7 +162,7 @@ def test_a_json_array_is_the_same_in_any_chunks(
 
     whole = outcome()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "CHUNK_BYTES", size)
+        patch.setattr("megatune.data.readers.text.CHUNK_BYTES", size)
         assert outcome() == whole
 
 
@@ -184,7 +185,7 @@ def files_of_all_kinds(folder: Path) -> list[Path]:
 
 def test_large_rows_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an Arrow file, which is mapped into memory."""
-    monkeypatch.setattr(columnar, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(readers, "BATCH_BYTES", 2**20)
     table = pyarrow.table({"a": [os.urandom(100_000) for _ in range(200)]})
     path, tracked = write_arrow(tmp_path / "a.arrow", table, 200, stream=False), 0
     del table

@@ -21,11 +21,11 @@ from megatune.config.settings import (
 )
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.order import PreparedSteps
 from megatune.data.prepare import Prepared
 from megatune.data.report import DataReport, DatasetReport, LengthReport
 from megatune.data.rows import Document, TokenRows
 from megatune.data.statistics import Statistics, describe, draw, lines, refuse_streaming, step_tokens
-from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, MegatuneError
 
 LENGTHS = [5, 30, 12, 9, 31, 7, 22, 14, 3, 18, 27, 6, 11]

@@ -27,14 +27,13 @@ from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.batches import Batch, Collator
 from megatune.data.encode import Encoder
 from megatune.data.loader import StepLoader
-from megatune.data.mixing import mixed_order
+from megatune.data.order import mixed_order
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Facts
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
-from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.producer import StreamRequest
+from megatune.data.streaming.producer import StreamFolder, StreamRequest
 from megatune.data.streaming.sharing import Exchange, Machines, open_store
 from megatune.data.streaming.stream import StartedStream, Stream, StreamedSteps
 from megatune.errors import ExitCode, MegatuneError

@@ -17,8 +17,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates import Thinking, load_template, rendering
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.rendering import limited, render
-from megatune.data.templates.sandbox import RenderLimitError, render_marked, template_errors
+from megatune.data.templates.rendering import RenderLimitError, limited, render, render_marked, template_errors
 from megatune.errors import ExitCode, MegatuneError
 
 CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatune.data.batch_pictures import deal
+from megatune.data.batches import deal
 
 
 def test_the_largest_first() -> None:

@@ -19,10 +19,10 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen2_resize
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.images import image_size, open_image
 from megatune.data.media.processor import Measured
 from megatune.data.media.sizes import smart_resize
-from megatune.data.media.sources import PictureSource
 
 MODES = {
     "RGB": "PNG", "L": "PNG", "1": "PNG", "P": "PNG", "LA": "PNG", "RGBA": "PNG", "CMYK": "JPEG",

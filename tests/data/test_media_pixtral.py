@@ -16,10 +16,10 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import PictureProcessor
-from megatune.data.media.sources import PictureSource
 from megatune.encoders import PictureText, Vision
 from megatune.errors import ExitCode, MegatuneError
 

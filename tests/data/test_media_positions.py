@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.arguments import rotary_position_ids
 
 MODELS: dict[str, Any] = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}
 IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource, picture_source
 from megatune.data.media.images import image_size
 from megatune.data.media.processor import Measured
-from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import packed, unpacked
 
 PNG = encoded(picture(), "PNG")

@@ -24,9 +24,9 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, load_tokenizer, make_encoder
+from megatune.data.media import PictureSource
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.media.load import load_processor
-from megatune.data.media.sources import PictureSource
 from megatune.data.vision import load_vision_input
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError

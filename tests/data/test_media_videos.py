@@ -20,8 +20,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.sizes import smart_resize
-from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 from megatune.errors import ExitCode, MegatuneError
 

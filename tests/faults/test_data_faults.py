@@ -18,8 +18,8 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.batches import Collator
 from megatune.data.loader import StepLoader
+from megatune.data.order import PreparedSteps
 from megatune.data.prepare import Prepared, prepare
-from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, MegatuneError
 
 Tell = Callable[..., None]

@@ -16,8 +16,8 @@ import pytest
 from megatune import errors
 from megatune.cli import main
 from megatune.config.settings import Settings
-from megatune.data.cache.folder import built
-from megatune.data.streaming.folder import StreamFolder
+from megatune.data.cache import built
+from megatune.data.streaming.producer import StreamFolder
 from megatune.errors import Finding, MegatuneError, without_secrets
 from megatune.launch.failure import describe_failure, write_failure
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForImageTextToText
 
 from megatune.cli import infer
 from megatune.config.groups.data import DataSettings
+from megatune.data.media import PictureSource
+from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.media.load import load_processor
-from megatune.data.media.positions import rotary_position_ids
 from megatune.data.media.processor import spaced
-from megatune.data.media.sources import PictureSource
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture

@@ -22,8 +22,7 @@ from megatune.bridge.peft_model import AppliedAdapter
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator, DocumentValues
+from megatune.data.batches import Batch, Collator, DocumentValues, Share
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, MARGIN
 from megatune.encoders import Vision
 from megatune.engine import groups, step

@@ -25,9 +25,9 @@ from trl_kit import Steps, common_arguments, config_of, data_of, steps_of
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.mismatched import MismatchedRows
+from megatune.data.order import PreparedSteps
+from megatune.data.prepare import MismatchedRows
 from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.engine.model import gather_parameters
 from megatune.families import load_architecture
 from megatune.objectives.kto import KTO

@@ -12,8 +12,7 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import deal
-from megatune.data.batches import SCORED, Batch, Pictures, TokenValues
+from megatune.data.batches import SCORED, Batch, Pictures, TokenValues, deal
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix

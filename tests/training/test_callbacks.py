@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatune.data.batch_pictures import Unreadable
+from megatune.data.batches import Unreadable
 from megatune.training.bad_rows import Quarantine
 from megatune.training.callbacks import CallbackList, build_callbacks, plot
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary

@@ -15,7 +15,7 @@ from runs import assert_same_tensors, evaluations, metrics, reference_files, run
 from transformers import AutoModelForCausalLM
 
 from megatune.config.settings import Settings
-from megatune.data.mismatched import MismatchedRows
+from megatune.data.prepare import MismatchedRows
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
 

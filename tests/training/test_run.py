@@ -10,8 +10,8 @@ import torch
 from pool import RankPool
 from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
 
+from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.storage.model_files import small_files
 from megatune.training.storage.store import list_checkpoints

@@ -117,7 +117,7 @@ def _preview(words: Sequence[str]) -> int:
     first = options.row or 1
     count = options.rows or (1 if options.row else _DEFAULT_ROWS)
 
-    from megatune.data.preview.rows import load_model_input, read_preview
+    from megatune.data.preview import load_model_input, read_preview
     from megatune.data.preview.show import json_lines, show_preview, write_page
 
     tokenizer, vision = load_model_input(settings)
@@ -147,7 +147,7 @@ def _stats(words: Sequence[str]) -> int:
     settings = given.load().require_valid(rules=DATA_RULES)
 
     from megatune.data.prepare import prepare
-    from megatune.data.preview.rows import load_model_input
+    from megatune.data.preview import load_model_input
     from megatune.data.statistics import describe, draw, lines, refuse_streaming
 
     refuse_streaming(settings)

@@ -201,7 +201,7 @@ def _show_rows(found: NewRun, data: str) -> None:
         return
     from rich.console import Console
 
-    from megatune.data.preview.rows import load_model_input, read_preview
+    from megatune.data.preview import load_model_input, read_preview
     from megatune.data.preview.show import show_preview
 
     settings = found.settings()

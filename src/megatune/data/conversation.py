@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megatune.data.media.sources import Kind
+from megatune.data.media import Kind
 
 Role = Literal["user", "assistant", "tool"]
 

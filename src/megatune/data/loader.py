@@ -9,9 +9,8 @@ from itertools import chain
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator
-from megatune.data.steps import StepRows
+from megatune.data.batches import Batch, Collator, Share
+from megatune.data.order import StepRows
 
 WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker process
 

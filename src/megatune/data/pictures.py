@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatune.data.media import PictureSource
 from megatune.data.media.processor import Measured
-from megatune.data.media.sources import PictureSource
 from megatune.data.store import Column, ColumnWriter
 
 PICTURES_FILE = "pictures.npy"

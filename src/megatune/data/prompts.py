@@ -15,7 +15,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, fill_placeholders
 from megatune.data.encode import make_encoder
 from megatune.data.formats import to_example, to_question
-from megatune.data.formats.pictures import check_inside
+from megatune.data.formats.fields import check_inside
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.samples import Replacements, drawn_rows, not_filled, replacements, values_for

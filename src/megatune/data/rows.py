@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, Self, cast
 import numpy as np
 import xxhash
 
-from megatune.data.cache.folder import mark_damaged
+from megatune.data.cache import mark_damaged
 from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
 from megatune.data.store import Column, write_array
 from megatune.errors import ExitCode, Finding, MegatuneError

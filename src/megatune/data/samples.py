@@ -13,7 +13,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
-from megatune.data.formats.pictures import check_inside
+from megatune.data.formats.fields import check_inside
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError

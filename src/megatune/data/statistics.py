@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatune.config.values import counted
-from megatune.data.order import steps_per_epoch
+from megatune.data.order import PreparedSteps, steps_per_epoch
 from megatune.data.report import DataReport, DatasetReport, LengthReport, adapter_of
 from megatune.data.rows import Arrangement, TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.hub.models import open_model

@@ -16,10 +16,10 @@ import numpy as np
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, RowPicture
-from megatune.data.formats.pictures import IMAGE, TAG, VIDEO, check_count, tags_of
+from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_count, tags_of
+from megatune.data.media import PictureSource, picture_source
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import Measured, PictureProcessor, spaced
-from megatune.data.media.sources import PictureSource, picture_source
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn

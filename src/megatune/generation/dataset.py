@@ -11,8 +11,8 @@ from typing import Any
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import RowPicture
-from megatune.data.formats.pictures import TAG
-from megatune.data.media.sources import picture_source
+from megatune.data.formats.fields import TAG
+from megatune.data.media import picture_source
 from megatune.data.prompts import Question
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatune.data.media.processor import spaced
-from megatune.data.templates.rendering import render
-from megatune.data.templates.sandbox import template_errors
+from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import check_writes, find_model
 from megatune.generation.options import GenerationOptions, Sampling, check_options

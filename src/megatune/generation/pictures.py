@@ -13,10 +13,9 @@ import torch
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.media.arguments import picture_arguments
+from megatune.data.media import PictureSource
+from megatune.data.media.arguments import picture_arguments, rotary_position_ids
 from megatune.data.media.load import load_processor
-from megatune.data.media.positions import rotary_position_ids
-from megatune.data.media.sources import PictureSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture, read_config
 from megatune.generation.options import GenerationOptions, MediaOptions

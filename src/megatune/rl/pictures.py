@@ -16,10 +16,9 @@ from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
+from megatune.data.formats.fields import PARTS, Inline, files_of, part_value, pictures_of
 from megatune.data.formats.form import Columns
-from megatune.data.formats.pictures import PARTS, Inline, files_of, part_value, pictures_of
-from megatune.data.media.arguments import picture_arguments
-from megatune.data.media.positions import rotary_position_ids
+from megatune.data.media.arguments import picture_arguments, rotary_position_ids
 from megatune.data.pictures import unpacked
 from megatune.data.truncation import unnumbered
 from megatune.data.vision import Placed, VisionInput, load_vision_input

@@ -18,8 +18,7 @@ from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.rl.settings import UNSCORED
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
-from megatune.data.formats.fields import encodable, listed
-from megatune.data.formats.pictures import Inline
+from megatune.data.formats.fields import Inline, encodable, listed
 from megatune.data.media.processor import spaced
 from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of

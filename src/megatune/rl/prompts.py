@@ -15,8 +15,7 @@ from megatune.data.formats.form import Form
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.templates import Thinking, load_template, template_names
 from megatune.data.templates.chat_template import FIXED_DATE
-from megatune.data.templates.rendering import beyond_limits, render
-from megatune.data.templates.sandbox import RenderLimitError, template_errors
+from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors
 from megatune.data.templates.swift_table import template_of_swift
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError

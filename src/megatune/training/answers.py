@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatune.config.settings import Settings
 from megatune.config.values import counted
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Collator
+from megatune.data.batches import Collator, Share
 from megatune.data.prompts import AnswerPrompt, prompts_of_file, prompts_of_rows
 from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
 from megatune.data.text_scores import Scored, is_equal, missing_libraries, text_scores

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatune.data.bad_rows import BAD_ROWS_FILE, MOST_NAMED
-from megatune.data.batch_pictures import Unreadable
-from megatune.data.batches import Batch
+from megatune.data.batches import Batch, Unreadable
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.errors import ExitCode, Finding, MegatuneError

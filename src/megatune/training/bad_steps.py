@@ -10,7 +10,7 @@ from typing import Any
 
 from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer
-from megatune.data.steps import StepRows
+from megatune.data.order import StepRows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.agreement import on_rank_0
 from megatune.training.bad_steps_file import BadStepsFile

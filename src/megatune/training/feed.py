@@ -22,16 +22,14 @@ from megatune.config.settings import Settings, with_settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.key import DAY, streamed_key
 from megatune.data.encode import load_tokenizer
-from megatune.data.mismatched import MismatchedRows
+from megatune.data.order import PreparedSteps, StepRows
 from megatune.data.pictures import PictureCounts
 from megatune.data.pipeline import Pipeline
-from megatune.data.prepare import Prepared, open_prepared, prepare
+from megatune.data.prepare import MismatchedRows, Prepared, open_prepared, prepare
 from megatune.data.report import TokenReport
 from megatune.data.rows import TokenRows
-from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.streaming.blocks import PART, StreamState
-from megatune.data.streaming.folder import StreamFolder
-from megatune.data.streaming.producer import EVALUATION, HeldOut, StreamRequest
+from megatune.data.streaming.producer import EVALUATION, HeldOut, StreamFolder, StreamRequest
 from megatune.data.streaming.sharing import Machines, open_store
 from megatune.data.streaming.stream import StartedStream, Stream
 from megatune.data.vision import load_vision_input

@@ -9,11 +9,10 @@ import shutil
 from dataclasses import dataclass
 
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Collator
+from megatune.data.batches import Collator, Share
 from megatune.data.loader import StepLoader
+from megatune.data.order import PreparedSteps, StepRows
 from megatune.data.rows import TokenRows
-from megatune.data.steps import PreparedSteps, StepRows
 from megatune.data.vision import VisionInput
 from megatune.engine.groups import RankCoordinates
 from megatune.launch.context import RankContext

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatune.data.batches import Batch
 from megatune.data.loader import StepLoader
-from megatune.data.steps import PreparedSteps
+from megatune.data.order import PreparedSteps
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.model import Chunk

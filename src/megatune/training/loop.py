@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import parameters_norm
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import Unreadable
-from megatune.data.batches import Batch
+from megatune.data.batches import Batch, Unreadable
 from megatune.data.rows import TokenRows
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters

@@ -14,7 +14,7 @@ from typing import Any
 from megatune.bridge.assemble import Assembly
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch
-from megatune.data.steps import StepRows
+from megatune.data.order import StepRows
 from megatune.engine import device
 from megatune.engine.waiting import BusyTime
 from megatune.plan.catalogue import device_by_driver_name

@@ -30,8 +30,8 @@ from megatune.bridge.assemble import LoadedModel, load_model
 from megatune.config.rules import check
 from megatune.config.settings import Settings
 from megatune.data.batches import Batch, DocumentValues
+from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
-from megatune.data.steps import PreparedSteps
 from megatune.engine import device, groups
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.model import Chunk

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatune.data.bad_rows import RowError
-from megatune.data.preview.rows import Preview, PreviewRow, RowDocument, load_model_input, read_preview
+from megatune.data.preview import Preview, PreviewRow, RowDocument, load_model_input, read_preview
 from megatune.data.preview.show import (
     collapsed,
     described,

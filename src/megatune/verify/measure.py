@@ -15,10 +15,9 @@ from torch import Tensor
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import ParallelSettings
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import Batch, Collator, Share
+from megatune.data.media import PictureSource
 from megatune.data.media.processor import Measured
-from megatune.data.media.sources import PictureSource
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document

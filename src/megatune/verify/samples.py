@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatune.data.packing import pack
+from megatune.data.build import pack
 from megatune.data.rows import IGNORE_INDEX
 from megatune.encoders import Vision
 

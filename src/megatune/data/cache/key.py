@@ -33,8 +33,7 @@ FORMAT_VERSION = 9
 
 # What of this room no prepared row depends on.
 _MAKES_NO_ROWS = frozenset((
-    "batch_pictures", "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics", "steps",
-    "text_scores",
+    "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics", "text_scores",
 ))  # fmt: skip
 
 # Of templates: it follows from their names, or from the tokenizer.

@@ -24,18 +24,19 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair, texts
 from megatune.data.formats import messages
 from megatune.data.formats.fields import (
+    check_without,
     encodable,
     first_present,
     listed,
     margin,
     optional_string,
+    pictures_of,
     short,
     string,
     tools,
 )
 from megatune.data.formats.form import QUERY_NAMES, REJECTED_NAMES, RESPONSE_NAMES, SYSTEM_NAMES, TEXT_NAMES, Form
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
-from megatune.data.formats.pictures import check_without, pictures_of
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.readers import json_type
 

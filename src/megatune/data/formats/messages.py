@@ -10,17 +10,21 @@ from typing import Any, Literal, NamedTuple
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, Role
 from megatune.data.formats.fields import (
+    PARTS,
+    Inline,
     encodable,
     function_call,
     listed,
     optional_string,
+    part_value,
+    pictures_of,
     short,
     string,
+    tags_of,
     tool_calls,
     tools,
 )
 from megatune.data.formats.form import Form, Tags
-from megatune.data.formats.pictures import PARTS, Inline, part_value, pictures_of, tags_of
 from megatune.data.readers import json_type
 
 Kind = Literal["system", "user", "assistant", "call", "tool"]

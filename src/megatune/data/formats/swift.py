@@ -20,10 +20,21 @@ from typing import Any, get_args
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowPicture, ToolCall
-from megatune.data.formats.fields import encodable, encodable_json, listed, margin, short
+from megatune.data.formats.fields import (
+    IMAGE,
+    KINDS,
+    PARTS,
+    encodable,
+    encodable_json,
+    files_of,
+    listed,
+    margin,
+    part_value,
+    short,
+    tags_of,
+)
 from megatune.data.formats.form import Form
-from megatune.data.formats.pictures import IMAGE, KINDS, PARTS, files_of, part_value, tags_of
-from megatune.data.media.sources import Kind
+from megatune.data.media import Kind
 
 _MESSAGES = ("messages", "conversation", "conversations")
 _MEDIA = {name: f"{kind}s" for kind in ("image", "video", "audio") for name in (kind, f"{kind}s")}

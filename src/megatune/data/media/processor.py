@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.images import image_size, load_image
 from megatune.data.media.sizes import (
     Size,
@@ -27,7 +28,6 @@ from megatune.data.media.sizes import (
     tiling,
     token_size,
 )
-from megatune.data.media.sources import PictureSource
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 from megatune.encoders import PictureText
 

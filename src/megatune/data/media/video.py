@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from megatune.data.bad_rows import RowError
+from megatune.data.media import PictureSource
 from megatune.data.media.images import check_end, check_pixels, damaged, open_file
-from megatune.data.media.sources import PictureSource
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from megatune.data.conversation import PLACEHOLDERS
 from megatune.data.media.images import open_image
 from megatune.data.media.video import decode_frames
 from megatune.data.pictures import DocumentPicture, unpacked
-from megatune.data.preview.rows import Preview, PreviewRow, RowDocument
+from megatune.data.preview import Preview, PreviewRow, RowDocument
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.errors import ExitCode, Finding, MegatuneError
 

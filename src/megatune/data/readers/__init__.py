@@ -1,12 +1,16 @@
-"""Strict readers: every row comes with its place in its file, and what is wrong with it where something is."""
+"""Strict readers: every row comes with its place in its file, and what is wrong with it where something is.
+
+Nothing in Parquet and Arrow files is run: Arrow gives values of extension types as what they are stored as.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+import json
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 
-from megatune.data.readers.columnar import read_columnar
 from megatune.data.readers.files import (
     COLUMNAR,
     DATA_SUFFIXES,
@@ -16,16 +20,29 @@ from megatune.data.readers.files import (
     compression_suffix,
     data_suffix,
     json_error,
+    json_problem,
     json_type,
     open_bytes,
     refused,
+    unique_keys,
     unreadable,
 )
-from megatune.data.readers.json_array import is_json_array, read_json_array
-from megatune.data.readers.lines import json_fields, read_lines, read_separated, text_fields
+from megatune.data.readers.text import (
+    is_json_array,
+    json_fields,
+    read_json_array,
+    read_lines,
+    read_separated,
+    text_fields,
+)
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 __all__ = ["DATA_SUFFIXES", "Position", "RawRow", "data_suffix", "json_error", "json_type", "read_rows"]
+
+BATCH_ROWS = 1024
+BATCH_BYTES = 2**24  # of rows that are made at once, as long as one is no larger
+_READ_BYTES = 2**20  # of a column at once: without it a row group's whole column is read
+Decoder = Callable[[Any], Any]
 
 
 def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
@@ -63,3 +80,107 @@ def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
     if is_json_array(path, may_be_lines=kind != ".json"):
         return islice(read_json_array(path), after.row, None)
     return read_lines(path, after, json_fields)
+
+
+def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
+    """Read Parquet, or Arrow's IPC format, file or stream (`kind` is ".parquet" or ".arrow").
+
+    Row groups of Parquet before the position are not read; of Arrow's record batches before it only the sizes are.
+    """
+    import pyarrow
+
+    number = after.row
+    try:
+        batches = _parquet_batches(path, number) if kind == ".parquet" else _from_row(_arrow_batches(path), number)
+        for batch in batches:
+            decoders = {field.name: decode for field in batch.schema if (decode := decoder(field.type))}
+            size = _rows_at_once(batch.nbytes, batch.num_rows)
+            for start in range(0, batch.num_rows, size):
+                for fields in batch.slice(start, size).to_pylist():
+                    number += 1
+                    yield _row(f"{path}:row {number}", fields, decoders, Position(number))
+    except UnicodeDecodeError as error:
+        raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last: values not of Python's
+        place = f"{path}:row {number + 1}" if number else str(path)
+        raise unreadable(place, f"not a complete {kind[1:]} file: {error}") from error
+
+
+def _rows_at_once(num_bytes: int, num_rows: int) -> int:
+    """Return how many of these rows are read together."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * num_rows // max(num_bytes, 1)))
+
+
+def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after: Position) -> RawRow:
+    for column, decode in decoders.items():
+        try:
+            fields[column] = decode(fields[column])
+        except (ValueError, RecursionError) as error:
+            return RawRow(where, {}, json_problem(error, f" in {column!r}"), str(fields[column]), after)
+    return RawRow(where, fields, None, "", after)
+
+
+def decoder(kind: Any) -> Decoder | None:
+    """Return what decodes the values of an Arrow type; None where they stay as they are.
+
+    All structs of a column have the same fields, null where a row had none: nulls in them are left out. JSON as text is
+    what `datasets` writes where the rows' values have no type in common.
+    """
+    import pyarrow.types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda text: None if text is None else json.loads(text, object_pairs_hook=unique_keys)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        inner = decoder(kind.value_type)
+        return inner and (lambda values: None if values is None else [inner(value) for value in values])
+    if pyarrow.types.is_struct(kind):
+        parts = {field.name: decoder(field.type) or _unchanged for field in kind}
+        return lambda value: value and {name: parts[name](v) for name, v in value.items() if v is not None}
+    return None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
+    """Read record batches from row `skip` on."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:
+        _check_names(path, file.schema_arrow.names)
+        groups = file.num_row_groups
+        ends = list(accumulate(file.metadata.row_group(group).num_rows for group in range(groups)))
+        first = next((group for group in range(groups) if ends[group] > skip), groups)
+        before = ends[first - 1] if first else 0
+        skip -= before
+        for group in range(first, groups):
+            sizes = file.metadata.row_group(group)
+            size = _rows_at_once(sizes.total_byte_size, sizes.num_rows)
+            yield from _from_row(file.iter_batches(batch_size=size, row_groups=[group]), skip)
+            skip = 0
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Map record batches into memory: what is not looked at is not read."""
+    import pyarrow.ipc
+
+    with open(path, "rb") as head:
+        is_file = head.read(6) == b"ARROW1"
+    with pyarrow.memory_map(str(path)) as source:
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        _check_names(path, reader.schema.names)
+        yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+
+
+def _from_row(batches: Iterator[Any], skip: int) -> Iterator[Any]:
+    for batch in batches:
+        if skip < batch.num_rows:
+            yield batch.slice(skip)
+        skip = max(0, skip - batch.num_rows)
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise unreadable(path, f"two columns are named {twice!r}", fix="give each column its own name")

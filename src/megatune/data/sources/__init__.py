@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.groups.data import DataSettings
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
-from megatune.data.sources.detection import Detection, check_stage
+from megatune.data.sources.detection import DatasetSource, Detection, SourcePosition, check_stage, source_of
 from megatune.data.sources.registry import (
     DATASET_INFO,
     DatasetEntry,
@@ -22,7 +22,6 @@ from megatune.data.sources.registry import (
     parse_reference,
     read_registry,
 )
-from megatune.data.sources.source import DatasetSource, SourcePosition, source_of
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
 

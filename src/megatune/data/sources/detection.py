@@ -1,8 +1,9 @@
-"""The form of data sets that no entry of dataset_info.json describes, and which forms a stage trains."""
+"""A data set, resolved; the form of those that no entry of dataset_info.json describes, and which forms a stage
+trains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -11,15 +12,58 @@ import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.formats.form import RESPONSE_NAMES, USUAL_NAMES, Form, by_own_name, detect_named, own_names
-from megatune.data.readers import read_rows
+from megatune.data.readers import Position, RawRow, read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference
-from megatune.data.sources.source import DatasetSource, source_of
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
 # Readable rows that are looked at for the form of a data set that no entry describes.
 ROWS_FOR_DETECTION = 100
 _ANSWERED = ("query", "response")
 _NO_TEXTS = frozenset(("id", "uuid", "source", "category", "lang", "language", "type", "label"))
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePosition:
+    """A place between two rows of a data set: index in the data set's files, and the place in that file."""
+
+    file: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSource(Form):
+    """One data set, resolved: the files, and the form of their rows.
+
+    Attributes:
+        files: read in this order; all of one kind. Files of a hub lie in its library's cache.
+        num_samples: rows to draw, None for all; more than there are repeats rows.
+        fetched: from a hub: whoever wrote its rows is not asked what files of this machine they may name.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    num_samples: int | None = None
+    fetched: bool = False
+
+    def rows(self) -> Iterator[RawRow]:
+        """Read every row of every file, in order."""
+        for row, _ in self.rows_from():
+            yield row
+
+    def rows_from(self, position: SourcePosition | None = None) -> Iterator[tuple[RawRow, SourcePosition]]:
+        """Read the rows after a position, all of them where it is None, each with the position after it."""
+        first = position.file if position else 0
+        for index in range(first, len(self.files)):
+            after = position.position if position and index == first else None
+            for row in read_rows(self.files[index], after):
+                yield row, SourcePosition(index, row.next)
+
+
+def source_of(
+    name: str, files: tuple[Path, ...], form: Form, num_samples: int | None, *, fetched: bool = False
+) -> DatasetSource:
+    own = (form.formatting, form.columns, form.tags, form.ranking, form.swift_version, form.renames, form.fields)
+    return DatasetSource(*own, name=name, files=files, num_samples=num_samples, fetched=fetched)
 
 
 @dataclass(slots=True)

@@ -19,8 +19,7 @@ import numpy as np
 
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.encode import Encoded
-from megatune.data.mixing import draws
-from megatune.data.order import block_order
+from megatune.data.order import block_order, draws
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
 from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.store import write_array

@@ -18,8 +18,7 @@ from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.store import Column
 from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
-from megatune.data.streaming.folder import BlockPlace, StreamFolder
-from megatune.data.streaming.producer import HeldOut, StreamRequest
+from megatune.data.streaming.producer import BlockPlace, HeldOut, StreamFolder, StreamRequest
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # of the last one that a step has come to

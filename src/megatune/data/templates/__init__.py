@@ -12,7 +12,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation
 from megatune.data.templates.chat_template import ChatTemplate
 from megatune.data.templates.named import NAMED_TEMPLATES, NamedTemplate, is_template_file, read_template
-from megatune.data.templates.sandbox import template_errors
+from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.swift_table import named_swift_template
 from megatune.data.templates.tools import tool_format as tool_format_of
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, check_tokens, stop_note

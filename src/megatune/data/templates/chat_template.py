@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.templates.rendering import beyond_limits, limited
-from megatune.data.templates.sandbox import RenderLimitError, render_marked, template_errors
+from megatune.data.templates.rendering import RenderLimitError, beyond_limits, limited, render_marked, template_errors
 from megatune.data.templates.spans import spans_at_once
 from megatune.data.templates.tool_texts import call_id
 from megatune.data.templates.tools import LLAMA3_DATE, tool_schema

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates.chat_template import CALL_FORMS, FIXED_DATE, as_dicts
 from megatune.data.templates.named import NamedTemplate
-from megatune.data.templates.rendering import render
-from megatune.data.templates.sandbox import template_errors
+from megatune.data.templates.rendering import render, template_errors
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, needs_whole_text
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.templates.entries import entry_of, read_table
-from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, tool_format
+from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, entry_of, read_table, tool_format
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from megatune.data.templates.sandbox import template_errors
+from megatune.data.templates.rendering import template_errors
 from megatune.data.templates.turns import OPENING
 
 FEWEST_ANSWERS = 3  # fewer are found as fast by themselves

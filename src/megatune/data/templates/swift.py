@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, Role
-from megatune.data.templates.agents import AgentTemplate
 from megatune.data.templates.tool_texts import fill
+from megatune.data.templates.tools import AgentTemplate
 from megatune.data.templates.turns import Thinking, Turn
 
 Mask = Literal["empty_thought", "think_tag"]

@@ -12,11 +12,10 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatune.data.templates.agents import agent_template
-from megatune.data.templates.entries import entry_of, read_table
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.tool_texts import fill
+from megatune.data.templates.tools import agent_template, entry_of, read_table
 from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media.sources import picture_source
+from megatune.data.media import picture_source
 from megatune.errors import MegatuneError
 from megatune.generation.endpoint.bodies import ChatBody, Common, CompletionBody, Image, Message, validated
 from megatune.generation.endpoint.errors import ApiError

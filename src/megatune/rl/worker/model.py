@@ -17,8 +17,7 @@ from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import Batch, Collator, Share
 from megatune.engine import device, groups
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from megatune.data.batch_pictures import Share
-from megatune.data.batches import Batch, Collator
+from megatune.data.batches import Batch, Collator, Share
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine.sequences import ROUTING
 from megatune.rl.samples import Rollouts

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.data.batch_pictures import Unreadable
+from megatune.data.batches import Unreadable
 from megatune.plan.run.record import PLAN_NAME
 from megatune.training.callbacks.base import (
     Callback,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatune.data.batch_pictures import Unreadable
+from megatune.data.batches import Unreadable
 from megatune.plan.run.record import RankMemory
 from megatune.training.run_schedule import RunSchedule
 

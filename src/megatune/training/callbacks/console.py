@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 
 from megatune.config.values import counted
 from megatune.data.bad_rows import MOST_NAMED
-from megatune.data.batch_pictures import Unreadable
+from megatune.data.batches import Unreadable
 from megatune.progress import BARS, Bars, Progress, is_quiet
 from megatune.training.callbacks.base import (
     Callback,
