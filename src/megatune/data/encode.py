@@ -136,17 +136,17 @@ class Encoder:
             elif isinstance(one, RowError):
                 written.append(one)
             else:
-                made = [self._spaced(next(rendered), pictures) for _, pictures in one]
-                error = next((each for each in made if isinstance(each, RowError)), None)
-                written.append([each for each in made if isinstance(each, _Written)] if error is None else error)
+                both: list[_Written] = []
+                errors: list[RowError] = []
+                for _, pictures in one:
+                    if isinstance(turns := next(rendered), RowError):
+                        errors.append(turns)
+                    elif self.vision is not None and pictures:
+                        both.append(_Written([self.vision.spaced(turn) for turn in turns], pictures))
+                    else:
+                        both.append(_Written(turns))
+                written.append(errors[0] if errors else both)
         return written
-
-    def _spaced(self, turns: list[Turn] | RowError, pictures: tuple[Placed, ...]) -> _Written | RowError:
-        if isinstance(turns, RowError):
-            return turns
-        if self.vision is not None and pictures:
-            turns = [self.vision.spaced(turn) for turn in turns]
-        return _Written(turns, pictures)
 
     def _placed(self, example: Example) -> list[tuple[Conversation, tuple[Placed, ...]]] | RowError:
         """Return the conversations of an example with text in place of their tags; of a text none."""
@@ -208,7 +208,6 @@ class Encoder:
         return self.train_on_prompt or is_last or not self.mask_history
 
     def _ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Return the token ids of each text."""
         wanted = list(dict.fromkeys(texts))
         encoded: list[list[int]] = []
         if self._backend is not None:
@@ -312,7 +311,8 @@ class Encoder:
             keep_first = prompt[:1] == [self._bos]
             prompt, completions = cut_pair(prompt, completions, self.cutoff_len, self.truncation, keep_first=keep_first)
         if completions[0] == completions[1]:
-            raise _same_answers(length, truncated=truncated)
+            same = "chosen and rejected are the same"
+            raise _lost(same, length) if truncated else RowError("same-answers", same)
         documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
         for stretches in documents:
             _check_trained(stretches, length, truncated=truncated)
@@ -369,12 +369,9 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_tokenizer(tokenizer, folder)
-    except MegatuneError:
+    except (MegatuneError, MemoryError):
         raise
-    except Exception as error:
-        # Whatever the shape of a file makes the libraries stumble over, and they raise bare Exceptions, too.
-        if isinstance(error, MemoryError):
-            raise
+    except Exception as error:  # the libraries stumble over whatever the shape of a file is, and raise this, too
         raise cannot_load(folder, error) from error
     return tokenizer
 
@@ -400,18 +397,9 @@ def _context(turns: list[_TurnStretches]) -> list[int]:
 def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
     """Refuse a document without a trained token besides its first, which is never predicted."""
     if not has_trained(stretches):
-        raise _nothing_left(length, truncated=truncated)
-
-
-def _nothing_left(length: int, *, truncated: bool) -> RowError:
-    return (
-        _lost("nothing left to train on", length) if truncated else RowError("nothing-to-train", "nothing to train on")
-    )
-
-
-def _same_answers(length: int, *, truncated: bool) -> RowError:
-    same = "chosen and rejected are the same"
-    return _lost(same, length) if truncated else RowError("same-answers", same)
+        if truncated:
+            raise _lost("nothing left to train on", length)
+        raise RowError("nothing-to-train", "nothing to train on")
 
 
 def _lost(reason: str, length: int) -> LengthError:

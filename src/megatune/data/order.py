@@ -113,13 +113,9 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
         MegatuneError: data sets would be repeated beyond measure (exit code 64).
     """
     if strategy == "concat":
-        weights = weights or [1.0] * len(sizes)
-        _check_length(
-            sum(map(mul, sizes, weights)), "dataset_weights", "a whole number repeats a data set that many times"
-        )
+        weights, why = weights or [1.0] * len(sizes), "a whole number repeats a data set that many times"
+        _check_length(sum(map(mul, sizes, weights)), "dataset_weights", why)
         return _concatenated(sizes, weights, seed)
-    if strategy not in ("interleave_under", "interleave_over", "interleave_once"):
-        raise ValueError(f"mix_strategy {strategy}")
     if strategy == "interleave_over":
         shares = probabilities or [1 / len(sizes)] * len(sizes)
         why = "interleave_over draws until every data set is used up, and one is drawn from too rarely for its size"

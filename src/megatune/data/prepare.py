@@ -57,11 +57,7 @@ class Prepared:
     key_parts: Mapping[str, str] = field(default_factory=dict)  # see `RowsKey`; empty where rows are only opened
 
 
-def prepare(
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionInput | None = None,
-) -> Prepared:
+def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Prepared:
     """Make the token rows of a run, or open them where they are made already.
 
     Args:

@@ -85,14 +85,11 @@ def read_questions(
                 raise MegatuneError(Finding(what, row.where, fix=unsupported.fix), ExitCode.SETTINGS) from unsupported
             if missing:
                 raise not_filled(dict.fromkeys(missing, row.where))
-            yield from [_question(row.where, filled)] * copies
-
-
-def _question(where: str, chat: Conversation) -> Question:
-    *asked, last = chat.messages
-    if last.role != "assistant":
-        return Question(where, chat, None)
-    return Question(where, replace(chat, messages=tuple(asked)), last.content)
+            *asked, last = filled.messages
+            question = Question(row.where, filled, None)
+            if last.role == "assistant":
+                question = Question(row.where, replace(filled, messages=tuple(asked)), last.content)
+            yield from [question] * copies
 
 
 class AnswerPrompt(NamedTuple):
@@ -160,12 +157,10 @@ def prompts_of_file(
         MegatuneError: the data set or its template is not there (exit codes 64 and 66), or has no question that can be
             asked (65).
     """
-    data = settings.data
-    sources = prompt_sources(settings, name)
     bad: list[str] = []
     questions = read_questions(
-        sources,
-        replacements(data),
+        prompt_sources(settings, name),
+        replacements(settings.data),
         lambda where, why: bad.append(f"{where}: {why}"),
         pictures=vision is not None,
         takes_texts=True,

@@ -212,17 +212,14 @@ class DataReport:
 
     def summary(self) -> str:
         """Return what there is to train, and what became of the other rows, in a line."""
-        parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(map(str, self._names))}"]
+        names = dict.fromkeys(each.name for each in self.datasets if each.trained)
+        parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(names)}"]
         for what, number in (
             ("held out", sum(each.evaluation for each in self.datasets)),
             ("dropped", sum(each.dropped.total() for each in self.datasets)),
         ):
             parts += [f"{number:,} {what}"] if number else []
         return ", ".join(parts)
-
-    @property
-    def _names(self) -> list[str]:
-        return list(dict.fromkeys(each.name for each in self.datasets if each.trained))
 
     def cut_warning(self) -> str:
         """Return what a user should know where cutoff_len takes something of many rows; "" where it does not."""

@@ -147,8 +147,7 @@ class TokenRows:
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
-        none = self._documents[:0]
-        spans = np.concatenate([none, *(self._documents[self._rows[row] : self._rows[row + 1]] for row in rows)])
+        spans = self._documents[self.document_numbers(rows)]
         return spans[:, 1] - spans[:, 0]
 
     def document_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -212,11 +211,7 @@ class TokenRows:
 
 
 def write_rows(
-    directory: Path,
-    spans: np.ndarray,
-    rows: np.ndarray,
-    arrangement: Arrangement,
-    extras: Mapping[str, np.ndarray],
+    directory: Path, spans: np.ndarray, rows: np.ndarray, arrangement: Arrangement, extras: Mapping[str, np.ndarray]
 ) -> TokenRows:
     """Write one part: rows that refer to the tokens of the folder above.
 

@@ -169,7 +169,6 @@ def _encode(
 
 
 def _chosen(examples: Sequence[Example]) -> Sequence[int]:
-    """Return the places of rows at equal distances, and of the longest."""
     if len(examples) <= _EVENLY + _LONGEST:
         return range(len(examples))
     sizes = [max(sum(map(len, texts(each))) for each in _documents(example)) for example in examples]
@@ -179,7 +178,6 @@ def _chosen(examples: Sequence[Example]) -> Sequence[int]:
 
 
 def _documents(example: Example) -> tuple[Example, ...]:
-    """Return a conversation or text itself, and those of a pair."""
     return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
 
 

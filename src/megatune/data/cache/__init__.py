@@ -126,8 +126,6 @@ class _CannotWriteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One folder that rows can be in."""
-
     folder: Path
     key: str
     made_of: Mapping[str, Any]

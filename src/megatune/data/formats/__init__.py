@@ -42,6 +42,7 @@ from megatune.data.readers import json_type
 
 # ms-swift's tags for the objects of a picture and where they are, which its `objects` field lists.
 _GROUNDING = ("<bbox>", "<ref-object>")
+_NO_ANSWER = Message("assistant", "-")
 
 
 def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False) -> Example:
@@ -93,9 +94,6 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
-_NO_ANSWER = Message("assistant", "-")
-
-
 def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Conversation:
     """Read one row as what a model is asked: a conversation that ends with the row's own answer only if it has one.
 
@@ -114,8 +112,8 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
         answer = "" if last is _NO_ANSWER else last.content  # a call of a tool has no text
         return replace(chat, messages=(*asked, *_answered(answer)))
     turns = tuple(_prompt(row, form))
-    name = columns.response or "output" if form.formatting == "alpaca" else None
-    name = first_present(row, (columns.response, *RESPONSE_NAMES)) if name is None else name
+    is_alpaca = form.formatting == "alpaca"
+    name = columns.response or "output" if is_alpaca else first_present(row, (columns.response, *RESPONSE_NAMES))
     answer = optional_string(row, name)
     turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation((*turns, *_answered(answer)), _system(row, form), tools(row, columns.tools), found)
@@ -152,7 +150,6 @@ def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
 
 
 def _answer(row: Mapping[str, Any], name: str) -> Message:
-    """Read the assistant's message from a column of strings."""
     content = string(row, name)
     if not content or content.isspace():
         raise RowError("empty-message", "an empty assistant message", f"field {name!r}")
@@ -228,9 +225,8 @@ def _named(row: Mapping[str, Any], column: str | None, names: Sequence[str]) -> 
     if (found := first_present(row, (column, *names))) is not None:
         return found
     # Null is all there is: `string` says so, naming the field.
-    for name in (column, *names):
-        if name is not None and name in row:
-            return name
+    if (found := next((name for name in (column, *names) if name is not None and name in row), None)) is not None:
+        return found
     detail = f"expected one of {', '.join(names)}; the row has {listed(row)}"
     raise RowError("missing-field", f"field {names[0]!r} is missing", detail)
 
@@ -244,7 +240,6 @@ class _PairAnswer(NamedTuple):
 
 
 def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> PreferencePair:
-    """Read a row as prompt, chosen and rejected answer."""
     columns = form.columns
     name = first_present(row, (columns.rejected, *REJECTED_NAMES))
     rejected = _pair_answer(row, name or columns.rejected or REJECTED_NAMES[0], form)
@@ -313,7 +308,6 @@ def _before(chat: Messages) -> Messages:
 
 
 def _agreed(stated: list[Messages], form: Form) -> Messages:
-    """Return the one prompt that all of the row's fields give."""
     first = stated[0]
     check_turns(first, form.tags)
     if first.messages[-1].role == "assistant":

@@ -64,14 +64,15 @@ def encodable(text: str, owner: str, place: str = "") -> str:
     Raises:
         RowError: it has half of a surrogate pair, which JSON can spell, or a NUL character.
     """
+    before = f"{place}{place and ', '}character"
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            detail = f"{place}{place and ', '}character {error.start + 1}"
+            detail = f"{before} {error.start + 1}"
             raise RowError("lone-surrogate", f"field {owner!r}: half of a surrogate pair", detail) from error
     if "\0" in text:
-        detail = f"{place}{place and ', '}character {text.index(chr(0)) + 1}"
+        detail = f"{before} {text.index(chr(0)) + 1}"
         raise RowError("nul-character", f"field {owner!r}: a NUL character", detail)
     return text
 

@@ -105,7 +105,6 @@ def to_swift_example(
 
 
 def _label(fields: Row, messages: Raw) -> bool:
-    """Read whether the answer at the end is wanted."""
     value = fields.get("label")
     if not isinstance(value, bool | int | float):
         raise RowError("bad-tag", "field 'label': expected true or false, 1 or 0", f"got {short(value)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,10 +20,7 @@ IMAGE_FILE, VIDEO_FILE, JOINT_FILE = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-_CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # Transformers' defaults for what a file leaves out.
 _COMMON = {
@@ -53,7 +49,7 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     Raises:
         MegatuneError: INPUT; a file is missing, cannot be read, or says what this processor does not do.
     """
-    folder = Path(model_dir)
+    folder, where = Path(model_dir), str(model_dir)
     joint, images = _read(folder / JOINT_FILE) or {}, _read(folder / IMAGE_FILE)
     image = joint.get("image_processor") or images
     video = joint.get("video_processor") or _read(folder / VIDEO_FILE) or images or {}
@@ -62,20 +58,35 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         raise MegatuneError(Finding(what, str(folder / JOINT_FILE)), ExitCode.INPUT)
     if image is None:
         why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
-        raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", str(folder), why, fix), ExitCode.INPUT)
+        raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", where, why, fix), ExitCode.INPUT)
+    by_area = False
     if vision.square is not None:
-        of_images = of_videos = _square_bounds({**_SQUARE, **_said(image)}, vision, data, str(folder))
+        image = {**_SQUARE, **_said(image)}
+        findings, sizes = _square_sizes(image, vision, data, where)
     elif vision.tokens_of_image is not None:
-        of_images = of_videos = _filled_bounds({**_FILLED, **_said(image)}, vision, data, str(folder))
+        # Pixels are not normalized: as by a mean of 0 and a deviation of 1.
+        normalization = {key: _FILLED[key] for key in ("image_mean", "image_std")}
+        image = {**_FILLED, **_said(image), **normalization}
+        findings, sizes = _filled_sizes(image, vision, where)
     elif vision.text.row_end:
-        of_images = of_videos = _edge_bounds({**_EDGE, **_said(image)}, joint, vision, data, str(folder))
+        image = {**_EDGE, **_said(image)}
+        findings, sizes = _edge_sizes(image, joint, vision, where)
     else:
-        image, video = {**_IMAGE, **_said(image)}, {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
-        findings = [*_check(image, "images", vision, str(folder)), *_check(video, "videos", vision, str(folder))]
-        if findings:
-            raise MegatuneError(findings, ExitCode.INPUT)
-        of_images = _image_bounds(image, data)
-        of_videos = _bounds(video, (data.video_min_pixels, data.video_max_pixels))
+        by_area, image = True, {**_IMAGE, **_said(image)}
+        video = {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
+        findings = [*_check(image, "images", vision, where), *_check(video, "videos", vision, where)]
+        sizes = _areas(image)
+    if findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    first: tuple[int, int] | None = data.image_min_pixels, data.image_max_pixels
+    scale_to = None if by_area else data.image_scale_pixels
+    if data.swift_version:
+        first, scale_to = None, data.image_scale_pixels
+        sizes |= {"min_pixels": data.image_min_pixels, "max_pixels": data.image_max_pixels} if by_area else {}
+    of_images = of_videos = Bounds(first=first, scale_to=scale_to, **sizes, **_normalization(image))
+    if by_area:
+        first = data.video_min_pixels, data.video_max_pixels
+        of_videos = Bounds(first=first, **_areas(video), **_normalization(video))
     return PictureProcessor(
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
@@ -89,8 +100,12 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     )
 
 
-def _square_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> Bounds:
-    """Return the bounds of a model that sees every image in the same size (SigLIP, InternViT)."""
+# Of a processor's file, filled up: what it says and this processor does not do, and the bounds of images in `Bounds`.
+_Sizes = tuple[list[Finding], dict[str, Any]]
+
+
+def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> _Sizes:
+    """Read the bounds of a model that sees every image in the same size (SigLIP, InternViT)."""
     findings, size = _steps_problems(config, "images", where), config["size"]
     if {size.get("height"), size.get("width")} != {vision.square}:
         what = f"the processor of images has size = {size!r}, and the model images of {vision.square} pixels a side"
@@ -105,21 +120,13 @@ def _square_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings
             findings.append(
                 Finding(f"the processor of images has {key} = {config[key]!r}; only {value} is supported", where)
             )
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
-    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    tiles = TILES if data.crop_to_patches else None
-    return Bounds(
-        first=first, scale_to=data.image_scale_pixels, square=vision.square, tiles=tiles, **_normalization(config)
-    )
+    return findings, {"square": vision.square, "tiles": TILES if data.crop_to_patches else None}
 
 
-def _filled_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> Bounds:
-    """Return the bounds of a model whose images have as many tokens as they may (Gemma 4)."""
+def _filled_sizes(config: Mapping[str, Any], vision: Vision, where: str) -> _Sizes:
+    """Read the bounds of a model whose images have as many tokens as they may (Gemma 4)."""
     same = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size, "do_normalize": False}
-    # Pixels are not normalized: as by a mean of 0 and a deviation of 1.
-    unit = {"do_normalize": True, "image_mean": _FILLED["image_mean"], "image_std": _FILLED["image_std"]}
-    findings, tokens = _steps_problems({**config, **unit}, "images", where), config["max_soft_tokens"]
+    findings, tokens = _steps_problems({**config, "do_normalize": True}, "images", where), config["max_soft_tokens"]
     findings += [
         Finding(f"the processor of images has {key} = {config[key]!r}, and the model {value}", where)
         for key, value in same.items()
@@ -127,16 +134,11 @@ def _filled_bounds(config: Mapping[str, Any], vision: Vision, data: DataSettings
     ]
     if type(tokens) is not int or tokens < 1:
         findings.append(Finding(f"the processor of images: max_soft_tokens = {tokens!r} is not valid", where))
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
-    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    return Bounds(first=first, scale_to=data.image_scale_pixels, tokens=tokens, **_normalization({**config, **unit}))
+    return findings, {"tokens": tokens}
 
 
-def _edge_bounds(
-    config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vision, data: DataSettings, where: str
-) -> Bounds:
-    """Return the bounds of a model whose images have a longest side (Pixtral).
+def _edge_sizes(config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vision, where: str) -> _Sizes:
+    """Read the bounds of a model whose images have a longest side (Pixtral).
 
     Args:
         config: of images; its size of patches does not count, as Transformers' joint processor has its own.
@@ -151,10 +153,7 @@ def _edge_bounds(
     if type(edge) is not int or edge < 1:
         what = f"the processor of images: size = {size!r} is not valid"
         findings.append(Finding(what, where, "it says the longest edge in pixels"))
-    if findings:
-        raise MegatuneError(findings, ExitCode.INPUT)
-    first = None if data.swift_version else (data.image_min_pixels, data.image_max_pixels)
-    return Bounds(first=first, scale_to=data.image_scale_pixels, longest_edge=edge, **_normalization(config))
+    return findings, {"longest_edge": edge}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -173,31 +172,16 @@ def _said(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _bounds(config: Mapping[str, Any], first: tuple[int, int]) -> Bounds:
-    least, most = _areas(config)
-    return Bounds(first=first, min_pixels=least, max_pixels=most, **_normalization(config))
-
-
 def _normalization(config: Mapping[str, Any]) -> dict[str, Any]:
     mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
     return {"mean": mean, "std": std, "resample": config["resample"]}
 
 
-def _image_bounds(config: Mapping[str, Any], data: DataSettings) -> Bounds:
-    least, most = data.image_min_pixels, data.image_max_pixels
-    bounds = _bounds(config, (least, most))
-    if not data.swift_version:
-        return bounds
-    return replace(bounds, first=None, scale_to=data.image_scale_pixels, min_pixels=least, max_pixels=most)
-
-
-def _areas(config: Mapping[str, Any]) -> tuple[Any, Any]:
+def _areas(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the least and the most pixels; older files have keys of their own, which count before size."""
     size = config["size"] if isinstance(config["size"], Mapping) else {}
-    return (
-        config.get("min_pixels", size.get("shortest_edge")),
-        config.get("max_pixels", size.get("longest_edge")),
-    )
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    return {"min_pixels": config.get("min_pixels", least), "max_pixels": config.get("max_pixels", most)}
 
 
 def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> list[Finding]:
@@ -207,16 +191,15 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
     }
-    least, most = _areas(config)
+    least, most = _areas(config).values()
     is_valid = type(least) is int and type(most) is int and 0 < least <= most
     findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}, and the model {value}", where)
         for key, value in wanted.items()
         if config[key] != value
     ]
-    findings += (
-        [] if is_valid else [Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where)]
-    )
+    if not is_valid:
+        findings.append(Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where))
     return findings + _steps_problems(config, what, where)
 
 
@@ -239,9 +222,7 @@ def _steps_problems(config: Mapping[str, Any], what: str, where: str) -> list[Fi
 
 
 def _is_by_channel(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(_is_small, value))
-
-
-def _is_small(value: object) -> bool:
-    """Return whether a value is a number of what pixels may be, which is finite."""
-    return isinstance(value, int | float) and abs(value) < 1e6
+    """Return whether a value is a list of a number for each channel, of what pixels may be, which is finite."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return all(isinstance(each, int | float) and abs(each) < 1e6 for each in value)

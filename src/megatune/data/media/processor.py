@@ -202,31 +202,23 @@ class PictureProcessor:
         return VideoHeader(count, count / self.video_fps, self.video_fps, sizes[0])
 
     def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
-        factor = self.patch_size * self.merge_size
+        factor, t = self.patch_size * self.merge_size, 1
+        size = [size, *self._steps(size, bounds, source)][-1]
         if bounds.square is not None:
-            size = [size, *self._steps(size, bounds, source)][-1]
-            tiles = math.prod(tiling(size, bounds.square, *bounds.tiles)) if bounds.tiles is not None else 1
-            patches = bounds.square // self.patch_size
-            return tiles + (tiles > 1), patches, patches
-        if bounds.longest_edge is not None or bounds.tokens is not None:
-            size = [size, *self._steps(size, bounds, source)][-1]
-            if bounds.tokens is not None:
-                width, height = filled_size(size, factor, bounds.tokens, source.name)
-            else:
-                width, height = edge_size(size, factor, bounds.longest_edge or 0, source.name)
-            return 1, height // self.patch_size, width // self.patch_size
-        if bounds.first is None:
-            size = scaled(size, bounds.scale_to, source.name)
-            width, height = token_size(size, factor, bounds.min_pixels, bounds.max_pixels, source.name)
-            return 1, height // self.patch_size, width // self.patch_size
-        for step in area_steps(size, *bounds.first, source.name):
-            size = step
-        for step in side_steps(size):
-            size = step
-        t = -(-max(len(frames), 1) // self.temporal_patch_size)
-        together = t * self.temporal_patch_size if frames and self.timestamps else 1
-        width, height = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
-        return t, height // self.patch_size, width // self.patch_size
+            t = math.prod(tiling(size, bounds.square, *bounds.tiles)) if bounds.tiles is not None else 1
+            t, size = t + (t > 1), (bounds.square, bounds.square)
+        elif bounds.tokens is not None:
+            size = filled_size(size, factor, bounds.tokens, source.name)
+        elif bounds.longest_edge is not None:
+            size = edge_size(size, factor, bounds.longest_edge, source.name)
+        elif bounds.first is None:
+            size = token_size(size, factor, bounds.min_pixels, bounds.max_pixels, source.name)
+        else:
+            size = [size, *side_steps(size)][-1]
+            t = -(-max(len(frames), 1) // self.temporal_patch_size)
+            together = t * self.temporal_patch_size if frames and self.timestamps else 1
+            size = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
+        return t, size[1] // self.patch_size, size[0] // self.patch_size
 
     def _steps(self, size: Size, bounds: Bounds, source: PictureSource) -> list[Size]:
         """Return the sizes that an image has, one after the other, before the model's processor resizes it."""
@@ -243,25 +235,25 @@ class PictureProcessor:
             (a, b), (c, d) = image.size, measured.size
             detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
-        _, h, w = measured.grid
-        if not (bounds.longest_edge is None and bounds.square is None and bounds.tokens is None):
-            for step in self._steps(image.size, bounds, source):
-                image = image.resize(step)
-            image = image if image.mode == "RGB" else image.convert("RGB")
-            whole = image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))
-            return [*_tiles(image, bounds), whole]
-        if bounds.first is None:
-            image = image if image.mode == "RGB" else image.convert("RGB")
-            if (size := scaled(image.size, bounds.scale_to, source.name)) != image.size:
-                image = image.resize(size, Image.Resampling.BILINEAR)
-            return [image.resize((w * self.patch_size, h * self.patch_size))]
+        whole = measured.grid[2] * self.patch_size, measured.grid[1] * self.patch_size
+        by_area = bounds.longest_edge is None and bounds.square is None and bounds.tokens is None
+        steps = self._steps(image.size, bounds, source)
+        if by_area and bounds.first is None:
+            image = _in_rgb(image)
+            for step in steps:
+                image = image.resize(step, Image.Resampling.BILINEAR)
+            return [image.resize(whole)]
         # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
-        for step in area_steps(image.size, *bounds.first, source.name):
+        for step in steps:
             image = image.resize(step)
-        image = image if image.mode == "RGB" else image.convert("RGB")
-        for step in side_steps(image.size):
+        image = _in_rgb(image)
+        for step in side_steps(image.size) if by_area else ():
             image = image.resize(step)
-        return [image.resize((w * self.patch_size, h * self.patch_size), Image.Resampling(bounds.resample))]
+        return [*_tiles(image, bounds), image.resize(whole, Image.Resampling(bounds.resample))]
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:

@@ -30,7 +30,7 @@ def area_steps(size: Size, min_pixels: int, max_pixels: int, name: str) -> list[
             factor = math.sqrt(bound / (width * height))
             size = int(width * factor), int(height * factor)
             if not min(size):
-                raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+                raise _too_thin((width, height), name)
             steps.append(size)
     return steps
 
@@ -62,7 +62,7 @@ def scaled(size: Size, most_pixels: int | None, name: str) -> Size:
     side = math.sqrt(most_pixels / ratio)
     size = int(side * ratio), int(side)
     if not min(size):
-        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+        raise _too_thin((width, height), name)
     return size
 
 
@@ -81,7 +81,7 @@ def token_size(size: Size, factor: int, min_pixels: int, max_pixels: int, name: 
         beta = math.sqrt(min_pixels / (height * width))
         rounded = tuple(math.ceil(side * beta / factor) * factor for side in size)
     if max(size) > MOST_ASPECT * min(size) or not min(rounded):
-        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+        raise _too_thin((width, height), name)
     return rounded[0], rounded[1]
 
 
@@ -95,7 +95,7 @@ def edge_size(size: Size, factor: int, longest_edge: int, name: str) -> Size:
     ratio = max(side / longest_edge for side in size)
     width, height = (math.floor(side / ratio) for side in size) if ratio > 1 else size
     if not min(width, height):
-        raise RowError("thin-picture", "too thin to be resized", f"{name}: {size[0]} x {size[1]}")
+        raise _too_thin(size, name)
     return -(-width // factor) * factor, -(-height // factor) * factor
 
 
@@ -127,7 +127,7 @@ def filled_size(size: Size, factor: int, tokens: int, name: str) -> Size:
     scale = math.sqrt(tokens * factor**2 / (width * height))
     columns, rows = (math.floor(scale * side / factor) for side in size)
     if not columns and not rows:
-        raise RowError("thin-picture", "too thin to be resized", f"{name}: {width} x {height}")
+        raise _too_thin((width, height), name)
     if not rows:
         columns, rows = min(width // height, tokens), 1
     elif not columns:
@@ -154,3 +154,7 @@ def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, fram
         beta = math.sqrt(min_pixels / (frames * height * width))
         return tuple(math.ceil(side * beta / factor) * factor for side in size)  # type: ignore[return-value]
     return rounded
+
+
+def _too_thin(size: Size, name: str) -> RowError:
+    return RowError("thin-picture", "too thin to be resized", f"{name}: {size[0]} x {size[1]}")

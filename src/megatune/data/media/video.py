@@ -120,10 +120,8 @@ def _opened(source: PictureSource) -> Iterator[tuple[InputContainer, VideoStream
     try:
         import av
     except ImportError as error:
-        finding = Finding(
-            "videos are decoded by PyAV, which is not installed", source.name, fix="pip install 'megatune[video]'"
-        )
-        raise MegatuneError(finding, ExitCode.INPUT) from error
+        what, fix = "videos are decoded by PyAV, which is not installed", "pip install 'megatune[video]'"
+        raise MegatuneError(Finding(what, source.name, fix=fix), ExitCode.INPUT) from error
     with open_file(source) as file:
         check_end(file, source)
         try:

@@ -245,7 +245,6 @@ def _held_out(
 
 
 def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
-    """Say how the rows are made."""
     data, stage = settings.data, settings.run.stage
     name = data.template or "of the tokenizer"
     if data.swift_version and encoder.template is not None:

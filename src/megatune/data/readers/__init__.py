@@ -107,7 +107,6 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
 
 
 def _rows_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many of these rows are read together."""
     return max(1, min(BATCH_ROWS, BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
@@ -134,17 +133,12 @@ def decoder(kind: Any) -> Decoder | None:
         inner = decoder(kind.value_type)
         return inner and (lambda values: None if values is None else [inner(value) for value in values])
     if pyarrow.types.is_struct(kind):
-        parts = {field.name: decoder(field.type) or _unchanged for field in kind}
+        parts = {field.name: decoder(field.type) or (lambda part: part) for field in kind}
         return lambda value: value and {name: parts[name](v) for name, v in value.items() if v is not None}
     return None
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
-    """Read record batches from row `skip` on."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES) as file:

@@ -132,25 +132,22 @@ def not_an_object(value: object) -> RowError:
     return RowError("not-an-object", "not a JSON object", detail)
 
 
-def line_not_utf8(line: bytes) -> RowError:
-    """Return the problem of a row that is not UTF-8."""
-    looks = _looks_like(line)
+def line_not_utf8(error: UnicodeDecodeError) -> RowError:
+    """Return the problem of a row whose line is not UTF-8."""
+    looks = _looks_like(error.object)
     guess = f"; the file looks like {looks}: save it as UTF-8" if looks else "; save the file as UTF-8"
-    return RowError("not-utf8", "not UTF-8", _bad_byte(line) + guess)
+    return RowError("not-utf8", "not UTF-8", _bad_byte(error) + guess)
 
 
-def file_not_utf8(path: Path, line: bytes, number: int) -> MegatuneError:
-    """Return the error of a file whose `line`, the `number`-th (from 1), is not UTF-8."""
-    why = f"the file looks like {looks}" if (looks := _looks_like(line)) else ""
-    return unreadable(f"{path}:{number}", f"not UTF-8: {_bad_byte(line)}", why, "save the file as UTF-8")
+def file_not_utf8(path: Path, error: UnicodeDecodeError, number: int) -> MegatuneError:
+    """Return the error of a file whose `number`-th line (from 1) is not UTF-8."""
+    why = f"the file looks like {looks}" if (looks := _looks_like(error.object)) else ""
+    return unreadable(f"{path}:{number}", f"not UTF-8: {_bad_byte(error)}", why, "save the file as UTF-8")
 
 
-def _bad_byte(line: bytes) -> str:
-    try:
-        line.decode()
-    except UnicodeDecodeError as error:
-        return f"byte 0x{line[error.start]:02x} at column {len(line[: error.start].decode()) + 1}"
-    raise ValueError("the line is UTF-8")
+def _bad_byte(error: UnicodeDecodeError) -> str:
+    line, start = error.object, error.start
+    return f"byte 0x{line[start]:02x} at column {len(line[:start].decode()) + 1}"
 
 
 def _looks_like(line: bytes) -> str:

@@ -63,7 +63,7 @@ def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
     if not may_be_lines and _ARRAY.match(head):
         return True
     with open_bytes(path) as stream:
-        lines = (line.removeprefix(UTF8_BOM) for line in lines_of(stream, path) if line.strip())
+        lines = (line for line in _without_mark(lines_of(stream, path)) if line.strip())
         first, second = next(lines, b""), next(lines, b"")
     if _ARRAY_OF_OBJECTS.match(head):
         return not _is_object(second)
@@ -161,10 +161,19 @@ class _Text:
         try:
             more = self._decoder.decode(raw, final=self._whole)
         except UnicodeDecodeError as error:
-            raise _not_utf8(self._path) from error
+            raise self._not_utf8() from error
         self._line, self._column = self._place(self.position)
         self._text, self.position = self._text[self.position :] + more, 0
         return True
+
+    def _not_utf8(self) -> MegatuneError:
+        with open_bytes(self._path) as stream:
+            for number, line in enumerate(_without_mark(lines_of(stream, self._path)), start=1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    return file_not_utf8(self._path, error, number)
+        return unreadable(self._path, "the file changed while it was read")
 
     def _place(self, position: int) -> tuple[int, int]:
         """Return line and column in the file, from 1."""
@@ -198,14 +207,10 @@ def _refuse_object_over_lines(path: Path) -> None:
         raise unreadable(f"{path}:{line}", "one JSON object over several lines is not a row", fix=fix)
 
 
-def _not_utf8(path: Path) -> MegatuneError:
-    with open_bytes(path) as stream:
-        for number, line in enumerate(lines_of(stream, path), start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return file_not_utf8(path, line.removeprefix(UTF8_BOM) if number == 1 else line, number)
-    return unreadable(path, "the file changed while it was read")
+def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Leave out the byte order mark that a file may begin with."""
+    yield next(lines, b"").removeprefix(UTF8_BOM)
+    yield from lines
 
 
 def _space_end(text: str, position: int) -> int:
@@ -265,8 +270,8 @@ def _text_of(line: bytes) -> str | RowError | None:
     """Decode a line, without its end; None where it is blank."""
     try:
         text = line.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        return line_not_utf8(line)
+    except UnicodeDecodeError as error:
+        return line_not_utf8(error)
     if "\0" in text:
         return RowError("nul-bytes", _HAS_NUL, f"the first at column {text.index(chr(0)) + 1}")
     return text if text.strip() else None
@@ -328,12 +333,11 @@ def _check_header(where: str, header: list[str]) -> None:
 def _decoded_lines(path: Path, taken: list[str]) -> Iterator[str]:
     """Decode lines with their ends; each is added to `taken` too."""
     with open_bytes(path) as stream:
-        for number, raw in enumerate(lines_of(stream, path), start=1):
-            line = raw.removeprefix(UTF8_BOM) if number == 1 else raw
+        for number, line in enumerate(_without_mark(lines_of(stream, path)), start=1):
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
-                raise file_not_utf8(path, line, number) from error
+                raise file_not_utf8(path, error, number) from error
             # CR alone ends a line too.
             for part in io.StringIO(text, newline="") if "\r" in text.removesuffix("\r\n") else (text,):
                 taken.append(part)

@@ -15,13 +15,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
 from megatune.data.sources.detection import DatasetSource, Detection, SourcePosition, check_stage, source_of
-from megatune.data.sources.registry import (
-    DATASET_INFO,
-    DatasetEntry,
-    parse_entry,
-    parse_reference,
-    read_registry,
-)
+from megatune.data.sources.registry import DATASET_INFO, DatasetEntry, parse_entry, parse_reference, read_registry
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
 
@@ -45,13 +39,14 @@ REMOTE = "REMOTE:"
 def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = True) -> list[DatasetSource]:
     """Resolve the data sets that a run trains on, or evaluates on: see `resolve_datasets`."""
     data = settings.data
-    names = data.eval_dataset if evaluation else data.dataset
-    stage, version, all_columns = settings.run.stage, data.swift_version, not evaluation
     return resolve_datasets(
-        *(names, data.dataset_dir, stage, data.columns),
+        data.eval_dataset if evaluation else data.dataset,
+        data.dataset_dir,
+        settings.run.stage,
+        data.columns,
         key="eval_dataset" if evaluation else "dataset",
-        swift_version=version,
-        all_columns=all_columns,
+        swift_version=data.swift_version,
+        all_columns=not evaluation,
         hubs=hubs,
     )
 
@@ -60,7 +55,7 @@ def prompt_sources(settings: Settings, name: str, *, hubs: bool = True) -> list[
     """Resolve what eval_generate_prompts names: see `resolve_datasets`."""
     data = settings.data
     return resolve_datasets(
-        *([name], data.dataset_dir, "sft", data.columns), key="eval_generate_prompts", all_columns=False, hubs=hubs
+        [name], data.dataset_dir, "sft", data.columns, key="eval_generate_prompts", all_columns=False, hubs=hubs
     )
 
 

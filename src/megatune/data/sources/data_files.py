@@ -275,7 +275,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_data(path: str) -> bool:
-    """Tell whether a relative path, by its name, is of a data file."""
     return _is_visible(path) and data_suffix(Path(path)) is not None
 
 

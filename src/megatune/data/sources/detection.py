@@ -3,7 +3,7 @@ trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -89,12 +89,14 @@ class Detection:
         rows = list(islice(readable, ROWS_FOR_DETECTION))
         names = list(dict.fromkeys(name for row in rows for name in row))
         self.seen.update(names)
-        if not rows:  # an empty form will do: the report on the rows says what is wrong with them
-            return source_of(text, files, Form(), reference.num_samples, fetched=fetched)
+        # Without rows an empty form will do: the report on them says what is wrong.
+        form = self._form(text, rows, names) if rows else Form()
+        return source_of(text, files, form, reference.num_samples, fetched=fetched)
+
+    def _form(self, text: str, rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Form:
         if self.swift_version:
             renames = tuple(self.columns.items())
-            read = Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
-            return source_of(text, files, read, reference.num_samples, fetched=fetched)
+            return Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
         if (columns := by_own_name(self.columns, names)) is None:
             what = f"columns: {as_yaml(self.columns)} can be read both ways: rows have all of these fields"
             fix = f"describe the data set in {DATASET_INFO}: its columns are a part of a row, then the field"
@@ -103,7 +105,7 @@ class Detection:
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):
             if form := next((form for row in rows if (form := detect_named(row, known))), None):
-                return source_of(text, files, self._of_stage(form, text), reference.num_samples, fetched=fetched)
+                return self._of_stage(form, text)
         what = f"{text}: no known format has the fields {', '.join(rows[0]) or 'of a row without fields'}"
         fix = f"write columns: {as_yaml(suggested(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
@@ -121,22 +123,16 @@ class Detection:
         """Say which columns no data set has, and which names are not those of any form."""
         there, listed = {name.lower() for name in self.seen}, ", ".join(sorted(self.seen))
         usual = ", ".join(sorted(USUAL_NAMES))
-        fix = (
-            f"one of {listed}" if listed else f"write them into the entries of {DATASET_INFO}, which every data set has"
-        )
+        fix = f"write them into the entries of {DATASET_INFO}, which every data set has"
+        fix = f"one of {listed}" if listed else fix
         columns = by_own_name(self.columns, self.seen) or {}
         missing = [name for name in columns if name.lower() not in there]
         unknown = [name for name in columns.values() if name not in USUAL_NAMES]
-        return [
-            *(Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing),
-            *(
-                Finding(
-                    f"columns: {name!r} is not a known part of a row",
-                    fix=did_you_mean(name, USUAL_NAMES, f"one of {usual}", count=3),
-                )
-                for name in unknown
-            ),
-        ]
+        findings = [Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing]
+        for name in unknown:
+            fix = did_you_mean(name, USUAL_NAMES, f"one of {usual}", count=3)
+            findings.append(Finding(f"columns: {name!r} is not a known part of a row", fix=fix))
+        return findings
 
 
 def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
@@ -155,9 +151,8 @@ def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
 
 def as_yaml(columns: Mapping[str, str]) -> str:
     """{Kunden Frage: query}, quoted where YAML needs it"""
-    return yaml.safe_dump(
-        dict(columns), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
-    ).strip()
+    text = yaml.safe_dump(dict(columns), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
+    return text.strip()
 
 
 def check_stage(form: Form, stage: str, where: str, fix: str) -> None:

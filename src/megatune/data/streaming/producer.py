@@ -90,10 +90,8 @@ class StreamFolder:
             try:
                 return cls(Path(tempfile.mkdtemp(prefix=f"megatune-stream-{name}-")))
             except OSError:
-                finding = Finding(
-                    "cannot write the rows that are read ahead", str(parent), error.strerror or str(error)
-                )
-                raise MegatuneError(finding, ExitCode.CANNOT_WRITE) from error
+                what, why = "cannot write the rows that are read ahead", error.strerror or str(error)
+                raise MegatuneError(Finding(what, str(parent), why), ExitCode.CANNOT_WRITE) from error
 
     def remove(self) -> None:
         """Delete all of it, as far as that can be done."""
@@ -238,8 +236,6 @@ class StreamRequest:
 
 
 class _Producer:
-    """The state of the process that writes blocks."""
-
     def __init__(self, request: StreamRequest, held_out: HeldOut | None) -> None:
         self.folder, self._request, self._held_out = request.folder, request, held_out
         self._exchange: Exchange | None = None

@@ -134,18 +134,14 @@ class Chunk:
             if (now := time.monotonic()) > look_at:
                 look_at = now + _LOOK_SECONDS
                 if store.check([_FAILED]):
-                    raise _peer_failed(store.get(_FAILED).decode())
+                    what = "the process that reads the data failed on another machine, which tokenises part of it"
+                    raise MegatuneError(Finding(what, why=store.get(_FAILED).decode()), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
         rows, encoded = _ChunkUnpickler(io.BytesIO(store.get(self.key))).load()
         if store.add(f"{self.key}/read", 1) == self.exchange.machines.total - 1:
             for key in (self.key, f"{self.key}/read"):
                 store.delete_key(key)
         return encoded if rows == self.rows else None
-
-
-def _peer_failed(what: str) -> MegatuneError:
-    finding = Finding("the process that reads the data failed on another machine, which tokenises part of it", why=what)
-    return MegatuneError(finding, ExitCode.PROCESS_DIED)
 
 
 class _ChunkUnpickler(pickle.Unpickler):

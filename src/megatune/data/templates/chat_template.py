@@ -122,17 +122,18 @@ class ChatTemplate:
     # What follows is run by the process that renders.
 
     def _turns_of_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
-        return [self._turns_or_why_not(each, thinking) for each in conversations]
-
-    def _turns_or_why_not(self, conversation: Conversation, thinking: Thinking) -> list[Turn] | RowError:
-        try:
-            return self._turns(conversation, thinking)
-        except RowError as error:
-            return error
-        except RenderLimitError as error:
-            return beyond_limits(error)
-        except template_errors() as error:
-            return RowError("refused-by-template", "the chat template refuses the conversation", str(error))
+        written: list[list[Turn] | RowError] = []
+        for each in conversations:
+            try:
+                written.append(self._turns(each, thinking))
+            except RowError as error:
+                written.append(error)
+            except RenderLimitError as error:
+                written.append(beyond_limits(error))
+            except template_errors() as error:
+                why = "the chat template refuses the conversation"
+                written.append(RowError("refused-by-template", why, str(error)))
+        return written
 
     def _turns(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
         tools, source = self._tools_and_source(conversation)
@@ -245,7 +246,6 @@ class _Rendering:
         return whole, spans
 
     def _each_found(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
-        """Find the span of each answer by itself."""
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(chat):
             if message["role"] != "assistant":

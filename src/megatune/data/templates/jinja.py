@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from megatune.data.conversation import Conversation, Message
@@ -44,9 +45,8 @@ def prompt_difference(template: Template, tokenizer: PreTrainedTokenizerBase, th
         except template_errors():  # such as for a system message: whoever asks so is told
             continue
         if ours != theirs:
-            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(ours), len(theirs)) if at is None else at
-            begin = max(0, at - _SHOWN // 4)
+            same = list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+            begin = max(0, len(same) - _SHOWN // 4)
             return f"{theirs[begin : begin + _SHOWN]!r} instead of {ours[begin : begin + _SHOWN]!r}"
     return ""
 

@@ -205,7 +205,6 @@ def _fill(text: str, content: str) -> str:
 
 
 def _named(name: str) -> NamedTemplate:
-    """Return the template of an entry of named.yaml."""
     texts = entry_of("named", name)
     tools = tool_format(texts.pop("tool_format")) if "tool_format" in texts else None
     return NamedTemplate(**texts, tool_format=tools, name=name)
@@ -273,7 +272,6 @@ def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
 
 
 def _faults(key: str, text: str, where: str) -> list[Finding]:
-    """Find what is wrong with a text to write."""
     if key in ("name", "default_system"):
         return []
     allowed = (*(("{content}",) if key in _WITH_CONTENT else ()), "{bos}", "{eos}")

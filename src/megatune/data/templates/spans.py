@@ -31,10 +31,7 @@ Span = tuple[int, int]
 
 
 def spans_at_once(
-    whole: str,
-    chat: Chat,
-    prompts: Callable[[Chat], Iterator[str]],
-    stop: Callable[[str, int, Chat], int | None],
+    whole: str, chat: Chat, prompts: Callable[[Chat], Iterator[str]], stop: Callable[[str, int, Chat], int | None]
 ) -> list[Span] | None:
     """Return the span of each answer; None where they must be looked for one by one.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from megatune.data.bad_rows import RowError
@@ -211,12 +212,11 @@ class SwiftTemplate:
             else:
                 previous.texts.append(message.content)
                 previous.messages.append(message)
-        results = [index for index, each in enumerate(merged) if each.role == "tool"]
-        for index in results:
-            answer = merged[index - 1]
-            around = self.prompt, self.separator or ""
-            answer.texts[-1], written = self._agent().results(answer.texts[-1], merged[index].texts, *around)
-            merged[index].texts = [written]
+        for answer, each in pairwise(merged):
+            if each.role == "tool":
+                around = self.prompt, self.separator or ""
+                answer.texts[-1], written = self._agent().results(answer.texts[-1], each.texts, *around)
+                each.texts = [written]
         return merged
 
     def _add_result(self, merged: list[_Merged], content: str) -> None:

@@ -29,7 +29,6 @@ _SIZE = r"[\d.]+b"
 
 
 def _template(name: str) -> SwiftTemplate:
-    """Return the template of an entry of swift.yaml."""
     texts = entry_of("swift", name)
     if "named" in texts:
         named = NAMED_TEMPLATES[texts.pop("named")]

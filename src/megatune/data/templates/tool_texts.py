@@ -76,10 +76,6 @@ def tool_name(tool: Tool) -> str:
     return name
 
 
-def _human_name(tool: Tool) -> str:
-    return str(_function(tool).get("name_for_human") or _name(tool))
-
-
 def _description(tool: Tool) -> str:
     function = _function(tool)
     description = function.get("description")
@@ -145,7 +141,6 @@ def _plain(tool: Tool) -> str:
 
 
 def _gemma4(tool: Tool) -> str:
-    """Declare a tool as Gemma 4 does."""
     function = _function(tool)
     parts = [f"description:{_quoted(function.get('description', ''))}"]
     if schema := function.get("parameters"):
@@ -202,7 +197,7 @@ TOOL_FIELDS: dict[str, Callable[[Tool], str]] = {
     "function": lambda tool: compact(_function(tool)),
     "function_indented": lambda tool: compact(_function(tool), indent=4),
     "name": lambda tool: str(_name(tool)),
-    "human": _human_name,
+    "human": lambda tool: str(_function(tool).get("name_for_human") or _name(tool)),
     "description": _description,
     "parameters": _parameters,
     "summary": lambda tool: str(_function(tool).get("description", "")),
