@@ -23,8 +23,9 @@ from megatune.config.load import load
 from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.layouts import SearchRequest
 from megatune.plan.memory.estimate import MEMORY_PARTS
-from megatune.plan.search import SearchRequest, search
+from megatune.plan.search import search
 from megatune.plan.time.estimate import TIME_PARTS
 
 MODELS = ("Qwen3-8B", "Llama-3.2-1B", "Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3", "Qwen2.5-VL-7B", "Qwen3-VL-8B")

@@ -20,8 +20,8 @@ from planner.sets import generation_of, held_out
 from planner.spread import spread
 from reporting import add_output_flag, finish_text, markdown_table
 
-from megatune.plan.engines import OURS
-from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.case import OURS
+from megatune.plan.time.efficiency import EFFICIENCIES
 from megatune.plan.uncertainty import SPREADS, model_class
 
 

@@ -17,8 +17,9 @@ from megatune.config.load import load
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.layouts import SearchRequest
 from megatune.plan.pages.words import layout_words
-from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
+from megatune.plan.search import equal_within, num_kinds, search
 from megatune.plan.uncertainty import memory_bound
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-recipes.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatune.plan.catalogue.devices import catalogue
 from megatune.plan.catalogue.models import published_names
 from megatune.plan.machine import Device
-from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.time.efficiency import EFFICIENCIES
 
 DOCUMENT = Path(__file__).with_name("devices.md")
 

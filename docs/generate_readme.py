@@ -10,10 +10,11 @@ from typing import NamedTuple
 from megatune.config.derived import with_adapters
 from megatune.config.load import load
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.catalogue.find import find_machine
+from megatune.plan.catalogue import find_machine
 from megatune.plan.catalogue.models import find_model
 from megatune.plan.flops import num_parameters
-from megatune.plan.search import SearchRequest, search
+from megatune.plan.layouts import SearchRequest
+from megatune.plan.search import search
 
 PAGE = Path(__file__).parents[1] / "README.md"
 GPU, ROW_TOKENS, ROWS = "h100-80g", 4096, 64

@@ -1,5 +1,5 @@
 """Constants that were chosen from published rows, and what the open rows say of them: those of
-`megatune.plan.time.rates`, and Megatron-Core's host."""
+`megatune.plan.time.efficiency`, and Megatron-Core's host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.time.efficiency import EFFICIENCIES
 from megatune.plan.uncertainty import model_class
 from planner.predict import case_of, predict
 from planner.published import ROWS

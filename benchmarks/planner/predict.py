@@ -10,9 +10,8 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import GROUPS, Settings
-from megatune.plan.case import Case, PlannedModel
+from megatune.plan.case import OURS, Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.engines import OURS
 from megatune.plan.machine import Machine
 from megatune.plan.memory.parameters import stage_parameters
 from megatune.plan.time import StepTime, step_time

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatune.plan.engines import OURS, Engine
+from megatune.plan.case import OURS, Engine
 
 BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, examples/model_verification_cards"
 SWIFT = "modelscope/ms-swift, docs/source_en/Megatron-SWIFT/Quick-start.md and examples/megatron"

@@ -12,7 +12,7 @@ import pytest
 from pool_launch import CommandLine
 
 from megatune.cli.main import main
-from megatune.cli.verbs import VERBS
+from megatune.cli.pages import VERBS
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 

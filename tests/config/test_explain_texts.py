@@ -84,7 +84,7 @@ def test_chinese_is_imported_only_when_asked_for():
     script = (
         "import sys\n"
         "from megatune.plan.explain.settings import explain_key\n"
-        "from megatune.plan.explain.base_case import default_cases\n"
+        "from megatune.plan.explain.cost import default_cases\n"
         "explain_key('cutoff_len', default_cases())\n"
         "print([name for name in sys.modules if 'chinese' in name or name in ('torch', 'numpy', 'matplotlib')])\n"
         "explain_key('cutoff_len', default_cases(), 'zh')\n"

@@ -24,7 +24,7 @@ from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.quantization import dynamic_table, quantize, table_of
 from megatune.families.quantized import QuantizedForm, is_quantized, quantized_buffers
 from megatune.families.weights import Role
-from megatune.plan.memory.quantized import saved_bytes
+from megatune.plan.memory.parameters import saved_bytes
 from megatune.plan.memory.tensors import stage_chunks
 from megatune.training.train_step import train_step
 from megatune.verify.compare import compare, judge

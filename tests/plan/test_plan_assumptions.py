@@ -8,7 +8,7 @@ from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.machine import Machine
-from megatune.plan.pages.document import standing_notes
+from megatune.plan.pages.whole import standing_notes
 
 
 def notes(model: str, machine: Machine, **experts: object) -> str:

@@ -11,14 +11,14 @@ from megatune.architecture import Architecture
 from megatune.cli.main import main
 from megatune.config.settings import ParallelSettings, Settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.plan.calibration.fit import calibrate, keep_first
-from megatune.plan.calibration.store import calibration_for, default_path, read, write
+from megatune.plan.calibration import calibrate, keep_first
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine
+from megatune.plan.catalogue.own import calibration_for, calibration_path, write_calibration
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.memory.estimate import beyond_tensors
-from megatune.plan.pages.document import standing_notes
+from megatune.plan.pages.whole import standing_notes
 from megatune.plan.run.preflight import _plan_lines
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, comparable, dump_records
 
@@ -119,7 +119,7 @@ def test_the_first_run_of_a_device_replaces_what_is_assumed(
     truth = Calibration(compute=2.0, framework=2**29)
     run = leave(tmp_path / "r0", planned, truth, overhead=machine is H100S)
     path = keep_first(run)
-    assert path == default_path(machine.device.name)
+    assert path == calibration_path(machine.device.name)
     known = calibration_for(machine.device.name)
     assert known == Calibration(framework=known.framework, num_runs=1)
     assert known.framework == pytest.approx(2**29, rel=0.05)
@@ -192,7 +192,7 @@ def test_a_fit_that_is_worse_than_none_on_runs_it_was_not_made_of_is_refused(
     printed = capsys.readouterr()
     assert "as it is: refused" in printed.out
     assert "nothing is written" in printed.err
-    assert not default_path("h100-80g").exists()
+    assert not calibration_path("h100-80g").exists()
 
 
 def test_runs_that_cannot_be_used_are_all_named(tmp_path: Path) -> None:
@@ -213,21 +213,21 @@ def test_a_calibration_is_kept_and_taken_for_its_device(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert calibration_for("h100-80g") == Calibration()
     fitted = Calibration(compute=1.25, communication=0.9, activations=1.1, framework=-5_000_000, num_runs=3)
-    path = default_path("h100-80g")
+    path = calibration_path("h100-80g")
     assert path == tmp_path / "megatune/calibration/h100-80g.yaml"
-    write(fitted, path, "h100-80g")
-    assert read(path) == calibration_for("h100-80g") == calibration_for("h100-80g", path) == fitted
+    write_calibration(fitted, path, "h100-80g")
+    assert calibration_for("h100-80g") == calibration_for("h100-80g", path) == fitted
     assert calibration_for("cpu") == Calibration()
     with pytest.raises(MegatuneError, match="was fitted to h100-80g"):
         calibration_for("cpu", path)
     path.write_text("device: h100-80g\ncompute: [1\n")
     with pytest.raises(MegatuneError, match=r"yaml:3: cannot be read\n    why: [^\n]*\n    fix: [^\n]*$"):
-        read(path)
+        calibration_for("h100-80g", path)
     path.write_text("compute: -1\nframework: 1.5\nspeed: 3\n")
     with pytest.raises(MegatuneError) as caught:
-        read(path)
+        calibration_for("h100-80g", path)
     assert caught.value.exit_code == ExitCode.INPUT
     assert [each.what for each in caught.value.findings] == ["compute is -1", "framework is 1.5", "unknown key 'speed'"]
     path.write_text("[1]")
     with pytest.raises(MegatuneError, match="is not a mapping of factors"):
-        read(path)
+        calibration_for("h100-80g", path)

@@ -15,9 +15,9 @@ from megatune.plan.catalogue import (
     device_by_driver_name,
     find_machine,
     machine_assumptions,
+    plain_name,
 )
 from megatune.plan.catalogue.devices import Generation, catalogue
-from megatune.plan.catalogue.find import plain_name
 from megatune.plan.catalogue.own import own_catalogue
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"

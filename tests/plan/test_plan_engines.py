@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from megatune.config.load import load
-from megatune.plan.case import Case
+from megatune.plan.case import OF_A_STREAM, OURS, Case, Engine
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.engines import OF_A_STREAM, OURS, Engine
 from megatune.plan.operators.decoder import decoder_layer
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.time import step_time

@@ -16,10 +16,9 @@ from megatune.config.rules import check
 from megatune.config.settings import all_settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
-from megatune.plan.changes.variation import value_of
+from megatune.plan.changes import value_of
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.base_case import BaseCase, case_of_file, default_cases
-from megatune.plan.explain.cost import against, impact_of, needed
+from megatune.plan.explain.cost import BaseCase, against, case_of_file, default_cases, impact_of, needed
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
 from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
 

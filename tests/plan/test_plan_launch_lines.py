@@ -19,8 +19,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.world import find_free_port
 from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
-from megatune.plan.job_files import GRACE_SECONDS, job_file
-from megatune.plan.launch_lines import environment_lines, torchrun_lines
+from megatune.plan.launch import GRACE_SECONDS, environment_lines, job_file, torchrun_lines
 
 LIMIT = 120.0  # seconds; the machine may be busy with other tests
 TP2 = Settings(parallel=ParallelSettings(tensor_model_parallel_size=2))

@@ -10,10 +10,10 @@ from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionS
 from megatune.plan.answer import Answer, Question, answer
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.pages.figures import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
-from megatune.plan.pages.page import as_text
+from megatune.plan.pages.tables import as_text
 from megatune.plan.pages.whole import pages
 from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
+from megatune.plan.results import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.schedule import timeline
 
 

@@ -16,8 +16,8 @@ from megatune.config.rules import check
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch import devices
 from megatune.plan.catalogue import cpu_machine, find_machine
-from megatune.plan.changes.fixes import savings, speedups
 from megatune.plan.estimate import estimate
+from megatune.plan.fixes import savings, speedups
 from megatune.plan.machine import Calibration, Machine
 from megatune.plan.pages.words import size
 from megatune.plan.run.preflight import Preflight, longest_row, preflight

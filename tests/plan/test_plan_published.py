@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatune.plan.engines import OURS
-from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.case import OURS
+from megatune.plan.time.efficiency import EFFICIENCIES
 from megatune.plan.uncertainty import SPREADS, memory_bound, model_class
 
 # The benchmarks are scripts: their folder is where they import from.

@@ -8,8 +8,7 @@ import pytest
 
 from megatune.plan.catalogue import find_machine
 from megatune.plan.operators.operator import Product
-from megatune.plan.time.efficiency import kernel_seconds
-from megatune.plan.time.rates import EFFICIENCIES, Rates
+from megatune.plan.time.efficiency import EFFICIENCIES, Rates, kernel_seconds
 
 
 def test_boards_keep_their_clocks_as_long_as_their_power_lasts() -> None:

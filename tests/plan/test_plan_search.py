@@ -18,21 +18,21 @@ from megatune.config.settings import GROUPS, Settings, setting_value
 from megatune.encoders import Vision
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.table import FREE
+from megatune.plan.changes import FREE
 from megatune.plan.estimate import Estimate
-from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import SearchRequest, equal_within, num_kinds, search
-from megatune.plan.search.rank import Frontier, _Search, rank_key
-from megatune.plan.search.space import (
+from megatune.plan.layouts import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     TOKENS_OF_A_CONTEXT_PART,
     CandidateBatch,
     CandidateLayout,
+    SearchRequest,
     Space,
     block,
     selective,
 )
+from megatune.plan.machine import Calibration, Machine
+from megatune.plan.search import Frontier, _Search, equal_within, num_kinds, rank_key, search
 from megatune.plan.uncertainty import memory_bound
 
 DENSE = Architecture(

@@ -19,9 +19,8 @@ from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.schedule import bubble_seconds, exchange_seconds
 from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
 from megatune.plan.time.communication import all_gather, all_reduce, all_to_all, group_of, groups_of, reduction, send
-from megatune.plan.time.efficiency import Seconds, layer_seconds, optimizer_seconds
+from megatune.plan.time.efficiency import FP8_SPEEDUP, Rates, Seconds, layer_seconds, optimizer_seconds
 from megatune.plan.time.estimate import module_seconds
-from megatune.plan.time.rates import FP8_SPEEDUP, Rates
 
 # GFLOP of a trained token, forward and backward, as a survey of published speeds counts them.
 GFLOP = {

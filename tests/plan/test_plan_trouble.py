@@ -20,8 +20,8 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine
-from megatune.plan.changes.fixes import savings
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.fixes import savings
 from megatune.plan.run.record import Measured, RankMemory, RunRecord, dump_records, read_rank_memory, read_records
 from megatune.plan.run.trouble import diagnose, ran_out_of_memory
 

@@ -9,7 +9,7 @@ import pytest
 from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes.variation import smaller_micro_batch, varied, written
+from megatune.plan.changes import smaller_micro_batch, varied, written
 
 MICRO, STEPS = "batch.per_device_train_batch_size", "batch.gradient_accumulation_steps"
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"

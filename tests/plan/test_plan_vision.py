@@ -21,13 +21,14 @@ from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.catalogue.models import _published
 from megatune.plan.estimate import estimate
 from megatune.plan.flops import model_flops
+from megatune.plan.layouts import SearchRequest
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.pages.words import trained_words
 from megatune.plan.rows import RowLengths
 from megatune.plan.run.preflight import Preflight, preflight, with_rows
 from megatune.plan.run.record import Measured, RunRecord
-from megatune.plan.search import SearchRequest, search
+from megatune.plan.search import search
 from megatune.plan.time import communication, step_time
 from megatune.plan.time.communication import groups_of
 

@@ -18,8 +18,9 @@ from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.estimate import Estimate
-from megatune.plan.launch_lines import winner_yaml
-from megatune.plan.search import SearchRequest, search
+from megatune.plan.launch import winner_yaml
+from megatune.plan.layouts import SearchRequest
+from megatune.plan.search import search
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 LIMIT = 240.0  # seconds; the machine may be busy with other tests

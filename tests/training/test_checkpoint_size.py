@@ -12,7 +12,7 @@ from runs import run, settings_of
 
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
-from megatune.plan.checkpoint import checkpoint_bytes
+from megatune.plan.memory.estimate import checkpoint_bytes
 from megatune.training.room import Room
 
 ADAPTERS = {"finetuning_type": "lora", "lora_rank": 4}

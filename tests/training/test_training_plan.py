@@ -16,10 +16,10 @@ from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
-from megatune.plan.calibration.fit import calibrate
-from megatune.plan.calibration.store import read, write
+from megatune.plan.calibration import calibrate
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import cpu_machine
+from megatune.plan.catalogue.own import calibration_for, write_calibration
 from megatune.plan.estimate import estimate
 from megatune.plan.run.preflight import preflight
 from megatune.plan.run.record import RunRecord, read_rank_memory, read_records
@@ -138,7 +138,7 @@ def test_tiny_runs_calibrate_this_cpu_for_another_one(pool: RankPool, tmp_path: 
     assert after is not None
     assert apart is not None
     assert max(after, apart) < before
-    write(report.calibration, tmp_path / "cpu.yaml", "cpu")
+    write_calibration(report.calibration, tmp_path / "cpu.yaml", "cpu")
 
     [record] = read_records(folders[3])
     trained, measured = record.as_trained(), record.measured
@@ -146,7 +146,7 @@ def test_tiny_runs_calibrate_this_cpu_for_another_one(pool: RankPool, tmp_path: 
     assert measured is not None
     assert measured.step_seconds is not None
     case = trained[1].case
-    fitted = replace(case, machine=replace(case.machine, calibration=read(tmp_path / "cpu.yaml")))
+    fitted = replace(case, machine=replace(case.machine, calibration=calibration_for("cpu", tmp_path / "cpu.yaml")))
     error_before, error_after = (abs(estimate(each).time.total / measured.step_seconds - 1) for each in (case, fitted))
     assert error_after < error_before
     lines = diagnose(folders[3])

@@ -13,8 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatune.cli.command import Command
-from megatune.cli.pages import Help
-from megatune.cli.verbs import QUIET, RUNS, VERBS
+from megatune.cli.pages import QUIET, RUNS, VERBS, Help
 from megatune.config.options import NoOptions
 from megatune.errors import ExitCode, Finding
 

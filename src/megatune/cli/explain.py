@@ -62,8 +62,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
     """
     from megatune.launch.devices import count_gpus
-    from megatune.plan.explain.settings import settings_page
-    from megatune.plan.explain.subject import explain
+    from megatune.plan.explain.settings import explain, settings_page
     from megatune.plan.explain.words import language_of
     from megatune.training.this_machine import this_machine
 

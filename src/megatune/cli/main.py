@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from megatune import __version__
-from megatune.cli.pages import Help, new_parser
-from megatune.cli.verbs import GROUPS, QUIET, RUNS, VERBS
+from megatune.cli.pages import GROUPS, QUIET, RUNS, VERBS, Help, new_parser
 from megatune.errors import ExitCode, Finding, MegatuneError, closest, without_secrets
 from megatune.launch.output import OutputLost, end_with_reader
 from megatune.launch.torchrun import end_as_peers, is_first, tell

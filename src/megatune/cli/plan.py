@@ -91,11 +91,11 @@ def run(verb: str, words: Sequence[str]) -> int:
     finally:
         gc.enable()
     if options.json_:
-        from megatune.plan.pages.document import document
+        from megatune.plan.pages.whole import document
 
         print(document(found, options.top))
     else:
-        from megatune.plan.pages.page import show_pages
+        from megatune.plan.pages.tables import show_pages
         from megatune.plan.pages.whole import pages
 
         show_pages(pages(found, options.top))
@@ -112,7 +112,7 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
     from megatune.launch.devices import count_gpus
     from megatune.plan.answer import Question
     from megatune.plan.compare import document, offers, pages, prices_of
-    from megatune.plan.pages.page import show_pages
+    from megatune.plan.pages.tables import show_pages
     from megatune.plan.read_question import PlannedRows, QuestionReader
     from megatune.training.rows_ahead import data_rows
     from megatune.training.this_machine import this_machine
@@ -169,7 +169,7 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
 
         print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
     else:
-        from megatune.plan.pages.page import show_pages
+        from megatune.plan.pages.tables import show_pages
         from megatune.plan.rl.pages import pages
 
         show_pages(pages(answer))

@@ -10,12 +10,12 @@ from itertools import islice
 from megatune.config.rules import check
 from megatune.config.settings import with_settings
 from megatune.plan.case import Case
-from megatune.plan.changes.fixes import Fix, savings
-from megatune.plan.changes.table import LOSSY, smaller_runs
-from megatune.plan.changes.variation import Changes
+from megatune.plan.changes import LOSSY, Changes, smaller_runs
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.fixes import Fix, savings
+from megatune.plan.layouts import SearchRequest
 from megatune.plan.pages.words import amount
-from megatune.plan.search import SearchRequest, SearchResult, search
+from megatune.plan.search import SearchResult, search
 from megatune.plan.time import answers
 
 # A layout is called better where a step gains more than this; the order of plans is surer than their seconds.

@@ -11,7 +11,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.answer import Question
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.page import Item, Page, Table
+from megatune.plan.pages.tables import Item, Page, Table
 from megatune.plan.pages.words import amount, bytes_unit, duration, layout_words, seconds
 from megatune.plan.search import search
 

@@ -11,7 +11,7 @@ from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.checkpoint import checkpoint_bytes
+from megatune.plan.memory.estimate import checkpoint_bytes
 from megatune.progress import amount
 from megatune.training.rerun import checkpoint_to_try
 from megatune.training.storage.files import nearest_folder

@@ -28,8 +28,8 @@ def this_machine(
         MegatuneError: INPUT, where the calibration cannot be read.
     """
     from megatune.launch.devices import count_cpus, free_memory, list_gpus
-    from megatune.plan.calibration.store import calibration_for
     from megatune.plan.catalogue import cpu_machine, device_by_driver_name, find_machine
+    from megatune.plan.catalogue.own import calibration_for
 
     if not num_gpus:
         # As `launch.processes` gives them to ranks.

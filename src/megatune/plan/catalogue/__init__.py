@@ -1,14 +1,35 @@
-"""Devices, links and well-known models, by name."""
+"""Devices, links and machines by the names that people type and drivers report; and well-known models."""
 
-from megatune.plan.catalogue.find import (
-    cpu_machine,
-    device_by_driver_name,
-    device_names,
-    find_machine,
-    machine_assumptions,
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
+from megatune.plan.catalogue.devices import (
+    DTYPES,
+    CatalogueDevice,
+    CatalogueLink,
+    Peaks,
+    catalogue,
+    split_ports,
 )
 from megatune.plan.catalogue.models import MODELS, find_model
+from megatune.plan.catalogue.own import own_catalogue
+from megatune.plan.machine import Device, Link, Machine
 
+T = TypeVar("T")
+
+# What vendors and users write around a device's name.
+_NOISE = re.compile(r"\b(?:nvidia|tesla|geforce|quadro)\b")
+# Two multiply-adds of 256 bits a cycle at 3 GHz, of one core with AVX2.
+_CORE_FLOPS = 96e9
+# Of one channel of memory, which is about what one core can read.
+_CORE_BANDWIDTH = 12e9
+_FIX = "give one of these, or its numbers in a file: --devices FILE (docs/devices.md)"
 __all__ = [
     "MODELS",
     "cpu_machine",
@@ -18,3 +39,131 @@ __all__ = [
     "find_model",
     "machine_assumptions",
 ]
+
+
+def plain_name(name: str) -> str:
+    """Return a device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
+    words = re.sub(r"[^a-z0-9]+", " ", _NOISE.sub(" ", name.lower()))
+    return re.sub(r"\b(\d+)gb\b", r"\1g", words).replace(" ", "")
+
+
+def device_by_driver_name(name: str) -> Device | None:
+    """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    wanted = plain_name(name)
+    entries = catalogue().devices.values()
+    return next((each.device for each in entries if wanted in map(plain_name, each.fields.driver_names)), None)
+
+
+def device_names(devices_file: str | Path | None = None) -> list[str]:
+    """Return the names of all devices, those of one's own among them; see `own_catalogue`."""
+    return list({**catalogue().devices, **own_catalogue(devices_file).devices})
+
+
+def find_machine(
+    gpu: str,
+    *,
+    gpus_per_node: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    devices_file: str | Path | None = None,
+) -> Machine:
+    """Return machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
+
+    Args:
+        gpu: a device's name in the catalogue, an alias ("a100", "4090"), or what its driver calls it.
+        link: what joins the devices of one machine, by its name in the catalogue.
+        network: what joins machines: "ib-400" is one port a device, "ib-400x4" four ports a machine, shared by its
+            devices, "ethernet-25g" one port a machine.
+        devices_file: YAML with devices of one's own (`own_catalogue`).
+
+    Raises:
+        MegatuneError: INPUT, with everything that is not known and the nearest names; or what is wrong with the file.
+    """
+    own = own_catalogue(devices_file)
+    findings: list[Finding] = []
+    links = {**catalogue().links, **own.links}
+    entry = _collect(findings, lambda: _entry(gpu, own.devices))
+    if gpus_per_node is not None and gpus_per_node < 1:
+        findings.append(
+            Finding(f"gpus_per_node: {gpus_per_node} is not a valid number of GPUs", fix="gpus_per_node: 8")
+        )
+    size = gpus_per_node or (entry.fields.gpus_per_node if entry else 1)
+    # A device that is not known leaves nothing to assume: only what was given is looked up.
+    inside = link or (entry.device.link if entry else "pcie4")
+    between = network or (entry.fields.network if entry else "ib-400")
+    found_link = _collect(findings, lambda: _link(inside, links, size, network=False))
+    found_network = _collect(findings, lambda: _link(between, links, size, network=True))
+    if entry is None or found_link is None or found_network is None or findings:
+        raise MegatuneError(findings, ExitCode.INPUT)
+    return Machine(device=entry.device, gpus_per_node=size, link=found_link, network=found_network)
+
+
+def machine_assumptions(
+    machine: Machine, *, gpus_per_node: int | None = None, link: str | None = None, network: str | None = None
+) -> tuple[str, ...]:
+    """Say what `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
+    inside, between = (f"{each.name}, {each.bandwidth / 1e9:.3g} GB/s" for each in (machine.link, machine.network))
+    lines = (
+        (gpus_per_node, f"{machine.gpus_per_node} GPUs a machine (--gpus_per_node)"),
+        (link, f"GPUs of a machine joined by {inside} each way (--link)"),
+        (network, f"machines joined by {between} a GPU each way (--network)"),
+    )
+    return tuple(text for given, text in lines if given is None)
+
+
+def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
+    """Return this host, its memory and cores shared evenly by the processes of a run; speeds, by core, are rough."""
+    share = cores / processes
+    device = Device(
+        name="cpu",
+        generation="cpu",
+        memory=memory_bytes // processes,
+        flops=Peaks(dict.fromkeys(DTYPES, _CORE_FLOPS * share)),
+        bandwidth=_CORE_BANDWIDTH * share,
+        link="loopback",
+    )
+    loopback, ethernet = (catalogue().links[name].link for name in ("loopback", "ethernet-10g"))
+    network = replace(ethernet, bandwidth=ethernet.bandwidth / processes)
+    return Machine(device=device, gpus_per_node=processes, link=loopback, network=network)
+
+
+def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
+    try:
+        return find()
+    except MegatuneError as error:
+        findings.extend(error.findings)
+        return None
+
+
+def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
+    entries = {**catalogue().devices, **own}
+    # A user's names come last, and win.
+    by_name = {plain_name(each): entry for entry in entries.values() for each in entry.other_names}
+    by_name |= {plain_name(each): entry for each, entry in entries.items()}
+    by_name |= {plain_name(each): entry for entry in own.values() for each in entry.fields.aliases}
+    wanted = plain_name(name)
+    if entry := by_name.get(wanted):
+        return entry
+    # The names most like it, those of its chip first.
+    chip = re.match(r"[a-z]+\d{1,3}", wanted)
+    near = [each for each in by_name if chip and each.startswith(chip[0])][:4]
+    near += nearest_names(wanted, by_name, cutoff=0.5)
+    listed = ", ".join(dict.fromkeys(by_name[each].device.name for each in near))
+    why = f"nearest: {listed}" if near else f"it has {', '.join(entries)}"
+    raise MegatuneError(Finding(f"gpu: there is no device {name!r} in the catalogue", "", why, _FIX), ExitCode.INPUT)
+
+
+def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
+    """Return the link as each of a machine's devices has it."""
+    kind = "network" if network else "link"
+    of_kind = [each for each, entry in links.items() if entry.fields.network == network]
+    base, ports = split_ports(name, links)
+    if base not in of_kind or (ports and not network):
+        near = nearest_names(base, of_kind, cutoff=0.4) or of_kind
+        what, why = f"{kind}: there is no {kind} {name!r} in the catalogue", f"nearest: {', '.join(near)}"
+        raise MegatuneError(Finding(what, "", why, _FIX), ExitCode.INPUT)
+    entry = links[base]
+    ports = ports or entry.fields.ports
+    if ports is None:
+        return entry.link
+    return replace(entry.link, name=name, bandwidth=entry.link.bandwidth * ports / gpus_per_node)

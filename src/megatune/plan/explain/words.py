@@ -15,10 +15,9 @@ import yaml
 
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.values import shown
-from megatune.plan.changes.variation import written as written_changes
+from megatune.plan.changes import written as written_changes
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.base_case import BaseCase
-from megatune.plan.explain.cost import Effect, SettingImpact
+from megatune.plan.explain.cost import BaseCase, Effect, SettingImpact
 from megatune.plan.pages.words import bytes_unit, layout_words, percent, row_length, seconds, size
 
 Language: TypeAlias = Literal["en", "zh"]

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 
 from megatune.architecture import MixtureOfExperts
-from megatune.plan.engines import LOOPED
-from megatune.plan.operators.adapters import adapter_memory
+from megatune.plan.case import LOOPED
 from megatune.plan.operators.linear import (
+    adapter_memory,
     elementwise,
     feed_forward,
     grouped_work,

@@ -17,8 +17,7 @@ from megatune.families.dense import EMBEDDING, ENGINE_LAYER, GLOBAL_HEADS, OUTPU
 from megatune.families.quantized import form_of
 from megatune.families.trained import ALL_MODULES, is_trained, module_of
 from megatune.families.weights import Stack, Weight
-from megatune.plan.case import Case
-from megatune.plan.engines import OURS, Engine
+from megatune.plan.case import OURS, Case, Engine
 
 # Compute capability by generation; that of Ampere for any other GPU.
 _CAPABILITIES = {

@@ -41,7 +41,7 @@ from megatune.plan.rl.roles import (
     training_case,
 )
 from megatune.plan.time import step_time
-from megatune.plan.time.rates import Rates
+from megatune.plan.time.efficiency import Rates
 
 OFFLOAD = "offload"
 # Two of three of the published runs of benchmarks/planner/published_rl.py lie within: 0.4 is from 1 / 1.4 of the total

@@ -11,12 +11,12 @@ from typing import Any
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
 from megatune.config.values import counted
 from megatune.plan.case import Case
-from megatune.plan.changes.fixes import savings
-from megatune.plan.changes.variation import written
+from megatune.plan.changes import written
 from megatune.plan.estimate import estimate
+from megatune.plan.fixes import savings
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT
-from megatune.plan.pages.page import Entry, Item, Page, Table, time_table
+from megatune.plan.pages.tables import Entry, Item, Page, Table, time_table
 from megatune.plan.pages.words import (
     Unit,
     amount,

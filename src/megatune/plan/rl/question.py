@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_model
 from megatune.plan.machine import Machine
-from megatune.plan.reader import PlanReader
+from megatune.plan.read_question import PlanReader
 from megatune.plan.rows import cut_scale
 
 _POINTS = 64  # of a numeric integral

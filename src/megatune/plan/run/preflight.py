@@ -18,8 +18,8 @@ from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.changes.fixes import Fix, fix, savings, searched, warnings_of
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.fixes import Fix, fix, savings, searched, warnings_of
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
     answer_words,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.changes.fixes import Fix, savings, speedups
+from megatune.plan.fixes import Fix, savings, speedups
 from megatune.plan.memory.estimate import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, size
 from megatune.plan.run.record import (

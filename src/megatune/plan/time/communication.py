@@ -23,8 +23,7 @@ from megatune.plan.memory.parameters import StageParameters
 from megatune.plan.operators.attention import keys_values_size
 from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images
-from megatune.plan.time.efficiency import Seconds
-from megatune.plan.time.rates import EFFICIENCIES
+from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
 
 # Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
 # on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.

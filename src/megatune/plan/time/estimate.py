@@ -31,8 +31,7 @@ from megatune.plan.time.communication import (
     send,
     sum_of_shares,
 )
-from megatune.plan.time.efficiency import Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
-from megatune.plan.time.rates import Rates
+from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
 from megatune.plan.uncertainty import time_uncertainty
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatune.engine import device
 from megatune.errors import MegatuneError
-from megatune.plan.calibration.fit import keep_first
+from megatune.plan.calibration import keep_first
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
 from megatune.progress import say

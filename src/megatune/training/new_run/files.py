@@ -9,7 +9,7 @@ from typing import Any
 from megatune.config.values import counted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
-from megatune.plan.launch_lines import layout_settings, planned_lines
+from megatune.plan.launch import layout_settings, planned_lines
 
 _COLUMN = 40
 _GROUP = 8  # responses to each prompt

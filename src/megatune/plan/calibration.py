@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.calibration.store import default_path, write
 from megatune.plan.case import Case
+from megatune.plan.catalogue.own import calibration_path, write_calibration
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
 from megatune.plan.pages.words import columns, percent, size
@@ -184,10 +184,10 @@ def keep_first(run: Path) -> Path | None:
     """
     measured = _measured([run])
     device = measured[0].mean.machine.device.name
-    path, framework = default_path(device), _fit("memory", measured)[0].get("framework", 0)
+    path, framework = calibration_path(device), _fit("memory", measured)[0].get("framework", 0)
     if path.exists() or not framework:
         return None
-    write(Calibration(framework=framework, num_runs=len(measured)), path, device)
+    write_calibration(Calibration(framework=framework, num_runs=len(measured)), path, device)
     return path
 
 

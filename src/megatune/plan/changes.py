@@ -1,17 +1,30 @@
-"""One table of changes of settings that save memory or time, and one of what a run that fits is warned of."""
+"""A case with other settings, where the rules allow it; one table of changes that save memory or time, and one of what
+a run that fits is warned of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatune.config.settings import Settings, setting_value
+from megatune.config.rules import RULES
+from megatune.config.rules.rule import Context, Problem, Rule
+from megatune.config.settings import GROUPS, Settings, all_settings, plain, setting_value, with_settings
+from megatune.config.values import shown
+from megatune.errors import MegatuneError
+from megatune.families import as_trained
 from megatune.plan.case import Case
-from megatune.plan.changes.variation import MICRO_BATCH, Changes, smaller_micro_batch
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import percent, seconds, size
 
+Changes = Mapping[str, Any]
+
+MICRO_BATCH = "batch.per_device_train_batch_size"
+ACCUMULATION = "batch.gradient_accumulation_steps"
+PROCESSES = "run.num_processes"
+_MOST_REPAIRS = 4
+_REPAIRED = ("parallel", "recompute", "optimizer", "precision")  # groups of settings that may go back to their defaults
 # Kernels that do in one pass over memory what others do in several: results differ in the last bits at most.
 FREE: Changes = {
     "performance.bias_activation_fusion": True,
@@ -30,7 +43,6 @@ LOSSY: Mapping[str, Changes] = {
 }
 # Changes of what is computed, not only of how.
 CHANGES_NUMBERS = {"data.cutoff_len", *_AVERAGES, "precision.bf16", "finetuning.finetuning_type"}
-
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
 _SEQUENCE, _VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_model_parallel_size"
@@ -38,6 +50,109 @@ _METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "re
 _FULL: Changes = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
 _NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
 _SHORTEST = 512  # tokens of a row that is worth training on
+_TIME, _MEMORY = 0.05, 0.01  # a warning is worth this share of a step's time, or of the device's memory
+_BUBBLE, _STATE = 0.15, 0.1  # of a step; of the device's memory
+
+
+def varied(
+    case: Case, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False
+) -> tuple[dict[str, Any], Case] | None:
+    """Change settings of a case, by "group.name", and keep the rows of a step: gradient_accumulation_steps follows.
+
+    Args:
+        rules: that the changes must not be against; what the case itself lacks, such as a data set in a plan of a
+            model, is not held against them.
+        repair: a few settings that a rule has against the new values go back to their defaults, and a step whose rows
+            cannot be split as before has others.
+
+    Returns:
+        What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a
+        rule, the world or the number of rows is against it.
+    """
+    changes = {path: value for path, value in changes.items() if value_of(case, path) != value}
+    found = _with_rows(case, changes, any_rows=repair) if changes else None
+    for _ in range(_MOST_REPAIRS if repair else 1):
+        if found is None or not (problems := _problems(found[1], case, rules)):
+            return found
+        infos = all_settings()
+        resets = {
+            path: infos[path].default
+            for path in problems[0].paths
+            if path not in changes and setting_value(found[1].settings, path) != infos[path].default
+        }
+        if not repair or not resets or any(path.partition(".")[0] not in _REPAIRED for path in resets):
+            return None
+        changes = {**changes, **resets}
+        found = _with_rows(case, changes, any_rows=True)
+    return None
+
+
+def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[str, Any], Case] | None:
+    """Return the changes and the case with them, its accumulation such that a step has as many rows; None where the
+    layout does not fit the world, or has no whole copies of the model as the stage trains it."""
+    settings, world = with_settings(case.settings, changes), changes.get(PROCESSES, case.world_size)
+    try:
+        architecture = as_trained(case.model.architecture, settings.run.stage, case.model.name)
+    except MegatuneError:
+        return None
+    if world % settings.parallel.smallest_world:
+        return None
+    model = replace(case.model, architecture=architecture)
+    new = replace(case, settings=settings, model=model, world_size=world)
+    steps, left = divmod(case.global_batch_size, new.micro_batch_size * new.dp_size)
+    if left and not any_rows and ACCUMULATION not in changes:
+        return None
+    if ACCUMULATION in changes or left or steps == new.num_micro_batches:
+        return dict(changes), new
+    return {**changes, ACCUMULATION: steps}, replace(new, settings=with_settings(settings, {ACCUMULATION: steps}))
+
+
+def _problems(case: Case, before: Case, rules: Sequence[Rule]) -> list[Problem]:
+    """Return what rules have against a case, and not against the one before."""
+
+    def found(case: Case) -> list[Problem]:
+        context = Context(case.settings, case.model.architecture, case.world_size)
+        return [problem for rule in rules for problem in rule(context)]
+
+    problems = found(case)
+    known = found(before) if problems else []
+    return [each for each in problems if each not in known]
+
+
+def value_of(case: Case, path: str) -> Any:
+    """Return a setting's value; the number of processes is that of the plan."""
+    return case.world_size if path == PROCESSES else setting_value(case.settings, path)
+
+
+def differences(before: Settings, after: Settings, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
+    """Return the second's values, by "group.name", of the settings in which two differ."""
+    return {
+        f"{group}.{name}": value
+        for group in groups
+        if (other := getattr(before, group)) != (own := getattr(after, group))
+        for name, value in own
+        if value != getattr(other, name)
+    }
+
+
+def smaller_micro_batch(case: Case) -> dict[str, Any]:
+    """Return half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
+    rows = case.micro_batch_size * case.num_micro_batches
+    sizes = [size for size in range(1, case.micro_batch_size // 2 + 1) if rows % size == 0]
+    return {MICRO_BATCH: sizes[-1]} if sizes else {}
+
+
+def written(changes: Mapping[str, Any]) -> str:
+    """Write changes as a user does: recompute_granularity: full, recompute_method: uniform."""
+    return plain(named(changes))
+
+
+def named(changes: Mapping[str, Any]) -> str:
+    """Write changes for a message, whose dialect writes the names (`replace_names`)."""
+    return ", ".join(f"`{path.partition('.')[2]}: {shown(value)}`" for path, value in changes.items())
+
+
+# --- what may save memory or time -------------------------------------------------------------------------------------
 
 
 def changes_of(case: Case) -> Iterator[tuple[str, Changes]]:
@@ -110,9 +225,6 @@ def less_recompute(case: Case) -> Iterator[Changes]:
 
 
 # --- what a run that fits is warned of --------------------------------------------------------------------------------
-
-_TIME, _MEMORY = 0.05, 0.01  # a warning is worth this share of a step's time, or of the device's memory
-_BUBBLE, _STATE = 0.15, 0.1  # of a step; of the device's memory
 
 
 class Advice(NamedTuple):

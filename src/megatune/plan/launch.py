@@ -1,9 +1,15 @@
-"""What starts a planned run: a line for each machine; and its settings file."""
+"""What starts a planned run: a line for each machine, its settings file, and files for clusters.
+
+Of a file for Slurm, SkyPilot or Kubernetes (the templates of `jobs`) one task a machine runs `megatune train`, which
+starts the processes of its machine. A run that is told to stop saves a whole checkpoint, for which each file leaves it
+GRACE_SECONDS; started again, it resumes.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
+from importlib.resources import files
 from typing import Any
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
@@ -12,14 +18,44 @@ from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
-from megatune.plan.changes.table import FREE
+from megatune.plan.changes import FREE
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import fullest, layout_words, percent, seconds
 
+GRACE_SECONDS = 900  # for the step that a run is at, and a checkpoint
+# What takes each kind of file. Slurm requeues a run that saved before its time was over, unless somebody stopped it;
+# SkyPilot's `jobs` and Kubernetes start the tasks of all machines again together.
+JOB_FILES = {"slurm": "sbatch", "skypilot": "sky jobs launch", "kubernetes": "kubectl apply"}
+# What SkyPilot calls devices of the catalogue; it is asked for others by the first word of their name.
+_SKYPILOT = {"a100-80g": "A100-80GB", "a100-80g-pcie": "A100-80GB", "rtx-3090": "RTX3090", "rtx-4090": "RTX4090",
+             "rtx-5090": "RTX5090", "rtx-a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada"}  # fmt: skip
 DEFAULT_PORT = 29500  # torchrun's
 FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
 # Generations on which Megatron-Core's overlaps need no single queue of kernels.
 _MANY_QUEUES = ("blackwell", "blackwell-rtx", "cpu")
+# What a search decides.
+_CHOSEN = (
+    "run.num_processes",
+    "batch.per_device_train_batch_size",
+    "batch.gradient_accumulation_steps",
+    *(path for path in all_settings() if path.startswith(("parallel.", "recompute."))),
+)
+# What a search turns on because it costs nothing, or tries both ways.
+_FREE = (*FREE, "experts.moe_token_dispatcher_type")
+# Written from a bare model even where they are the defaults: they are what was asked for.
+_ALWAYS = (
+    "batch.per_device_train_batch_size",
+    "batch.gradient_accumulation_steps",
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+)
+_PLACEHOLDERS = (
+    ("model.model_name_or_path", "FOLDER", "the Hugging Face checkpoint of {name}"),
+    ("data.dataset", "NAME", "one or more of the names in dataset_info.json, which lies in dataset_dir"),
+    ("run.output_dir", "FOLDER", "for checkpoints, logs and the final model"),
+    ("optimizer.learning_rate", "1.0e-5", "5.0e-5 where nothing is written"),
+    ("optimizer.num_train_epochs", "3.0", "as many where nothing is written"),
+)
 
 
 def torchrun_lines(
@@ -99,30 +135,6 @@ def _torchrun(case: Case, file: str, node_rank: str, addr: str, port: str) -> st
 
 # --- the settings file -----------------------------------------------------------------------------------------------
 
-# What a search decides.
-_CHOSEN = (
-    "run.num_processes",
-    "batch.per_device_train_batch_size",
-    "batch.gradient_accumulation_steps",
-    *(path for path in all_settings() if path.startswith(("parallel.", "recompute."))),
-)
-# What a search turns on because it costs nothing, or tries both ways.
-_FREE = (*FREE, "experts.moe_token_dispatcher_type")
-# Written from a bare model even where they are the defaults: they are what was asked for.
-_ALWAYS = (
-    "batch.per_device_train_batch_size",
-    "batch.gradient_accumulation_steps",
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-)
-_PLACEHOLDERS = (
-    ("model.model_name_or_path", "FOLDER", "the Hugging Face checkpoint of {name}"),
-    ("data.dataset", "NAME", "one or more of the names in dataset_info.json, which lies in dataset_dir"),
-    ("run.output_dir", "FOLDER", "for checkpoints, logs and the final model"),
-    ("optimizer.learning_rate", "1.0e-5", "5.0e-5 where nothing is written"),
-    ("optimizer.num_train_epochs", "3.0", "as many where nothing is written"),
-)
-
 
 def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collection[str] = ()) -> str:
     """Write a settings file that `megatune train` runs, with what was planned for at its head.
@@ -181,3 +193,39 @@ def _short(case: Case, user: Collection[str]) -> str:
 
 def _is_written(settings: Settings, path: str) -> bool:
     return bool(setting_value(settings, path) != all_settings()[path].default)
+
+
+# --- files for clusters -----------------------------------------------------------------------------------------------
+
+
+def job_file(kind: str, case: Case, file: str) -> str:
+    """Return the text of a file of one of `JOB_FILES`.
+
+    Args:
+        file: the YAML that `megatune train` runs, as every machine names it.
+
+    Raises:
+        MegatuneError: SETTINGS, where processes do not fill whole machines.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
+    )
+    environment.filters["quote"] = shlex.quote
+    template = environment.from_string(files(__package__).joinpath("jobs", f"{kind}.jinja").read_text(encoding="utf-8"))
+    nodes, per_node = machines_of(case)
+    device = case.machine.device
+    return template.render(
+        nodes=nodes,
+        per_node=per_node,
+        on_cpu=device.on_cpu,
+        accelerator=_SKYPILOT.get(device.name, device.name.partition("-")[0].upper()),
+        suggested=suggested_lines(case),
+        file=file,
+        command=f"megatune train {shlex.quote(file)}",
+        output_dir=case.settings.run.output_dir,
+        grace_seconds=GRACE_SECONDS,
+        stopped=int(ExitCode.STOPPED),
+        port=DEFAULT_PORT,
+    )

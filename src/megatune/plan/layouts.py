@@ -18,7 +18,7 @@ from megatune.config.rules.rule import divisors, nearest
 from megatune.config.settings import BatchSettings, ParallelSettings, Settings, with_settings
 from megatune.errors import Finding
 from megatune.plan.case import Case
-from megatune.plan.changes.table import FREE
+from megatune.plan.changes import FREE
 from megatune.plan.estimate import Estimate
 
 MOST_VIRTUAL_STAGES = 8

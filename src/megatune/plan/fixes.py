@@ -11,12 +11,22 @@ from megatune.config.rules import RULES
 from megatune.config.rules.rule import Rule
 from megatune.config.settings import plain
 from megatune.plan.case import Case
-from megatune.plan.changes.table import ADVICE, CHANGES_NUMBERS, Advice, changes_of
-from megatune.plan.changes.variation import ACCUMULATION, Changes, differences, named, varied
+from megatune.plan.changes import (
+    ACCUMULATION,
+    ADVICE,
+    CHANGES_NUMBERS,
+    Advice,
+    Changes,
+    changes_of,
+    differences,
+    named,
+    varied,
+)
 from megatune.plan.estimate import Estimate, estimate
+from megatune.plan.layouts import SearchRequest
 from megatune.plan.memory.estimate import MEMORY_PARTS
 from megatune.plan.pages.words import change, percent, seconds, size
-from megatune.plan.search import SearchRequest, search
+from megatune.plan.search import search
 from megatune.plan.uncertainty import TIGHT, safe_bytes
 
 # A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.

@@ -1,4 +1,5 @@
-"""The search itself: bounds first, then estimates of what the bounds leave."""
+"""Which layouts a model can be trained in on a machine, the fastest that fits first: bounds, then estimates of what the
+bounds leave."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
-from megatune.plan.memory.parameters import state_bytes
-from megatune.plan.search.space import (
+from megatune.plan.layouts import (
     CLEARLY,
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -27,6 +27,7 @@ from megatune.plan.search.space import (
     refusals,
     with_free,
 )
+from megatune.plan.memory.parameters import state_bytes
 from megatune.plan.time import micro_batch_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 

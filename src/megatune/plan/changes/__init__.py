@@ -1,1 +1,0 @@
-"""A case with other settings, and which of them help."""
