@@ -62,8 +62,8 @@ def compare(arguments: argparse.Namespace, num_experts: int, num_tokens: int) ->
     import torch
 
     from megatune.engine import device
+    from megatune.engine.layers.moe.dispatcher import count_by_expert
     from megatune.engine.layers.moe.layer import GroupedExperts
-    from megatune.engine.layers.moe.permutation import count_by_expert
 
     torch.manual_seed(0)
     dtype, here = getattr(torch, arguments.dtype), device.current()

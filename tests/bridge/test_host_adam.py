@@ -16,7 +16,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, Layout
 
 from megatune.bridge.assemble import Assembly, assemble, attach_optimizer, load_model, load_optimizer
 from megatune.config.settings import Settings
-from megatune.engine import host_adam
+from megatune.engine import adam
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import load_scalars, main_shards, scalars, step
 from megatune.verify.measure import measure_loss, shard_samples
@@ -38,13 +38,13 @@ def train(assembly: Assembly, settings: Settings, steps: range) -> None:
 
 def whole(model: Path, settings: Settings, folder: Path) -> None:
     """On every rank: twice as many steps, at once; pieces are so small that most parameters have several."""
-    host_adam.PIECE, before = 1024, host_adam.PIECE
+    adam.PIECE, before = 1024, adam.PIECE
     try:
         assembly = assemble(model, settings)
         train(assembly, settings, range(2 * STEPS))
         save_all(assembly, folder)
     finally:
-        host_adam.PIECE = before
+        adam.PIECE = before
 
 
 def halves(model: Path, settings: Settings, folder: Path, halfway: Path) -> None:

@@ -18,7 +18,8 @@ from megatune.bridge.assemble import Assembly, assemble, load_model
 from megatune.bridge.parameters import LocalParameter
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.engine import frozen, patches, step
+from megatune.engine import model as building
+from megatune.engine import patches, step
 from megatune.engine.layers.adapter import Adapter, without_adapters
 from megatune.engine.optimizer import main_shards
 from megatune.engine.optimizer import step as optimizer_step
@@ -200,7 +201,7 @@ RECOMPUTED = Layout(1, recompute={"recompute_granularity": "full"})
 
 def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.Tensor]:
     """Of every adapter; faulty as Megatron-Core's own recomputation would find them."""
-    freeze, checkpoint = frozen.freeze, tensor_parallel.checkpoint
+    freeze, checkpoint = building.freeze, tensor_parallel.checkpoint
 
     def freeze_alone(chunk: Any, *args: Any) -> None:
         freeze(chunk, *args)
@@ -208,7 +209,7 @@ def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.
 
     patched = patches._checkpoint
     if faulty:
-        frozen.freeze, patches._checkpoint = freeze_alone, random.checkpoint
+        building.freeze, patches._checkpoint = freeze_alone, random.checkpoint
     try:
         assembly = with_random_b(model, settings)
         measure_loss(assembly, batches_of(assembly, settings))
@@ -219,7 +220,7 @@ def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.
             if local.weight.role is Role.ADAPTER
         }
     finally:
-        frozen.freeze, patches._checkpoint, tensor_parallel.checkpoint = freeze, patched, checkpoint
+        building.freeze, patches._checkpoint, tensor_parallel.checkpoint = freeze, patched, checkpoint
 
 
 def test_recomputation_behind_frozen_words_keeps_gradients(pool: RankPool, model_dir: Any) -> None:

@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.nn.attention import SDPBackend
 
 from megatune.engine import device
-from megatune.engine.layers.attention import core, flash_version, kernels
+from megatune.engine.layers.attention import choice, core, kernels
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_the_newest_flash_attention_computes_that_the_device_has(monkeypatch, ca
     monkeypatch.setattr(api, "current_flash_attention_impl", lambda: None)
     monkeypatch.setattr(api, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(api, "restore_flash_attention_impl", lambda **unused: setattr(flash, "active", "FA2"))
-    assert flash_version.activate.__wrapped__(flash, torch.bfloat16, 16, 8, True) == name
+    assert choice.activate.__wrapped__(flash, torch.bfloat16, 16, 8, True) == name
     assert flash.active == name.partition(";")[0]
     monkeypatch.setattr(api, "current_flash_attention_impl", lambda: "FA4")  # by a user
-    chosen = flash_version.activate.__wrapped__(flash, torch.bfloat16, 16, 8, True)
+    chosen = choice.activate.__wrapped__(flash, torch.bfloat16, 16, 8, True)
     assert chosen == ("FA4" if capability[0] in (9, 10) else "FA2")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatune.engine.layers.delta.convolution import convolve
-from megatune.engine.layers.delta.documents import CHUNK, documents_of
-from megatune.engine.layers.delta.rule import chunked, recurrent
+from megatune.engine.layers.delta_net import convolve
+from megatune.engine.layers.delta_rule import CHUNK, chunked, documents_of, recurrent
 
 # Shorter than a chunk, whole chunks, ends inside of chunks, more chunks than are in memory at once; documents of one
 # token, that end where a chunk ends, and that are longer than it.

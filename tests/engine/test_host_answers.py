@@ -13,9 +13,10 @@ from settings_gradients import measure_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatune.bridge.assemble import assemble
-from megatune.engine import host_answers, optimizer, step
-from megatune.engine.host_answers import asking_once, on_host
+from megatune.engine import optimizer, step
 from megatune.engine.layers import cross_entropy
+from megatune.engine.layers.moe import dispatcher
+from megatune.engine.layers.moe.dispatcher import asking_once, on_host
 from megatune.objectives.choose import CrossEntropy
 from megatune.verify.measure import shard_samples
 from megatune.verify.samples import random_samples
@@ -53,18 +54,18 @@ def test_runs_inside_of_runs_have_answers_of_their_own(asked):
 def waits_of_dispatchers(model, settings):
     """On a rank: how often dispatchers wait for the device in a forward and backward pass, and the gradients."""
     waits: list[int] = []
-    usual = host_answers.Tensor.tolist
+    usual = dispatcher.Tensor.tolist
     # Whatever else asks a tensor for its values is not in this module.
-    host_answers.Tensor.tolist = lambda tensor: (_is_asked_here() and waits.append(1), usual(tensor))[1]
+    dispatcher.Tensor.tolist = lambda tensor: (_is_asked_here() and waits.append(1), usual(tensor))[1]
     try:
         _, gradients, _ = measure_gradients(model, settings, cross_entropy.CHUNK_BYTES)
     finally:
-        host_answers.Tensor.tolist = usual
+        dispatcher.Tensor.tolist = usual
     return len(waits), gradients
 
 
 def _is_asked_here() -> bool:
-    return sys._getframe(2).f_code is host_answers.on_host.__code__
+    return sys._getframe(2).f_code is dispatcher.on_host.__code__
 
 
 @pytest.mark.parametrize(

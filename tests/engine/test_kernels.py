@@ -8,7 +8,7 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 from settings_gradients import run_with, worst_error
 
 from megatune.engine.layers.feed_forward import fused_swiglu, reference_swiglu
-from megatune.engine.layers.gradient_accumulation import add_weight_gradient
+from megatune.engine.layers.gradients import add_weight_gradient
 
 LAYOUTS_OF_SWITCH = {**LAYOUTS, "dp2, grad overlap": MORE_LAYOUTS["dp2, grad overlap"]}
 

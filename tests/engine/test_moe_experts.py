@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatune.engine.layers.moe.dispatcher import count_by_expert, group_by_expert
 from megatune.engine.layers.moe.layer import GroupedExperts, grouped_linear, looped_linear
-from megatune.engine.layers.moe.permutation import count_by_expert, group_by_expert
 
 HIDDEN, FFN, NUM_EXPERTS = 16, 8, 4
 # Some experts without tokens, all tokens on one expert, and no token at all.

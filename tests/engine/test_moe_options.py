@@ -100,7 +100,7 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
         lengths: tokens of the rows of each data-parallel rank, which may differ.
     """
     from megatune.engine import groups
-    from megatune.engine.layers.moe import routing
+    from megatune.engine.layers.moe import router
     from megatune.engine.layers.moe.router import real_tokens
     from megatune.engine.sequences import local_batch
 
@@ -120,8 +120,8 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     _, probs, experts = block.gate(flat)
     factor = case.experts.get("moe_expert_capacity_factor")
     if factor is not None:
-        most = routing.capacity(len(flat), experts.shape[1], NUM_EXPERTS, factor)
-        experts = routing.drop(experts, probs, real_tokens(sequences, place.tp_size > 1), NUM_EXPERTS, most)
+        most = router.capacity(len(flat), experts.shape[1], NUM_EXPERTS, factor)
+        experts = router.drop(experts, probs, real_tokens(sequences, place.tp_size > 1), NUM_EXPERTS, most)
     parts = []
     for token, choices, shares in zip(flat, experts.tolist(), probs, strict=True):
         part = torch.zeros(HIDDEN)

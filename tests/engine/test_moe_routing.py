@@ -9,7 +9,7 @@ import torch
 from moe_cases import FAMILIES, HIDDEN, NUM_EXPERTS, architecture, transformers_block
 
 from megatune.config.settings import Settings
-from megatune.engine.layers.moe import routing
+from megatune.engine.layers.moe import router
 
 
 def routed(family: str, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,10 +19,10 @@ def routed(family: str, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     gate = transformers_block(family).gate
     config = transformer_config(architecture(family), Settings())
     _, expected_probs, expected = gate(hidden)
-    scores = routing.score(hidden @ gate.weight.T, config.moe_router_score_function)
+    scores = router.score(hidden @ gate.weight.T, config.moe_router_score_function)
     biased = scores + gate.e_score_correction_bias if config.moe_router_enable_expert_bias else scores
-    experts = routing.choose(biased, config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk)
-    probs = routing.weigh(
+    experts = router.choose(biased, config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk)
+    probs = router.weigh(
         scores, experts,
         normalize=not config.moe_router_pre_softmax, scaling_factor=config.moe_router_topk_scaling_factor,
     )  # fmt: skip
@@ -64,9 +64,9 @@ def test_experts_keep_their_greatest_shares_of_real_tokens(factor):
     # Padding has the greatest shares of all.
     scores[~is_real] += 1
     probs, experts = scores.topk(k)
-    most = routing.capacity(n, k, NUM_EXPERTS, factor)
+    most = router.capacity(n, k, NUM_EXPERTS, factor)
     assert most == min(n, math.ceil(factor * n * k / NUM_EXPERTS))
-    left = routing.drop(experts, probs, is_real, NUM_EXPERTS, most)
+    left = router.drop(experts, probs, is_real, NUM_EXPERTS, most)
     for expert in range(NUM_EXPERTS):
         asked = [(float(probs[t, c]), t, c) for t, c in (experts == expert).nonzero().tolist() if is_real[t]]
         kept = {(t, c) for _, t, c in sorted(asked, reverse=True)[:most]}
@@ -82,13 +82,13 @@ def test_sinkhorn_gives_experts_equal_shares_of_real_tokens():
     is_real = torch.arange(64) < 48
     logits[~is_real, 1] += 30
     logits += 100  # which alone exceeds what fp32 can exponentiate
-    experts = routing.choose_balanced(logits, is_real, 1)
+    experts = router.choose_balanced(logits, is_real, 1)
     assert (logits[is_real].argmax(-1) == 0).float().mean() > 0.8
     counts = experts[is_real].flatten().bincount(minlength=4)
     assert counts.min() >= 9
     assert counts.max() <= 15
     other = logits.clone()
     other[~is_real] = 0
-    assert torch.equal(routing.choose_balanced(other, is_real, 1)[is_real], experts[is_real])
+    assert torch.equal(router.choose_balanced(other, is_real, 1)[is_real], experts[is_real])
     # A rank may hold padding only.
-    assert torch.equal(routing.choose_balanced(logits, torch.zeros_like(is_real), 1), logits.topk(1).indices)
+    assert torch.equal(router.choose_balanced(logits, torch.zeros_like(is_real), 1), logits.topk(1).indices)

@@ -13,10 +13,10 @@ from model_sizes import tiny_config
 from torch import Tensor
 
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.engine import groups, quantization
-from megatune.engine.layers.quantized import QuantizedMatrix
+from megatune.engine import groups
+from megatune.engine.layers import quantized
+from megatune.engine.layers.quantized import QuantizedMatrix, QuantizedTensor, dynamic_table, quantize
 from megatune.engine.model import build_model
-from megatune.engine.quantization import QuantizedTensor, dynamic_table, quantize
 from megatune.families import FAMILIES, read_architecture
 from megatune.families.quantized import QuantizedForm, is_quantized
 from megatune.families.weights import WHOLE, engine_shape, layers_of
@@ -94,7 +94,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_scales_and_statistics_are_those_of_bitsandbytes(form, dtype, case, monkeypatch):
-    monkeypatch.setattr(quantization, "CHUNK", 1 << 10)  # several parts, too
+    monkeypatch.setattr(quantized, "CHUNK", 1 << 10)  # several parts, too
     for shape in SHAPES:
         values = matrix(shape, dtype, case)
         found, (codes, _) = quantize(values, form), expected(values, form)

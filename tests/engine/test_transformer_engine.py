@@ -19,7 +19,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import PerformanceSettings
 from megatune.config.settings import PrecisionSettings, Settings
 from megatune.engine import device
-from megatune.engine.layers import transformer_engine
+from megatune.engine.layers import linear
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import read_architecture
 
@@ -75,18 +75,18 @@ def test_models_of_the_package_compute_the_same_but_for_rounding(pool, model_dir
     [(False, True, "it has no kernels for a CPU"), (True, False, "the package transformer-engine is not installed")],
 )
 def test_a_machine_without_it_is_refused_by_name(monkeypatch, has_gpu, has_package, reason):
-    monkeypatch.setattr(transformer_engine.device, "HAS_GPU", has_gpu)
-    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: has_package or None)
+    monkeypatch.setattr(linear.device, "HAS_GPU", has_gpu)
+    monkeypatch.setattr(linear, "find_spec", lambda name: has_package or None)
     qwen3 = architecture("qwen3")
     with pytest.raises(MegatuneError, match="transformer_impl transformer_engine is not available here") as refused:
-        transformer_engine.require(asking_for("transformer_engine"), qwen3)
+        linear.require_transformer_engine(asking_for("transformer_engine"), qwen3)
     assert reason in str(refused.value)
     assert refused.value.exit_code is ExitCode.SETTINGS
     for impl in ("auto", "native"):
-        transformer_engine.require(asking_for(impl), qwen3)
-        assert not transformer_engine.is_used(asking_for(impl), qwen3)
-    assert reason in transformer_engine.describe(asking_for("auto"), qwen3)
-    assert transformer_engine.describe(asking_for("native"), qwen3) == ""
+        linear.require_transformer_engine(asking_for(impl), qwen3)
+        assert not linear.uses_transformer_engine(asking_for(impl), qwen3)
+    assert reason in linear.describe(asking_for("auto"), qwen3)
+    assert linear.describe(asking_for("native"), qwen3) == ""
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_machine_without_it_is_refused_by_name(monkeypatch, has_gpu, has_packa
     ],
 )
 def test_what_its_layers_do_not_compute_is_left_to_the_engine(monkeypatch, family, groups, reason):
-    monkeypatch.setattr(transformer_engine, "missing", lambda: "")
-    assert transformer_engine.is_used(asking_for("auto"), architecture("qwen3"))
-    assert not transformer_engine.is_used(asking_for("auto", **groups), architecture(family))
-    assert reason in transformer_engine.describe(asking_for("auto", **groups), architecture(family))
+    monkeypatch.setattr(linear, "missing", lambda: "")
+    assert linear.uses_transformer_engine(asking_for("auto"), architecture("qwen3"))
+    assert not linear.uses_transformer_engine(asking_for("auto", **groups), architecture(family))
+    assert reason in linear.describe(asking_for("auto", **groups), architecture(family))
     with pytest.raises(MegatuneError, match=reason):
-        transformer_engine.require(asking_for("transformer_engine", **groups), architecture(family))
+        linear.require_transformer_engine(asking_for("transformer_engine", **groups), architecture(family))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import groups
-from megatune.engine.layers.vision.dealing import deal, gather_features
-from megatune.engine.layers.vision.features import place_features
+from megatune.engine.layers.vision.features import deal, gather_features, place_features
 from megatune.engine.sequences import local_tokens
 
 

@@ -16,9 +16,9 @@ def measured(model: Path, settings: Any) -> tuple[float, dict[str, Any], list[st
     """On a rank: the loss, its gradients, and classes of Megatron-Core's wrappers that were built for them."""
     import settings_gradients as measuring
 
-    from megatune.engine.layers import transformer_engine
+    from megatune.engine.layers import linear
 
-    transformer_engine.missing = lambda: ""  # of a stand-in the CPU is no obstacle
+    linear.missing = lambda: ""  # of a stand-in the CPU is no obstacle
     built, assemble = set[str](), measuring.assemble
 
     def assemble_and_look(*args: Any) -> Any:

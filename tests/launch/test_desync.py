@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pool import RankPool
 
-from megatune.engine.operations import recent_operations
+from megatune.engine.collectives import recent_operations
 from megatune.launch.context import RankContext, watch_signals
 from megatune.launch.desync import find_desync, leave_operations, operations_path
 from megatune.launch.world import RankEnv

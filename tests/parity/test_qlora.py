@@ -20,8 +20,7 @@ from megatune.bridge.export import export_weights
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.engine import groups
-from megatune.engine.layers.quantized import QuantizedMatrix
-from megatune.engine.quantization import dynamic_table, quantize, table_of
+from megatune.engine.layers.quantized import QuantizedMatrix, dynamic_table, quantize, table_of
 from megatune.families.quantized import QuantizedForm, is_quantized, quantized_buffers
 from megatune.families.weights import Role
 from megatune.plan.memory.parameters import saved_bytes

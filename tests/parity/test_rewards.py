@@ -19,7 +19,7 @@ from megatune.bridge.assemble import assemble
 from megatune.bridge.peft_model import AppliedAdapter, apply_adapter
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
-from megatune.engine.layers import score
+from megatune.engine.layers import cross_entropy
 from megatune.engine.model import gather_parameters
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
@@ -157,17 +157,17 @@ def test_a_new_score_is_the_same_in_every_layout(pool: Any, model_dir: Any) -> N
 
 def without_mark(case: Case, folder: Path) -> Any:
     """On every rank: the score's weight does not say that its gradients are parts of a sum."""
-    own = score.Score.__init__
+    own = cross_entropy.Score.__init__
 
     def unmarked(self: Any, *arguments: Any) -> None:
         own(self, *arguments)
         self.weight.sequence_parallel = False
 
-    score.Score.__init__ = unmarked
+    cross_entropy.Score.__init__ = unmarked
     try:
         return compute(case, folder)
     finally:
-        score.Score.__init__ = own
+        cross_entropy.Score.__init__ = own
 
 
 def with_summing_backward(case: Case, folder: Path) -> Any:

@@ -13,8 +13,8 @@ from runs import settings_of, train
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.engine import device, waiting
-from megatune.engine.waiting import BusyTime
+from megatune.engine import collectives, device
+from megatune.engine.collectives import BusyTime
 from megatune.training import loop, pace
 from megatune.training.callbacks.base import Notice
 from megatune.training.pace import Pace, Place
@@ -126,21 +126,21 @@ def test_on_a_gpu_its_queue_tells_what_waited(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device, "HAS_GPU", True)
     monkeypatch.setattr(torch.cuda, "Event", events_of(queue))
     monkeypatch.setattr(BusyTime, "lag", 1)
-    monkeypatch.setattr(waiting.Work, "wait", lambda work, seconds: queue.launch(seconds))
-    for name in waiting._LAUNCHES:
-        if hasattr(waiting.ProcessGroup, name):
-            monkeypatch.setattr(waiting.ProcessGroup, name, lambda group, seconds: queue.launch(seconds))
+    monkeypatch.setattr(collectives.Work, "wait", lambda work, seconds: queue.launch(seconds))
+    for name in collectives._LAUNCHES:
+        if hasattr(collectives.ProcessGroup, name):
+            monkeypatch.setattr(collectives.ProcessGroup, name, lambda group, seconds: queue.launch(seconds))
     busy, work, group = BusyTime(), None, None
     found: list[float] = []
     for late in (0.0, 0.0, 2.0, 0.0):
         queue.launch(1.0 + late)  # computes
-        waiting.ProcessGroup.allreduce(group, 0.5)  # in the queue itself
+        collectives.ProcessGroup.allreduce(group, 0.5)  # in the queue itself
         queue.launch(1.0)
-        waiting.ProcessGroup._end_coalescing(group, 0.0)  # in another queue
-        waiting.Work.wait(work, 0.25)
+        collectives.ProcessGroup._end_coalescing(group, 0.0)  # in another queue
+        collectives.Work.wait(work, 0.25)
         busy.pause()
         queue.launch(9.0)  # an evaluation
-        waiting.Work.wait(work, 9.0)
+        collectives.Work.wait(work, 9.0)
         busy.resume()
         found += [busy.take(), busy.wall]
         queue.finish()  # the host reads the step's loss

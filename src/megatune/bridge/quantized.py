@@ -10,8 +10,7 @@ from megatune.architecture import Architecture
 from megatune.bridge.safetensors_files import TensorSource
 from megatune.config.settings import Settings
 from megatune.engine import device
-from megatune.engine.layers.quantized import QuantizedMatrix
-from megatune.engine.quantization import QuantizedTensor, quantize
+from megatune.engine.layers.quantized import QuantizedMatrix, QuantizedTensor, quantize
 from megatune.families import FAMILIES
 from megatune.families.quantized import QuantizedForm, form_of, is_quantized
 from megatune.families.weights import Segment, all_shapes

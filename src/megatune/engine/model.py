@@ -17,11 +17,11 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
 from megatune.encoders import Vision
-from megatune.engine import device, frozen
-from megatune.engine.adapters import add_adapters
-from megatune.engine.layers import fp8, transformer_engine
+from megatune.engine import device
+from megatune.engine.layers import fp8
 from megatune.engine.layers.attention.choice import activate_newest, require
-from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer
+from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer, Score
+from megatune.engine.layers.linear import require_transformer_engine
 from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
@@ -29,12 +29,12 @@ from megatune.engine.layers.rotary import (
     multimodal_cos_sin,
     rows_of_frequencies,
 )
-from megatune.engine.layers.score import Score
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.patches import patch_model
 from megatune.engine.sequences import Pictures, Sequences
 from megatune.engine.specs import block_spec
+from megatune.engine.trained import add_adapters, freeze, without_gradient
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
 from megatune.families.weights import Weight, padded_vocab_size
@@ -178,7 +178,7 @@ class DecoderModel(GPTModel):
         if not torch.is_grad_enabled():
             return hidden_states
         if not self.passes_gradient:
-            hidden_states = frozen.without_gradient(hidden_states)
+            hidden_states = without_gradient(hidden_states)
             self.decoder.set_input_tensor(hidden_states)
         return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
 
@@ -239,7 +239,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     """
     require(settings, architecture)
     fp8.require(settings)
-    transformer_engine.require(settings, architecture)
+    require_transformer_engine(settings, architecture)
     activate_newest(settings, architecture)
     parallel, performance = settings.parallel, settings.performance
     patch_model(swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion)
@@ -258,7 +258,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
         chunk = DecoderModel(architecture, config, vp_stage).to(config.params_dtype)
         add_adapters(chunk, architecture, settings.finetuning)
         mark_weights(chunk, architecture)
-        frozen.freeze(chunk, architecture, settings.finetuning)
+        freeze(chunk, architecture, settings.finetuning)
         if not trained:
             chunk.requires_grad_(False).eval()
             # What a pipeline stage receives asks for a gradient.

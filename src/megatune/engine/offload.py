@@ -6,8 +6,9 @@ each other, and stay so. On a CPU the same is done, from memory to memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Literal, get_args
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -83,8 +84,12 @@ class Offload:
     def _storages(self) -> dict[Part, list[UntypedStorage]]:
         """Find the storages of each part that are on the device; one that parts share is the first one's."""
         tensors: dict[Part, Iterable[Tensor]] = {
-            "weights": _weights(self._model),
-            "gradients": (buffer.grad_data for buffer in _buffers(self._model)),
+            "weights": chain.from_iterable(
+                chain(chunk.module.parameters(), chunk.module.buffers()) for chunk in self._model
+            ),
+            "gradients": (
+                buffer.grad_data for chunk in self._model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            ),
             "optimizer": () if self._optimizer is None else state_tensors(self._optimizer),
         }
         seen: set[int] = set()
@@ -96,18 +101,6 @@ class Offload:
                     seen.add(storage._cdata)
                     found[part] += [storage] if storage.nbytes() else []
         return found
-
-
-def _weights(model: Sequence[Chunk]) -> Iterator[Tensor]:
-    for chunk in model:
-        yield from chunk.module.parameters()
-        yield from chunk.module.buffers()
-
-
-def _buffers(model: Sequence[Chunk]) -> Iterator[Any]:
-    """Yield Megatron-Core's buffers of gradients."""
-    for chunk in model:
-        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

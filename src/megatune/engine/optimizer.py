@@ -189,16 +189,16 @@ def _init_state(optimizer: ChainedOptimizer, architecture: Architecture, setting
 def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
     """Find this rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
     holds a part of some parameters and nothing of others."""
-    return {param: shard for part in _parts(optimizer) for param, shard in _shards(part)}
+    shards: dict[Tensor, MainShard] = {}
+    for part in _parts(optimizer):
+        for param, (main, start, stop) in _held(part):
+            state = {key: value.view(-1) for key, value in part.optimizer.state.get(main, {}).items()}
+            values = state.pop(MASTER, main.data.view(-1))
+            shards[param] = MainShard(start, stop, values, param.main_grad.view(-1)[start:stop], state)
+    return shards
 
 
-def _shards(part: Any) -> Iterator[tuple[Tensor, MainShard]]:
-    state = part.optimizer.state
-    for param, (main, start, stop) in _held(part):
-        yield param, _shard(param, main, state.get(main, {}), start, stop)
-
-
-def _held(part: Any) -> Iterator[tuple[Tensor, Held]]:
+def _held(part: Any) -> Iterator[tuple[Any, Held]]:
     if isinstance(part, DistributedOptimizer):
         buckets = [bucket for by_dtype in part.gbuf_ranges for held in by_dtype.values() for bucket in held]
         for param, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
@@ -213,12 +213,6 @@ def _held(part: Any) -> Iterator[tuple[Tensor, Held]]:
         models = mains = [group["params"] for group in part.optimizer.param_groups]
     for param, main in zip(chain(*models), chain(*mains), strict=True):
         yield param, Held(main, 0, param.numel())
-
-
-def _shard(param: Any, main: Tensor, state: dict[str, Tensor], start: int, stop: int) -> MainShard:
-    flat = {key: value.view(-1) for key, value in state.items()}
-    held = flat.pop(MASTER, main.data.view(-1))
-    return MainShard(start, stop, held, param.main_grad.view(-1)[start:stop], flat)
 
 
 def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:

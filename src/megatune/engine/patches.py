@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings
 from megatune.engine.adam import FusedAdam
-from megatune.engine.host_answers import asking_once
 from megatune.engine.layers.feed_forward import fused_swiglu
-from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
+from megatune.engine.layers.moe.dispatcher import asking_once
 from megatune.engine.muon import Muon
 
 # The versions whose sources were read.
@@ -69,8 +69,8 @@ _MOE = "megatron.core.transformer.moe"
 RECOMPUTATION = Patch(
     "megatron.core.tensor_parallel",
     ("checkpoint",),
-    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none (engine/frozen.py); it also"
-    " lets the host wait again for numbers that it knows (engine/host_answers.py).",
+    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none (engine/trained.py); it also"
+    " lets the host wait again for numbers that it knows (engine/layers/moe/dispatcher.py).",
     {
         f"{_RANDOM}:checkpoint": {"0.16": "7d8516d00a8f", "0.17": "67b338de8dcb", "0.18": "1d01f0636666"},
         f"{_RANDOM}:CheckpointFunction": {"0.16": "933a088081ce", "0.17": "1ff4e363bb98"},

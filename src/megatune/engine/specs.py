@@ -23,11 +23,10 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatune.architecture import Architecture, MultiLatentAttention
-from megatune.engine.layers import transformer_engine
 from megatune.engine.layers.attention.core import CoreAttention
-from megatune.engine.layers.delta.layer import DeltaNetSubmodules, GatedDeltaNet
+from megatune.engine.layers.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
-from megatune.engine.layers.linear import linear_layer
+from megatune.engine.layers.linear import feed_forward_layers, linear_layer, normed_linear, row_linear
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.self_attention import (
@@ -66,8 +65,8 @@ class DecoderLayer(TransformerLayer):
             sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             self.post_attention_layernorm = RMSNorm(config, **sizes)
             self.post_mlp_layernorm = RMSNorm(config, **sizes)
-            self.self_attn_bda = _normed_add(self.post_attention_layernorm)
-            self.mlp_bda = _normed_add(self.post_mlp_layernorm)
+            self.self_attn_bda = _adding(self.post_attention_layernorm)
+            self.mlp_bda = _adding(self.post_mlp_layernorm)
 
     def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer.
@@ -94,7 +93,8 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     before = RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
-    add = _residual_add(architecture.residual_multiplier)
+    scale = architecture.residual_multiplier
+    add = get_bias_dropout_add if scale == 1 else _adding(lambda output: output * scale)
     layers = [
         TransformerLayerSubmodules(
             input_layernorm=before,
@@ -119,25 +119,11 @@ def _before_mlp(architecture: Architecture, config: TransformerConfig, layer: in
     return RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
 
 
-def _residual_add(scale: float) -> Callable[..., Callable[..., Tensor]]:
-    """Return what makes the function that adds the output of a layer's part, `scale` times, to what it was given."""
-    if scale == 1:
-        return get_bias_dropout_add  # type: ignore[no-any-return]
+def _adding(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
+    """Return what makes the function that adds the output of a layer's part, changed, to what it was given."""
 
     def add(output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return residual + output_with_bias[0] * scale
-
-    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-        return add
-
-    return get_add
-
-
-def _normed_add(norm: RMSNorm) -> Callable[..., Callable[..., Tensor]]:
-    """Return what makes the function that adds the output of a layer's part, normalized, to what it was given."""
-
-    def add(output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return residual + norm(output_with_bias[0])
+        return residual + change(output_with_bias[0])
 
     def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         return add
@@ -149,7 +135,7 @@ def _mlp(architecture: Architecture, config: TransformerConfig, first: int, inde
     """Return the feed-forward of a chunk's layer, counted from the chunk's first."""
     if not architecture.is_moe_layer(first + index):
         if config.uses_transformer_engine:
-            return ModuleSpec(module=FeedForward, submodules=transformer_engine.feed_forward_layers())
+            return ModuleSpec(module=FeedForward, submodules=feed_forward_layers())
         return FeedForward
     # Full recomputation in blocks keeps the layers beyond the first of each chunk.
     keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
@@ -176,7 +162,7 @@ def _self_attention(architecture: Architecture, config: TransformerConfig) -> Mo
     q_norm, k_norm = _qk_norms(architecture)
     linear_qkv, linear_proj = (linear_layer(kind, config) for kind in (ColumnParallelLinear, RowParallelLinear))
     if config.uses_transformer_engine:
-        linear_qkv, linear_proj = transformer_engine.normed_linear(), transformer_engine.row_linear()
+        linear_qkv, linear_proj = normed_linear(), row_linear()
     return ModuleSpec(
         module=GroupedQueryAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -17,11 +17,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatune.engine.collectives import BusyTime
 from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.layers.moe.router import router_metrics
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
-from megatune.engine.waiting import BusyTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
-from megatune.engine.layers.transformer_engine import is_used
-from megatune.engine.layers.vision.dealing import sum_dealt_gradients
+from megatune.engine.layers.linear import uses_transformer_engine
+from megatune.engine.layers.vision.features import sum_dealt_gradients
 from megatune.families.quantized import form_of
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
@@ -45,7 +45,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     # own field for fp8 asks for Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
-    config.uses_transformer_engine = is_used(settings, architecture)
+    config.uses_transformer_engine = uses_transformer_engine(settings, architecture)
     config.windows = architecture.windows or (None,) * architecture.num_layers
     config.pictures_whole = architecture.pictures_whole
     config.whole_in_windows = architecture.vision is not None and architecture.vision.whole_in_windows

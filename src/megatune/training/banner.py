@@ -17,7 +17,7 @@ from megatune.config.settings import ParallelSettings, Settings
 from megatune.config.values import counted
 from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
-from megatune.engine.layers import transformer_engine
+from megatune.engine.layers import linear
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
 from megatune.families.adapter_words import (
@@ -262,7 +262,7 @@ def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
     if scaling := settings.precision.fp8:
         slow = "" if device.HAS_GPU else ", slowly on a CPU"
         yield f"linear layers: 8-bit floats, scaled {scaling}{slow}"
-    if layers := transformer_engine.describe(settings, architecture):
+    if layers := linear.describe(settings, architecture):
         yield layers
     if not architecture.num_labels:
         yield f"cross-entropy: {'in chunks' if performance.cross_entropy_loss_fusion else 'whole logits'}"

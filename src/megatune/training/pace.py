@@ -16,7 +16,7 @@ from megatune.config.settings import Settings
 from megatune.data.batches import Batch
 from megatune.data.order import StepRows
 from megatune.engine import device
-from megatune.engine.waiting import BusyTime
+from megatune.engine.collectives import BusyTime
 from megatune.plan.catalogue import device_by_driver_name
 from megatune.plan.flops import train_flops
 from megatune.training.callbacks.base import Notice, StepReport

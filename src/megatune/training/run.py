@@ -17,8 +17,8 @@ from megatune.config.settings import Settings
 from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
+from megatune.engine.collectives import recent_operations, remember_groups
 from megatune.engine.groups import RankCoordinates, build
-from megatune.engine.operations import recent_operations, remember_groups
 from megatune.errors import ExitCode, Finding
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext

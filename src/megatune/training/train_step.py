@@ -12,10 +12,10 @@ from megatune.bridge.parameters import LocalParameter
 from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
+from megatune.engine.collectives import BusyTime
 from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import gather_parameters
 from megatune.engine.step import NO_VOTES, Objective, StepTotals, Votes, forward_backward
-from megatune.engine.waiting import BusyTime
 from megatune.objectives.choose import CrossEntropy
 
 _CROSS_ENTROPY = CrossEntropy()

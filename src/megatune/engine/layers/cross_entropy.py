@@ -1,4 +1,5 @@
-"""Output layer and cross-entropy in one: the logits of all tokens are never in memory.
+"""The last layer: output layer and cross-entropy in one, so that the logits of all tokens are never in memory, or of a
+reward model its score.
 
 Only trained tokens are computed, a chunk at a time, and the backward pass computes a chunk's logits again. The other
 way is to compute gradients already in the forward pass, as if every loss had the same weight, and to scale them later;
@@ -19,14 +20,15 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.engine import device
-from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
 
 CHUNK_BYTES = LOSS_CHUNK_BYTES if device.HAS_GPU else LOSS_CHUNK_BYTES_ON_CPU
 
@@ -331,3 +333,26 @@ def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
     if part.size > 1:
         torch.distributed.all_reduce(grad_inputs, group=part.group)
     return grad_inputs
+
+
+class Score(torch.nn.Module):
+    """A linear layer to one number for each token, whole on every rank, computed in fp32.
+
+    Under sequence parallelism each rank scores its own part of the sequence, so the copies' gradients must be summed
+    over tensor-parallel ranks, as those of norms are.
+    """
+
+    def __init__(self, config: TransformerConfig, num_labels: int) -> None:
+        super().__init__()
+        shape, device = (num_labels, config.hidden_size), torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._is_split = config.sequence_parallel
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Score hidden states [s / cp (/ tp), b, h]: fp32 [b, s / cp]."""
+        scores = torch.nn.functional.linear(hidden_states.float(), self.weight.float())[..., 0]
+        if self._is_split:
+            # Every rank computes the same loss of all scores: each hands its own tokens their gradient.
+            scores = gather_from_sequence_parallel_region(scores, tensor_parallel_output_grad=False)
+        return scores.t().contiguous()

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.config.settings import Settings
 from megatune.engine import device
-from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
+from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
 from megatune.engine.layers.self_attention import ReplicatedLinear
 from megatune.errors import ExitCode, Finding, MegatuneError
 

@@ -20,11 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatune.engine import device
-from megatune.engine.host_answers import on_host
 from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
-from megatune.engine.layers.gradient_accumulation import add_weight_gradient, announced_gradient
-from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher
+from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient, keeping_inputs
+from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, on_host
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -118,8 +117,9 @@ class GroupedExperts(torch.nn.Module):
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         """Compute silu(gate) · up · probability, or what else the experts' gates are: [R, 2 · f] to [R, f]."""
         if (limit := self.config.moe_swiglu_limit) is not None:
-            weighted = _InputsKept.apply if self.config.bias_activation_fusion else _weighted_clamped_swiglu
-            return weighted(gate_up, probs, limit)
+            if self.config.bias_activation_fusion:
+                return keeping_inputs(_weighted_clamped_swiglu, gate_up, probs, limit)
+            return _weighted_clamped_swiglu(gate_up, probs, limit)
         if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
@@ -129,23 +129,6 @@ class GroupedExperts(torch.nn.Module):
 def _weighted_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
     """See `GroupedExperts._activate`."""
     return (clamped_swiglu(gate_up, limit) * probs[:, None]).to(gate_up.dtype)
-
-
-class _InputsKept(torch.autograd.Function):
-    """The same, of which the inputs alone are kept for the backward pass: it computes the rest again."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
-        ctx.save_for_backward(gate_up, probs)
-        ctx.limit = limit
-        return _weighted_clamped_swiglu(gate_up, probs, limit)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        with torch.enable_grad():
-            gate_up, probs = inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-            output = _weighted_clamped_swiglu(gate_up, probs, ctx.limit)
-        return *torch.autograd.grad(output, inputs, grad), None
 
 
 def _weight(shape: tuple[int, int, int], config: Any) -> Weight:

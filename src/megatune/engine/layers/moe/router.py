@@ -9,24 +9,23 @@ Legend: n tokens of this rank, E experts, k choices of each token, h hidden size
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, sinkhorn
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatune.engine.device import send
-from megatune.engine.layers.moe import routing
 from megatune.engine.layers.norm import UnweightedNorm
 from megatune.engine.patches import define_missing_names
-from megatune.engine.sequences import Sequences
+from megatune.engine.sequences import Sequences, at_tokens
 
 define_missing_names()
 
@@ -76,12 +75,12 @@ class Router(TopKRouter):
         logits = self.gating(input).view(-1, self.num_experts)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         is_real = real_tokens(sequences, self.config.sequence_parallel)
-        scores = routing.score(logits, self.score_function)
+        scores = score(logits, self.score_function)
         experts = self._choose(logits.detach(), scores.detach(), is_real)
         if sequences.routing is not None:
             experts = self._replay(sequences.routing, experts)
         factor = self.config.moe_router_topk_scaling_factor
-        probs = routing.weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
+        probs = weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
         if self.config.moe_scaled_router:
             probs = probs * self.expert_scale[experts]
         # Neither evaluation nor the first pass of a layer that is recomputed counts.
@@ -90,15 +89,15 @@ class Router(TopKRouter):
             self._count(experts, is_real)
         most = capacity_of(self.config)
         if most is not None:
-            experts = routing.drop(experts, probs, is_real, self.num_experts, most(len(experts)))
+            experts = drop(experts, probs, is_real, self.num_experts, most(len(experts)))
         return probs.float(), experts
 
     def _choose(self, logits: Tensor, scores: Tensor, is_real: Tensor) -> Tensor:
         if self.routing_type == "sinkhorn" and self.training:
-            return routing.choose_balanced(logits, is_real, self.topk)
+            return choose_balanced(logits, is_real, self.topk)
         biased = scores if self.expert_bias is None else scores + self.expert_bias
         groups = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        return routing.choose(biased, self.topk, *groups, best=self.config.moe_router_group_best)
+        return choose(biased, self.topk, *groups, best=self.config.moe_router_group_best)
 
     def _replay(self, chosen: Tensor, experts: Tensor) -> Tensor:
         """Take the rollout engine's choices, [b, s / cp, layers, k], where there are some: trainer and engine are then
@@ -121,7 +120,7 @@ class Router(TopKRouter):
                 documents, num_documents = documents_of_tokens(sequences, self.config.sequence_parallel)
             affinities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
             # What the router would choose by itself: its bias and groups are no merit of its weight.
-            own = routing.choose(scores.detach(), self.topk)
+            own = choose(scores.detach(), self.topk)
             balance = balance_loss(affinities, own, is_real, documents, num_documents, self.tp_cp_group)
         if z_coeff:
             z = z_loss(logits, is_real, self.tp_cp_group)
@@ -162,7 +161,7 @@ def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
     if config.moe_expert_capacity_factor is None:
         return None
     topk, num_experts, factor = config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor
-    return partial(routing.capacity, topk=topk, num_experts=num_experts, factor=factor)
+    return partial(capacity, topk=topk, num_experts=num_experts, factor=factor)
 
 
 def expert_biases(model: Sequence[torch.nn.Module]) -> list[Tensor]:
@@ -256,14 +255,9 @@ def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
 def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
     """Return the document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the
     rows, or the documents of the packed row."""
-    b, s = sequences.is_padding.shape
-    device = sequences.is_padding.device
-    if not sequences.is_packed:
-        return _of_this_rank(torch.arange(b, device=device).expand(s, b), sequence_parallel), b
-    lengths = sequences.document_lengths
-    numbers = torch.arange(len(lengths), device=device)
-    of_tokens = numbers.repeat_interleave(send(torch.tensor(lengths)), output_size=s)
-    return _of_this_rank(of_tokens[:, None], sequence_parallel), len(lengths)
+    num_documents = len(sequences.document_lengths if sequences.is_packed else sequences.is_padding)
+    numbers = torch.arange(num_documents, device=sequences.is_padding.device)
+    return _of_this_rank(at_tokens(numbers, sequences).t(), sequence_parallel), num_documents
 
 
 def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
@@ -272,3 +266,66 @@ def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
         whole = whole.chunk(group.size())[group.rank()]
     return whole.flatten(0, 1)
+
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+
+def score(logits: Tensor, function: ScoreFunction) -> Tensor:
+    """Compute the softmax over all experts, or each expert's sigmoid: [n, E]."""
+    return logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+
+
+def choose(
+    scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, best: int = 2
+) -> Tensor:
+    """Return the experts with the best scores: int64 [n, k].
+
+    Args:
+        num_groups, group_topk: choose among the experts of the best groups.
+        best: a group is judged by the sum of this many of its best: two of DeepSeek-V3 (arXiv:2412.19437), one of V2.
+            Megatron-Core sums the best k / group_topk, which is two for the sizes of V3 that were published only.
+    """
+    if group_topk:
+        n, num_experts = scores.shape
+        assert num_groups
+        groups = scores.view(n, num_groups, -1).topk(best, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+        is_open = torch.zeros(n, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, groups, True)
+        scores = scores.masked_fill(~is_open.repeat_interleave(num_experts // num_groups, 1), -torch.inf)
+    return scores.topk(topk, dim=-1).indices
+
+
+def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
+    """Return the best experts after Sinkhorn's normalization, which gives every expert the same share of the real
+    tokens of this rank (S-BASE, arXiv:2202.01169): int64 [n, k]. Asks the host how many iterations are needed."""
+    # A constant added to a token's logits changes nothing but the range of their exponentials.
+    balanced = logits - logits.amax(-1, keepdim=True)
+    real = is_real.nonzero()[:, 0]
+    if len(real):
+        balanced = balanced.index_copy(0, real, sinkhorn(balanced[real]))
+    return balanced.topk(topk, dim=-1).indices
+
+
+def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: float | None) -> Tensor:
+    """Return the share of each chosen expert in a token's output, [n, k]; normalized they sum to 1, before scaling."""
+    probs = scores.gather(1, experts)
+    if normalize:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return probs * scaling_factor if scaling_factor else probs
+
+
+def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, never more than all."""
+    return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
+
+
+def drop(experts: Tensor, probs: Tensor, is_real: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return the choices that are left when each expert keeps those it has the greatest share in.
+
+    From int64 [n, k], [n, k] and bool [n] to int64 [n, k]; num_experts where a choice is dropped. Padding is dropped,
+    so that it takes no real token's place.
+    """
+    shares = torch.full((len(experts), num_experts), -1.0, dtype=probs.dtype, device=probs.device)
+    shares.scatter_(1, experts, probs.detach().masked_fill(~is_real[:, None], -1.0))
+    kept = torch.zeros_like(shares, dtype=torch.bool).scatter_(0, shares.topk(capacity, dim=0).indices, True)
+    return experts.masked_fill(~(kept.gather(1, experts) & is_real[:, None]), num_experts)

@@ -72,9 +72,8 @@ class VisionEncoder(nn.Module):
             hidden_states = hidden_states + self._positions(places)
         if self.options.class_token:
             # All grids are alike where positions are in a table.
-            hidden_states = torch.cat(
-                (self._first().expand(len(sizes), 1, -1), hidden_states.unflatten(0, (len(sizes), -1))), 1
-            )
+            first = (self.class_token + self.positions[:, :1]).expand(len(sizes), 1, -1)
+            hidden_states = torch.cat((first, hidden_states.unflatten(0, (len(sizes), -1))), 1)
             hidden_states, sizes = hidden_states.flatten(0, 1), [size + 1 for size in sizes]
         edges = tuple(accumulate(sizes, initial=0))
         spans = Spans(edges, edges, causal=False)
@@ -96,30 +95,22 @@ class VisionEncoder(nn.Module):
         numbers = device.send(places[:, 0] * side + places[:, 1] + first)
         return self.positions.flatten(0, -2).index_select(0, numbers)
 
-    def _first(self) -> Tensor:
-        """Return the class token, at its position: [1, 1, V]."""
-        return self.class_token + self.positions[:, :1]
-
     def _rotary_table(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """Return cosine and sine as `rotate` takes them, [2, n, 1, 1, channels of a head]: of a head's pairs of
         channels the even ones turn by the patch's row, the odd ones by its column, rows' first; or, axial, of half a
         head, [2, n, 1, 2, channels / 2]."""
         assert self.options.rotary_base is not None
-        channels = self.vision.hidden_size // self.vision.num_heads
-        if self.options.axial:
-            channels //= 2
-            powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-            angles = places.flip(1).float()[..., None] * (1.0 / self.options.rotary_base**powers)
-            cos, sin = angles.cos(), angles.sin()
-            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-            return device.send(table[:, :, None].to(dtype))
+        channels = self.vision.hidden_size // self.vision.num_heads // (2 if self.options.axial else 1)
         powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
         frequencies = 1.0 / self.options.rotary_base**powers
-        rows, columns = places.float().split(1, 1)
-        angles = torch.cat((rows * frequencies[0::2], columns * frequencies[1::2]), 1)
+        if self.options.axial:
+            angles = places.flip(1).float()[..., None] * frequencies
+        else:
+            rows, columns = places.float().split(1, 1)
+            angles = torch.cat((rows * frequencies[0::2], columns * frequencies[1::2]), 1)[:, None]
         cos, sin = angles.cos(), angles.sin()
-        table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)))
-        return device.send(table[:, :, None, None].to(dtype))
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+        return device.send(table[:, :, None].to(dtype))
 
 
 class PatchProjection(nn.Conv2d):

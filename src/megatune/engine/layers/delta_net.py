@@ -2,12 +2,11 @@
 
 Legend: s tokens of a whole row, cp context-parallel ranks, s' the tokens of a rank: s / cp, with sequence parallelism
 s / cp / tp; b rows; h hidden size; k key heads and n = r · k value heads of this rank; d channels of a query and a key,
-e channels of a value.
+e channels of a value; P the places of `Documents`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megatune.architecture import DeltaNet
 from megatune.engine.layers.attention.spans import gathered
-from megatune.engine.layers.delta.convolution import convolve
-from megatune.engine.layers.delta.documents import Documents, documents_of
-from megatune.engine.layers.delta.rule import chunked
+from megatune.engine.layers.delta_rule import Documents, chunked, documents_of
+from megatune.engine.layers.gradients import keeping_inputs
 from megatune.engine.layers.norm import wide_of
 from megatune.engine.sequences import Sequences
 
@@ -108,7 +106,7 @@ class GatedDeltaNet(torch.nn.Module):
         output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), documents)
         # Every tensor-parallel rank has the norm's weight, and the gradient from its own heads.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        gated = _keeping_inputs(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
+        gated = keeping_inputs(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
         return gated.flatten(3)
 
 
@@ -123,35 +121,6 @@ def _normalize_and_gate(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps
     return (normalized * F.silu(wide_of(gate))).to(hidden_states.dtype)
 
 
-def _keeping_inputs(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Compute pointwise operations that keep only their arguments for the backward pass, where they run again."""
-    output: Tensor = _KeepingInputs.apply(compute, *arguments)
-    return output
-
-
-class _KeepingInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *arguments: Any) -> Tensor:  # type: ignore[override]
-        ctx.compute = compute
-        ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
-        ctx.others = [each for each in arguments if not isinstance(each, Tensor)]
-        ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
-        return compute(*arguments)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        arguments = [next(tensors).detach() if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        needed = [
-            each.requires_grad_() for each, needs in zip(arguments, ctx.needs_input_grad[1:], strict=True) if needs
-        ]
-        with torch.enable_grad():
-            output = ctx.compute(*arguments)
-        found = iter(torch.autograd.grad(output, needed, grad))
-        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
-
-
 def _whole_rows(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
     """Exchange tokens for key heads: [s / cp, b, k, ...] to [s, b, k / cp, ...], in the order of the row."""
     to_row, _ = gathered(boundaries, group.size())
@@ -164,3 +133,66 @@ def _whole_heads(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tenso
     _, from_row = gathered(boundaries, group.size())
     back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
+
+
+def convolve(rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:
+    """Mix each channel's last tokens of its document, causally, and apply silu; the arguments are kept for backward.
+
+    Args:
+        rows: [s, b, k, channels].
+        weight: [k, channels, taps]; the last tap is a token's own.
+
+    Returns:
+        A tensor as `rows`.
+    """
+    output: Tensor = _Convolution.apply(rows, weight, documents)
+    return output
+
+
+class _Convolution(torch.autograd.Function):
+    """Autograd would keep the row once for each tap, and add up as many gradients of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:  # type: ignore[override]
+        ctx.documents = documents
+        ctx.save_for_backward(rows, weight)
+        mixed = _mixed(_placed(rows, documents), _taps(weight))
+        return F.silu(_tokens(mixed, documents)).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight), documents = ctx.saved_tensors, ctx.documents
+        placed, taps = _placed(rows, documents), _taps(weight)
+        mixed = _tokens(_mixed(placed, taps), documents)
+        grad_mixed = _placed(torch.ops.aten.silu_backward(wide_of(grad), mixed), documents)
+        end = len(placed)
+        grad_taps = [torch.mul(grad_mixed[back:], placed[: end - back]).sum((0, 1)) for back in range(len(taps))]
+        # Places behind a token hold no gradient of another document.
+        grad_placed = grad_mixed * taps[0]
+        for back, tap in enumerate(taps[1:], 1):
+            grad_placed[:-back].addcmul_(grad_mixed[back:], tap)
+        grad_weight = torch.stack(grad_taps[::-1], -1).to(weight.dtype)
+        return _tokens(grad_placed, documents).to(rows.dtype), grad_weight, None
+
+
+def _taps(weight: Tensor) -> list[Tensor]:
+    """Return the weights of a token's own tap, of the token before it, and so on: [k, channels] each."""
+    return [each.contiguous() for each in reversed(wide_of(weight).unbind(-1))]
+
+
+def _placed(rows: Tensor, documents: Documents) -> Tensor:
+    """Put tokens [s, ...] to their places [P, ...], with zeros where none is."""
+    wide = wide_of(rows)
+    return wide.new_zeros(documents.num_places, *wide.shape[1:]).index_copy_(0, documents.places, wide)
+
+
+def _tokens(placed: Tensor, documents: Documents) -> Tensor:
+    return placed.index_select(0, documents.places)
+
+
+def _mixed(placed: Tensor, taps: list[Tensor]) -> Tensor:
+    mixed = placed * taps[0]
+    for back, tap in enumerate(taps[1:], 1):
+        mixed[back:].addcmul_(placed[:-back], tap)
+    return mixed

@@ -13,14 +13,55 @@ key head, d channels of a query and a key, e channels of a value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatune.engine.layers.delta.documents import CHUNK, Documents
+from megatune.engine import device
 from megatune.engine.layers.norm import wide_of
+
+CHUNK = 64
+# Patterns that are kept: more than micro-batches are under way in a pipeline.
+_REMEMBERED = 64
+
+
+class Documents(NamedTuple):
+    """The documents of a row; every tensor is on the device.
+
+    Attributes:
+        sees: bool [N, C, C + 1], whether a token sees an earlier one, or itself, of its chunk: of its document.
+            The last column is the state before the chunk, which tokens of a document that began earlier see; the last
+            row is also what the state behind the chunk keeps.
+        places: int64 [s], where each token is among `num_places`, which have a place without a token for each earlier
+            tap of the convolution before each document, and behind the last.
+        num_places: of tokens and without one.
+    """
+
+    sees: Tensor
+    places: Tensor
+    num_places: int
+
+
+@lru_cache(_REMEMBERED)
+def documents_of(boundaries: tuple[int, ...], num_taps: int) -> Documents:
+    """Return what a row's boundaries say.
+
+    Args:
+        num_taps: of the convolution.
+    """
+    s, gap = boundaries[-1], num_taps - 1
+    document = torch.bucketize(torch.arange(s), torch.tensor(boundaries), right=True)
+    padded = torch.cat((document, document[-1:].expand(-s % CHUNK))).view(-1, CHUNK)
+    before = torch.cat((padded[:1, 0], padded[:-1, -1]))[:, None]
+    seen = torch.cat((padded, before), 1)
+    earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
+    sees = (padded[:, :, None] == seen[:, None, :]) & torch.nn.functional.pad(earlier, (0, 1), value=True)
+    places = torch.arange(s) + gap * document
+    return Documents(device.send(sees), device.send(places), s + gap * len(boundaries))
+
 
 # Chunks that are in memory at once, with all that is computed of them.
 _CHUNKS_AT_ONCE = 16
@@ -90,7 +131,7 @@ class _Chunked(torch.autograd.Function):
             states.append(state)
             chunks = _inside([_cut(each, part) for each in rows], documents.sees[part])
             before, state, corrections = _through(chunks, state)
-            outputs.append(_outputs(chunks, before, corrections))
+            outputs.append(chunks.queries @ before + chunks.scores @ corrections)
         ctx.save_for_backward(*rows, *states)
         return _joined((torch.cat(outputs).unflatten(1, value.shape[1:4]),), value).to(value.dtype)
 
@@ -196,10 +237,6 @@ def _through(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.baddbmm(wanted, readings, state, alpha=-1, out=corrections[number])
         state = torch.baddbmm(decay * state, keys.mT, corrections[number])
     return before, state, corrections
-
-
-def _outputs(chunks: _Chunks, before: Tensor, corrections: Tensor) -> Tensor:
-    return chunks.queries @ before + chunks.scores @ corrections
 
 
 def _backward_through(

@@ -1,4 +1,7 @@
-"""Adds adapters to the linear layers of a built chunk, as the weight map has them."""
+"""What of a built chunk is trained: adapters beside its linear layers, and the weights that are not frozen.
+
+Gradients end at the first weight that is trained, in whatever stage it is.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.engine import groups
 from megatune.engine.layers.adapter import Adapter, Cut, ExpertAdapter, add_adapter
 from megatune.engine.layers.moe.layer import GroupedExperts
-from megatune.engine.weights import entry_name, named_tensors, rank_slice
+from megatune.engine.weights import entry_name, named_tensors, named_weights, rank_slice
 from megatune.families import FAMILIES
 from megatune.families.adapters import AdapterWeights, adapter_weights, adapters, scaling
+from megatune.families.selection import Selection
+from megatune.families.trained import first_trained_layer, is_trained
 from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape, segments
 
 
@@ -83,3 +89,33 @@ def _rows(beside: AdapterWeights, architecture: Architecture, part: Slice) -> to
         return None
     rows = places[:, None] == torch.arange(len(names))
     return rows.to(torch.cuda.current_device())
+
+
+def freeze(chunk: Any, architecture: Architecture, selection: Selection) -> None:
+    """Freeze the weights of a DecoderModel that are not trained, and tell it where its gradients begin."""
+    for weight, layer, tensor, _ in named_weights(chunk, architecture):
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.requires_grad_(is_trained(weight, layer, architecture, selection))
+    layers, config = chunk.decoder.layers, chunk.config
+    begin = layers[0].layer_number - 1 if layers else 0 if chunk.pre_process else architecture.num_layers
+    first = first_trained_layer(architecture, selection) - begin
+    chunk.passes_gradient = chunk.pre_process or first < 0
+    if config.recompute_granularity is None or not 0 <= first < len(layers):
+        return
+    # Recomputation gives weights a gradient only where an input of what is recomputed together has one.
+    is_uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    if start := first - first % (config.recompute_num_layers if is_uniform else 1):
+        layers[start - 1].register_forward_hook(_ask_for_gradient)
+    else:
+        chunk.asks_for_gradient = True
+
+
+def _ask_for_gradient(layer: torch.nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
+    if torch.is_grad_enabled():
+        output[0].requires_grad_()
+
+
+def without_gradient(hidden_states: Tensor) -> Tensor:
+    """Cut the graph at what a stage received. The schedule sends a gradient back all the same: zeros."""
+    hidden_states.grad = torch.zeros_like(hidden_states)
+    return hidden_states.detach()

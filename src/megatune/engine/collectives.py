@@ -1,4 +1,4 @@
-"""How long this process waits for others, beside what it computes.
+"""This process's collective operations: how long it waits in them for others, and which it has called.
 
 On a CPU a collective operation returns when it is done, and its time on the host's clock is waited. On a GPU the host
 only launches operations: what waits is the device's queue. There a moment is an event in the queue, and the time
@@ -7,11 +7,13 @@ between two events around an operation is how long the queue stood still for it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeAlias
 
+import torch
 from torch.distributed import ProcessGroup, Work
 
 from megatune.engine import device
@@ -112,3 +114,43 @@ class BusyTime:
 
 def _seconds(spans: list[Span]) -> float:
     return sum(device.seconds_between(*span) for span in spans)
+
+
+_MOST = 64  # of each group, the newest
+# Of gloo and, where torch has it, of NCCL; whether operations run on a device, and the host waits elsewhere for them.
+_RECORDERS = {"_dump_fr_trace_json": False, "_dump_nccl_trace_json": True}
+
+
+_ranks: dict[str, list[int]] = {}  # of groups by their numbers
+
+
+def remember_groups() -> None:
+    """Note who is in which group: once groups are left, only the operations are known."""
+    world = torch.distributed.distributed_c10d._world
+    _ranks.update({name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()})
+
+
+def recent_operations() -> list[dict[str, Any]]:
+    """Return of each group its "group" (number), "kind" (what Megatron-Core calls it), "ranks", "on_device" (where its
+    operations run) and "operations": their number in the group, name, sizes of inputs, and whether this process waits
+    in them. Safe in any thread."""
+    remember_groups()
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry, on_device in _entries():
+        name, kind = entry["process_group"]
+        new = {"group": name, "kind": kind, "ranks": _ranks.get(name, []), "on_device": on_device, "operations": []}
+        group = found.setdefault((name, kind), new)
+        waits = not entry["retired"] and entry["state"] != "completed"
+        operation = entry["profiling_name"].rpartition(":")[2]
+        group["operations"].append([entry["collective_seq_id"], operation, entry["input_sizes"], waits])
+    for group in found.values():
+        del group["operations"][:-_MOST]
+    return list(found.values())
+
+
+def _entries() -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield what was recorded of operations of whole groups, and whether they run on a device; sends between two ranks
+    have no number in it."""
+    for name, on_device in _RECORDERS.items():
+        if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
+            yield from ((entry, on_device) for entry in json.loads(dump()).get("entries", []) if not entry["is_p2p"])

@@ -1,0 +1,70 @@
+"""What backward passes of layers share: weight gradients that are added straight into `main_grad`, DDP's buffer, not
+into a tensor of their own first; and operations that run again instead of keeping what they compute.
+
+For the first Megatron-Core asks Apex's CUDA extension (`gradient_accumulation_fusion`); torch's matrix product does it,
+too.
+
+Legend: n tokens, i input features, o output features of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatune.engine import device
+
+
+def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
+    """Add grad_outputᵀ · input, of [n, o] and [n, i] of one dtype, to `main_grad`, [o, i], contiguous; unrounded where
+    that is wider than the inputs."""
+    if main_grad.dtype == input.dtype:
+        main_grad.addmm_(grad_output.t(), input)
+    elif device.HAS_GPU and main_grad.dtype == torch.float32:
+        torch.addmm(main_grad, grad_output.t(), input, out_dtype=torch.float32, out=main_grad)
+    else:
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), input.to(main_grad.dtype))
+
+
+def announced_gradient(weight: Tensor) -> Tensor | None:
+    """Return what a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
+
+    DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and discards it unread
+    where `grad_added_to_main_grad` is set. The weight's own memory has the right shape and costs none. A weight that
+    the embedding shares gets a real gradient from there, to which nothing must be added.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
+
+
+def keeping_inputs(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Compute pointwise operations that keep only their arguments for the backward pass, where they run again."""
+    output: Tensor = _KeepingInputs.apply(compute, *arguments)
+    return output
+
+
+class _KeepingInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *arguments: Any) -> Tensor:  # type: ignore[override]
+        ctx.compute = compute
+        ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
+        ctx.others = [each for each in arguments if not isinstance(each, Tensor)]
+        ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
+        return compute(*arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        arguments = [next(tensors).detach() if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        needed = [
+            each.requires_grad_() for each, needs in zip(arguments, ctx.needs_input_grad[1:], strict=True) if needs
+        ]
+        with torch.enable_grad():
+            output = ctx.compute(*arguments)
+        found = iter(torch.autograd.grad(output, needed, grad))
+        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
