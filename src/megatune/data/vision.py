@@ -17,9 +17,9 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, RowPicture
 from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_count, tags_of
-from megatune.data.media import PictureSource, picture_source
+from megatune.data.media import picture_source
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import Measured, PictureProcessor, spaced
+from megatune.data.media.processor import PictureProcessor, spaced
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn
@@ -107,7 +107,12 @@ class VisionInput:
         source = picture_source(picture.value, picture.kind, self.media_dir)
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
-        return Placed(_entry(source, measured, sum(runs)), runs), self.processor.short_placeholder(measured)
+        try:
+            content = packed(source, measured)
+        except OSError as error:
+            raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
+        kind = measured.grid, measured.seconds_per_grid, source.kind == "video"
+        return Placed(DocumentPicture(-1, sum(runs), *kind, content), runs), self.processor.short_placeholder(measured)
 
     def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
         """Give every run its length, and the tokens of each picture its number (see `truncation.numbered`).
@@ -167,14 +172,6 @@ class VisionInput:
                 if is_last and token == self.end_token_id:
                     number = None
         return expanded
-
-
-def _entry(source: PictureSource, measured: Measured, num_tokens: int) -> DocumentPicture:
-    try:
-        content = packed(source, measured)
-    except OSError as error:
-        raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
-    return DocumentPicture(-1, num_tokens, measured.grid, measured.seconds_per_grid, source.kind == "video", content)
 
 
 def load_vision_input(

@@ -222,13 +222,11 @@ def _response_column(row: Mapping[str, Any], form: Form) -> str:
 
 
 def _named(row: Mapping[str, Any], column: str | None, names: Sequence[str]) -> str:
-    if (found := first_present(row, (column, *names))) is not None:
-        return found
-    # Null is all there is: `string` says so, naming the field.
-    if (found := next((name for name in (column, *names) if name is not None and name in row), None)) is not None:
-        return found
-    detail = f"expected one of {', '.join(names)}; the row has {listed(row)}"
-    raise RowError("missing-field", f"field {names[0]!r} is missing", detail)
+    there = [name for name in (column, *names) if name is not None and name in row]
+    if not there:
+        detail = f"expected one of {', '.join(names)}; the row has {listed(row)}"
+        raise RowError("missing-field", f"field {names[0]!r} is missing", detail)
+    return first_present(row, there) or there[0]  # where null is all there is, `string` says so, naming the field
 
 
 class _PairAnswer(NamedTuple):

@@ -227,7 +227,7 @@ def _called(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
 
 
 def _checked(messages: Raw) -> Raw:
-    """Check that every message says something, and give it the keys that are read."""
+    """Check that there are messages, and that every one of them says something."""
     if not messages:
         raise RowError("no-messages", "field 'messages': no messages")
     for number, message in enumerate(messages, start=1):

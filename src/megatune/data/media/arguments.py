@@ -46,14 +46,15 @@ def rotary_position_ids(
         begin, size = int(places[used]), len(times) * h * w
         if places[used : used + size][-1] - begin + 1 != size:
             raise ValueError(f"the {size} tokens of a picture at token {begin} are not in one piece")
-        position += _write_text(positions[:, written:begin], position)
+        positions[:, written:begin] = np.arange(position, position + begin - written)
+        position += begin - written
         block = positions[:, begin : begin + size].reshape(3, len(times), h, w)
         block[0] = times[:, None, None]
         block[1], block[2] = np.arange(h)[:, None], np.arange(w)
         block += position
         position = int(block.max()) + 1
         written, used = begin + size, used + size
-    _write_text(positions[:, written:], position)
+    positions[:, written:] = np.arange(position, position + len(input_ids) - written)
     return positions
 
 
@@ -76,12 +77,6 @@ def _blocks(
             yield np.arange(t), h, w
     if used != len(places):
         raise ValueError(f"{len(places)} tokens of pictures, and their grids have {used}")
-
-
-def _write_text(positions: np.ndarray, begin: int) -> int:
-    """Number tokens of text, int64 [3, tokens], from `begin` on; return their number."""
-    positions[:] = np.arange(begin, begin + positions.shape[1])
-    return positions.shape[1]
 
 
 def picture_arguments(

@@ -33,7 +33,6 @@ _STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folde
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
 # Off unless `columns` lists them, in the formattings that are LLaMA-Factory's; `query` only where there are `columns`.
 _OFF = ("history", "system", "tools", "images", "videos", "audios")
-_REFUSED_COLUMNS = {"audios": "training on audio is not supported"}
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
 # A number after "#" is never written with these; a path that has a "#" in it often continues so.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
@@ -199,9 +198,8 @@ def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
     if number is not None and not (type(number) is int and number > 0):
         yield Finding(f"num_samples: expected a positive whole number, got {number!r}", where)
     columns = entry.get("columns")
-    if isinstance(columns, Mapping):  # what LLaMA-Factory knows and this loader does not
-        refused = ((key, why) for key, why in _REFUSED_COLUMNS.items() if columns.get(key) is not None)
-        yield from (Finding(f"columns.{key}: {why}", where) for key, why in refused)
+    if isinstance(columns, Mapping) and columns.get("audios") is not None:
+        yield Finding("columns.audios: training on audio is not supported", where)
 
 
 def _overridden(default: Any, block: Any, name: str, where: str, findings: list[Finding]) -> Any:

@@ -117,10 +117,6 @@ class Chunk:
         content = pickle.dumps((self.rows, encoded.result()))
         self.exchange.store.set(self.key, content)  # type: ignore[arg-type]
 
-    def done(self) -> bool:
-        """Return whether it has come."""
-        return bool(self.exchange.store.check([self.key]))
-
     def result(self, timeout: float | None = None) -> Any:
         """Wait for it; None where the other machine has made it of other rows.
 
@@ -130,7 +126,7 @@ class Chunk:
             MegatuneError: the other machine's process has failed (exit code 76).
         """
         store, look_at = self.exchange.store, time.monotonic()
-        while not self.done():
+        while not store.check([self.key]):
             if (now := time.monotonic()) > look_at:
                 look_at = now + _LOOK_SECONDS
                 if store.check([_FAILED]):

@@ -94,7 +94,7 @@ def _source(template: NamedTemplate) -> str:
 {{%- set has_system = messages and messages[0].role == "system" %}}
 {{%- set turns = messages[1:] if has_system else messages %}}
 {{%- set system = (messages[0].content if has_system else "") or {_quoted(template.default_system)} %}}
-{{%- set head = {_around(template.system, _trimmed(template, "system", "system"))} if system else "" %}}
+{{%- set head = {_around(template.system, _text_of(template, "system", "system"))} if system else "" %}}
 {{%- set asked = (turns | length - 1) // 2 * 2 %}}
 {{{{- {_quoted(template.prefix)} }}}}{shown}
 {{%- for message in turns %}}
@@ -121,9 +121,5 @@ def _around(text: str, content: str) -> str:
     return f"{_quoted(before)} ~ {content} ~ {_quoted(after)}"
 
 
-def _text_of(template: NamedTemplate, role: str) -> str:
-    return _trimmed(template, role, "message.content")
-
-
-def _trimmed(template: NamedTemplate, role: str, content: str) -> str:
+def _text_of(template: NamedTemplate, role: str, content: str = "message.content") -> str:
     return f"({content} | trim)" if role in template.trims else content

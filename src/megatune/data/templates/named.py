@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
+from megatune.data.templates.tool_texts import fill
 from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, entry_of, read_table, tool_format
 from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
@@ -145,7 +146,7 @@ class NamedTemplate:
                 offer = offer if system or self.has_other_tools else offer.lstrip("\n")
                 system, offer = f"{system}{offer}", ""
         # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
-        text = _fill(self.system, system) if given or system else ""
+        text = fill(self.system, content=system) if given or system else ""
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
 
     def _asked(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ class NamedTemplate:
         roles = {message.role for message in messages}
         offer, system = before
         if roles == {"user"} and len(messages) == 1:
-            return (offer, _fill(self.user, f"{system}{self._text(messages[0])}"))
+            return (offer, fill(self.user, content=f"{system}{self._text(messages[0])}"))
         if roles != {"tool"}:
             raise RowError(
                 "turns-do-not-alternate", "an answer does not follow exactly one message of the user or of tools"
@@ -161,7 +162,7 @@ class NamedTemplate:
         if not self.observation or self.tool_format is None:
             raise RowError("no-tools-in-template", "the template has no text for tools")
         answers = [self.tool_format.answer(self._text(message), i) for i, message in enumerate(messages, start=number)]
-        return (_fill(self.observation, self.observation_separator.join(answers)),)
+        return (fill(self.observation, content=self.observation_separator.join(answers)),)
 
     def _answer(self, message: Message, thinking: Thinking, is_history: bool, number: int) -> str:
         """Write what the assistant says and calls, without what ends it."""
@@ -188,7 +189,7 @@ class NamedTemplate:
         thinks = self.thinks and is_bare and (fills or not thinking.drop_history)
         strips = thinks and not (only_calls and self.has_other_tools)
         text = self.assistant if is_last else self.followed or self.assistant
-        written = _fill(self.calls if only_calls else text, answer.lstrip("\n") if strips else answer)
+        written = fill(self.calls if only_calls else text, content=answer.lstrip("\n") if strips else answer)
         if not thinks:
             return Turn(asked, (written,), message.trained)
         if thinking.enable:
@@ -197,11 +198,6 @@ class NamedTemplate:
 
     def _text(self, message: Message) -> str:
         return message.content.strip() if message.role in self.trims else message.content
-
-
-def _fill(text: str, content: str) -> str:
-    before, _, after = text.partition("{content}")
-    return f"{before}{content}{after}"
 
 
 def _named(name: str) -> NamedTemplate:
