@@ -22,7 +22,7 @@ from megatune.launch.output import outlive_reader
 from megatune.launch.report import outcome_text, raised_outcome
 from megatune.launch.torchrun import follow_stops, handle_stops, is_first, tell
 from megatune.launch.world import RankEnv
-from megatune.processes import without_unused
+from megatune.processes import quick_imports
 
 Target = Callable[[RankContext, dict[str, Any]], int | None]
 
@@ -32,7 +32,7 @@ EXIT_SECONDS = 120.0  # from the target's return to the end of the interpreter
 def load_target(target: str) -> Target:
     """Import "package.module:function"."""
     module, _, function = target.partition(":")
-    with without_unused():
+    with quick_imports():
         return getattr(importlib.import_module(module), function)
 
 

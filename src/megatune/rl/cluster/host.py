@@ -22,7 +22,7 @@ from megatune.launch.context import RankContext, die_with_parent, log_path, set_
 from megatune.launch.failure import Failure, describe_failure, error_path, write_failure
 from megatune.launch.rank_main import print_failure
 from megatune.launch.world import RankEnv
-from megatune.processes import without_unused
+from megatune.processes import quick_imports
 from megatune.rl.cluster.timeline import Timeline
 
 
@@ -70,7 +70,7 @@ class _Process:
 
         def create() -> None:
             module, _, name = target.partition(":")
-            with without_unused():
+            with quick_imports():
                 role = getattr(importlib.import_module(module), name)
             self._object = role(self._context, **arguments)
 
