@@ -26,14 +26,12 @@ from adapter_kit import (
 from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
-from megatune.bridge.adapter_files import open_adapter, write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import MergedFolder, open_adapter, write_adapter, write_adapter_config
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.merged import MergedFolder
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture
-from megatune.families.peft_form import peft_problems
-from megatune.families.peft_settings import settings_of
+from megatune.families.peft_form import peft_problems, settings_of
 from megatune.families.weights import Segment
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

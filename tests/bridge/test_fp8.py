@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatune.bridge.assemble import assemble
-from megatune.bridge.fp8 import dequantize
+from megatune.bridge.block_formats import dequantize_fp8
 from megatune.bridge.merged_model import MergedModel
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -27,7 +27,7 @@ from megatune.families.table import Box, whole_box
 from megatune.training.checkpoint import CheckpointFiles
 from megatune.training.merge import merge_adapters
 from megatune.training.train_state import TrainState
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 
 LAYOUTS = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 CHOSEN = ("ep2", "ep2 etp2 tp2 sp")
@@ -73,7 +73,7 @@ def test_every_number_is_transformers():
     """Of whole blocks; Transformers refuses matrices that have others. All 256 numbers, nan included."""
     values = torch.arange(256, dtype=torch.uint8).repeat(256, 2).view(256, 512).view(torch.float8_e4m3fn)
     scales = torch.rand(2, 4, generator=torch.Generator().manual_seed(7))
-    ours = dequantize(values, scales, whole_box((256, 512)))
+    ours = dequantize_fp8(values, scales, whole_box((256, 512)))
     theirs = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
     assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 

@@ -28,9 +28,8 @@ from model_sizes import MakeModel
 from safetensors.torch import load_file, save_file
 
 from megatune.bridge import merged_model
-from megatune.bridge.adapter_files import open_adapter, write_adapter, write_adapter_config
+from megatune.bridge.adapter_files import MergedFolder, open_adapter, write_adapter, write_adapter_config
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.merged import MergedFolder
 from megatune.bridge.merged_model import MergedModel
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.weights import Segment

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatune.bridge.assemble import assemble, open_checkpoint
+from megatune.bridge.block_formats import dequantize_mxfp4
 from megatune.bridge.merged_model import MergedModel
-from megatune.bridge.mxfp4 import dequantize
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
@@ -50,7 +50,7 @@ def expected(folder: Path) -> dict[str, Tensor]:
 def test_every_number_and_scale_is_theirs():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(256, 16, 1, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 16, 1).contiguous()
-    ours = torch.stack([dequantize(*each) for each in zip(blocks, scales, strict=True)])
+    ours = torch.stack([dequantize_mxfp4(*each) for each in zip(blocks, scales, strict=True)])
     theirs = convert_moe_packed_tensors(blocks, scales)
     assert torch.equal(ours.transpose(1, 2).contiguous().view(torch.int16), theirs.view(torch.int16))
 

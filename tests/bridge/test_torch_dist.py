@@ -16,7 +16,7 @@ from torch_dist_kit import to_mcore
 
 from megatune.bridge.assemble import load_model, open_checkpoint
 from megatune.bridge.merged_model import MergedModel
-from megatune.bridge.torch_dist.files import TorchDistFiles
+from megatune.bridge.torch_dist.export import TorchDistFiles
 from megatune.bridge.torch_dist.table import read_table
 from megatune.config.settings import Settings
 from megatune.engine.groups import build

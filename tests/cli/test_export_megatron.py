@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str]) 
 # A process that is killed when it has written so many chunks.
 KILLED = """
 import os, signal, sys
-from megatune.bridge.torch_dist.files import TorchDistFiles
+from megatune.bridge.torch_dist.export import TorchDistFiles
 from megatune.cli.main import main
 
 add, left = TorchDistFiles.add, iter(range(20))

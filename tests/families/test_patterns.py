@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatune.errors import ExitCode, MegatuneError
-from megatune.families.patterns import is_whole_match
+from megatune.families.selection import is_whole_match
 
 MODULE = "model.layers.10.self_attn.q_proj"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatune.bridge.torch_dist.pickles import load_metadata
+from megatune.bridge.torch_dist.table import load_metadata
 from megatune.data.encode import load_tokenizer
 from megatune.data.rows import TokenRows
 from megatune.data.sources import resolve_datasets

@@ -27,7 +27,7 @@ from megatune.generation.adapters import adapted_model
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions
 from megatune.generation.transformers_backend import TransformersBackend
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.reference import checkpoint_tensors
 
 MakeModel = Callable[..., Path]

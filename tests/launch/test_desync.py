@@ -15,7 +15,7 @@ from pool import RankPool
 
 from megatune.engine.collectives import recent_operations
 from megatune.launch.context import RankContext, watch_signals
-from megatune.launch.desync import find_desync, leave_operations, operations_path
+from megatune.launch.failure import find_desync, leave_operations, operations_path
 from megatune.launch.world import RankEnv
 
 SUM = "all_reduce"

@@ -11,8 +11,14 @@ import pytest
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext, heartbeat_path, log_path, read_beat
-from megatune.launch.desync import operations_path, waits_on_device
-from megatune.launch.failure import Kind, describe_failure, read_failure, write_failure
+from megatune.launch.failure import (
+    Kind,
+    describe_failure,
+    operations_path,
+    read_failure,
+    waits_on_device,
+    write_failure,
+)
 from megatune.launch.processes import RankState
 from megatune.launch.report import RankActivity, ended_by_watchdog, find_hung, first_cause, hang_reason
 from megatune.launch.world import RankEnv

@@ -12,9 +12,8 @@ from pool import RankPool
 from megatune.bridge.assemble import assemble
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
-from megatune.verify.compare import Difference, Errors, compare, judge
 from megatune.verify.measure import measure
-from megatune.verify.numbers import Numbers
+from megatune.verify.numbers import Difference, Errors, Numbers, compare, judge
 from megatune.verify.samples import Sample
 
 # Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.

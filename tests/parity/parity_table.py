@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.families.evidence import MEASURED
-from megatune.verify.compare import (
+from megatune.verify.numbers import (
     GRADIENT_TOLERANCE,
     LOGITS_TOLERANCE,
     LOSS_TOLERANCE,

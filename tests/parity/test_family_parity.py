@@ -8,8 +8,7 @@ from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_l
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
 from mxfp4_kit import as_published
 
-from megatune.verify.compare import compare, judge
-from megatune.verify.numbers import Numbers
+from megatune.verify.numbers import Numbers, compare, judge
 from megatune.verify.samples import random_samples
 
 ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}

@@ -34,7 +34,7 @@ from megatune.objectives.kto import KTO
 from megatune.objectives.preference import REFERENCE
 from megatune.training.loaders import Loaders
 from megatune.training.train_step import train_step
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.reference import load_reference_model
 
 PROMPTS, ANSWERS = (7, 3, 12, 5, 9, 4, 6, 8), (9, 14, 3, 8, 5, 17, 2, 11)

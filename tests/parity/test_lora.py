@@ -31,10 +31,9 @@ from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import step
 from megatune.families import load_architecture
-from megatune.verify.adapters import write_random_adapter
-from megatune.verify.compare import WHOLE_GRADIENT, compare, judge
+from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.measure import measure_loss
-from megatune.verify.numbers import Numbers
+from megatune.verify.numbers import WHOLE_GRADIENT, Numbers, compare, judge
 from megatune.verify.reference import compute_reference, load_reference_model, write_reference
 from megatune.verify.samples import Sample, random_samples
 

@@ -1,6 +1,6 @@
 """Logits, loss and every parameter's gradient against Transformers: every dense family, every layout.
 
-Tolerances are those of megatune.verify.compare. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
+Tolerances are those of megatune.verify.numbers. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
 to docs/parity.md.
 """
 
@@ -19,9 +19,8 @@ from megatune.config.settings import Settings
 from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.optimizer import load_scalars, scalars
 from megatune.engine.optimizer import step as optimizer_step
-from megatune.verify.compare import compare, judge
 from megatune.verify.measure import measure_loss, shard_samples
-from megatune.verify.numbers import Numbers
+from megatune.verify.numbers import Numbers, compare, judge
 from megatune.verify.reference import compute_reference, load_reference_model
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, random_samples
 
@@ -96,7 +95,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
 
 
 # 16 bits. Errors are measured against fp32 with the same, rounded, weights; ours may be at most 1.5 times (a single
-# parameter: 2 times) those that Transformers makes in the same dtype; megatune.verify.compare says why. An absolute
+# parameter: 2 times) those that Transformers makes in the same dtype; megatune.verify.numbers says why. An absolute
 # bound would say less: bf16 has 8 bits of mantissa, 0.4 % a rounding, and how they add up depends on the model.
 
 

@@ -23,7 +23,7 @@ from megatune.families import load_architecture
 from megatune.objectives import preference
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.reference import load_reference_model
 
 SHAPE = Shape(beta=0.3, smoothing=0.05, gamma=0.4, reward_shift=0.2)

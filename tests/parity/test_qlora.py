@@ -26,9 +26,8 @@ from megatune.families.weights import Role
 from megatune.plan.memory.parameters import saved_bytes
 from megatune.plan.memory.tensors import stage_chunks
 from megatune.training.train_step import train_step
-from megatune.verify.compare import compare, judge
 from megatune.verify.measure import shard_samples
-from megatune.verify.numbers import Numbers, write_gradients, write_logits, write_loss
+from megatune.verify.numbers import Numbers, compare, judge, write_gradients, write_logits, write_loss
 from megatune.verify.reference import load_reference_model
 from megatune.verify.samples import Sample, random_samples
 

@@ -27,7 +27,7 @@ from megatune.bridge.peft_model import apply_adapter
 from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.families import load_architecture
 from megatune.families.peft_tensors import PREFIX
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 
 VOCABULARY = 300  # and a token that pads
 # With SGD weights are rounded by as much as is tolerated in several steps.

@@ -27,7 +27,7 @@ from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.objectives import preference
 from megatune.objectives.preference import Reward
 from megatune.training.train_step import train_step
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 
 OBJECTIVE, MARGINS = Reward(centering=0.02), (0.5, 0.0, -0.25, 1.0, 0.0, 2.0, 0.125)
 FAMILIES = {"qwen3": False, "qwen3, tied": True, "llama": False, "qwen3_moe": False}

@@ -22,7 +22,7 @@ from trl_kit import PROMPTS_OF_ORPO, Steps, trl_steps
 from megatune.families import load_architecture
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference
-from megatune.verify.adapters import write_random_adapter
+from megatune.verify.checkpoints import write_random_adapter
 
 SHAPE = Shape(beta=0.3, smoothing=0.1, gamma=0.4)
 LOSSES: dict[str, Preference] = {

@@ -22,9 +22,8 @@ from megatune.data.rows import IGNORE_INDEX
 from megatune.engine import groups, step
 from megatune.families import load_architecture
 from megatune.training.train_step import train_step
-from megatune.verify.compare import WHOLE_GRADIENT, compare, judge
 from megatune.verify.measure import shard_samples
-from megatune.verify.numbers import Numbers
+from megatune.verify.numbers import WHOLE_GRADIENT, Numbers, compare, judge
 from megatune.verify.samples import Sample, SamplePicture, random_samples
 
 # The first chunk of two stages with two virtual stages has two of them, as many as deepstack mergers feed.

@@ -9,9 +9,8 @@ import torch
 from pool import RankPool
 from runs import settings_of, tensors, train
 
-from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.adapter_files import MergedFolder, open_adapter
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.merged import MergedFolder
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.families.weights import Segment

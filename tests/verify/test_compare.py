@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatune.verify.compare import compare
-from megatune.verify.numbers import Numbers, write_gradients, write_logits, write_loss
+from megatune.verify.numbers import Numbers, compare, write_gradients, write_logits, write_loss
 
 
 def numbers(folder: Path, first: float, second: float) -> Numbers:

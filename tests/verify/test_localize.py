@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.families import FAMILIES, load_architecture
-from megatune.verify.compare import Difference, compare, judge
 from megatune.verify.localize import Location, forward_order, locate, place_of_weight
 from megatune.verify.measure import measure
-from megatune.verify.numbers import Numbers, Trace, write_trace
+from megatune.verify.numbers import Difference, Numbers, Trace, compare, judge, write_trace
 from megatune.verify.reference import write_reference
 from megatune.verify.samples import Sample, random_pictures, random_samples
 

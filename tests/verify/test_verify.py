@@ -25,8 +25,8 @@ from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.families.scores import as_saved
 from megatune.launch.world import LOOPBACK, World, find_free_port
-from megatune.verify.adapters import write_random_adapter
-from megatune.verify.compare import Difference, Errors, judge_alike
+from megatune.verify.checkpoints import write_random_adapter
+from megatune.verify.numbers import Difference, Errors, judge_alike
 from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
 from megatune.verify.samples import random_pictures, random_samples
 

@@ -16,7 +16,7 @@ from megatune.config.settings import FinetuningSettings, ParallelSettings, Setti
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.world import LOOPBACK, World, find_free_port
-from megatune.verify.adapters import is_new, with_adapters, write_random_adapter
+from megatune.verify.checkpoints import is_new, with_adapters, write_random_adapter
 from megatune.verify.run import show, verify_layout
 from megatune.verify.samples import random_samples
 

@@ -17,11 +17,10 @@ from torch.distributed import ProcessGroup
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.adapters import InitialScore, weight_sources
 from megatune.bridge.file_set import NOTHING_CARRIED, CarriedTensors, united
 from megatune.bridge.parameters import LocalParameter, local_parameters
-from megatune.bridge.quantized import fill_quantized
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
+from megatune.bridge.sources import InitialScore, fill_quantized, weight_sources
 from megatune.bridge.torch_dist.source import TorchDistFolder, torch_dist_files
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import merge_product
 from megatune.bridge.assemble import LoadedModel
-from megatune.bridge.merged import merge_product
 from megatune.bridge.parameters import Holders, Piece, gather_piece, holders_of
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters

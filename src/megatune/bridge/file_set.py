@@ -109,8 +109,8 @@ class FileSet:
     @property
     def num_bytes(self) -> int:
         """Of the tensors that this rank writes."""
-        entries = [entry for file in self._planned if self._is_mine(file) for entry in file.entries]
-        return sum(entry.num_bytes for entry in [*entries, *self._carried_entries()])
+        planned = sum(entry.num_bytes for file in self._planned if self._is_mine(file) for entry in file.entries)
+        return planned + (0 if self._of_carried is None else self._of_carried.num_bytes)
 
     def files(self) -> Iterator[WrittenFile]:
         """Yield the files that this rank writes; collective over all ranks.
@@ -131,9 +131,6 @@ class FileSet:
         if self._of_carried is not None:
             yield self._of_carried
         yield from self._index()
-
-    def _carried_entries(self) -> Sequence[TensorEntry]:
-        return self._of_carried.entries if self._of_carried is not None else ()
 
     @staticmethod
     def _is_mine(file: _File) -> bool:

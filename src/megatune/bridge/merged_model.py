@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.adapter_files import MergedFolder, open_adapter
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.file_set import cut_into_files
 from megatune.bridge.file_stream import TensorFile, index_files
-from megatune.bridge.merged import MergedFolder
 from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE

@@ -15,7 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatune.bridge import fp8, mxfp4
+from megatune.bridge.block_formats import (
+    FP8_BLOCK,
+    FP8_DTYPE,
+    FP8_SCALES,
+    MXFP4_BLOCK,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    fp8_grid,
+    fp8_names,
+    mxfp4_names,
+)
 from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
@@ -132,26 +144,26 @@ class SafetensorsFolder(ModelFolder):
             if not is_inside or sum(part.box.numel for part in parts) != all_of_it.numel:
                 raise self._parts_missing(whole)
         self.places: Mapping[str, FileTensor] = {}
-        self._packed = mxfp4.packed(self._file_of)
+        self._packed = mxfp4_names(self._file_of)
         for name in self._packed:
             self._shapes[name] = self._packed_shape(name)
-        self._scaled = fp8.scaled(self._file_of)
+        self._scaled = fp8_names(self._file_of)
         for name in self._scaled:
             self._check_scales(name)
 
     def _packed_shape(self, name: str) -> tuple[int, ...]:
-        blocks, scales = (self._header(name + part)[1] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+        blocks, scales = (self._header(name + part)[1] for part in (MXFP4_BLOCKS, MXFP4_SCALES))
         *outer, rows, count = scales.shape
-        if len(outer) != 1 or blocks.shape != (*outer, rows, count, mxfp4.BLOCK // 2):
+        if len(outer) != 1 or blocks.shape != (*outer, rows, count, MXFP4_BLOCK // 2):
             what = f"{name} has blocks {list(blocks.shape)} and scales {list(scales.shape)}"
             why = "MXFP4 has one scale for each block of 32 values, of experts' matrices"
             raise MegatuneError(Finding(what, str(self.folder), why, "copy the checkpoint again"), ExitCode.INPUT)
-        return *outer, count * mxfp4.BLOCK, rows
+        return *outer, count * MXFP4_BLOCK, rows
 
     def _check_scales(self, name: str) -> None:
-        (_, values), (_, scales) = self._header(name), self._header(name + fp8.SCALES)
-        expected = tuple(-(-size // fp8.BLOCK) for size in values.shape)
-        if values.dtype != fp8.DTYPE or len(expected) != 2 or scales.shape != expected:
+        (_, values), (_, scales) = self._header(name), self._header(name + FP8_SCALES)
+        expected = tuple(-(-size // FP8_BLOCK) for size in values.shape)
+        if values.dtype != FP8_DTYPE or len(expected) != 2 or scales.shape != expected:
             what = f"{name} is {values.dtype} {list(values.shape)} and its scales {list(scales.shape)}"
             why = "fp8 is read as matrices, with one scale for each block of 128 rows and 128 columns"
             fix = "copy the checkpoint again, or give the model in bfloat16"
@@ -171,8 +183,8 @@ class SafetensorsFolder(ModelFolder):
 
     def names(self) -> set[str]:
         parts = {part.entry for each in self._parts.values() for part in each}
-        parts |= {name + part for name in self._packed for part in (mxfp4.BLOCKS, mxfp4.SCALES)}
-        parts |= {name + fp8.SCALES for name in self._scaled}
+        parts |= {name + part for name in self._packed for part in (MXFP4_BLOCKS, MXFP4_SCALES)}
+        parts |= {name + FP8_SCALES for name in self._scaled}
         return {*self._file_of.keys() - parts, *self._parts, *self._packed}
 
     def files(self) -> list[Path]:
@@ -202,8 +214,8 @@ class SafetensorsFolder(ModelFolder):
         file, header = self._opened(name)
         if (found := header.get(entry)) is None:
             raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index says is there")
-        is_packed = found.dtype == "U8" and entry.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) in self._packed
-        is_packed |= found.dtype == fp8.DTYPE and entry + fp8.SCALES in self._file_of
+        is_packed = found.dtype == "U8" and entry.removesuffix(MXFP4_BLOCKS).removesuffix(MXFP4_SCALES) in self._packed
+        is_packed |= found.dtype == FP8_DTYPE and entry + FP8_SCALES in self._file_of
         if found.dtype not in _DTYPES and not is_packed:
             what, fix = f"{entry} is {found.dtype}", "give the model in bfloat16, float16 or float32"
             why = "tensors are read in 16 or 32 bits"
@@ -295,22 +307,22 @@ class SafetensorsFolder(ModelFolder):
 
     def _descaled(self, name: str, whole: Box, box: Box) -> Tensor:
         """Read a box of a matrix in fp8, bf16."""
-        scales = whole_box(self._header(name + fp8.SCALES)[1].shape)
+        scales = whole_box(self._header(name + FP8_SCALES)[1].shape)
         values = self._stored(name, whole, box).view(torch.float8_e4m3fn)
-        return fp8.dequantize(values, self._stored(name + fp8.SCALES, scales, fp8.grid(box)), box)
+        return dequantize_fp8(values, self._stored(name + FP8_SCALES, scales, fp8_grid(box)), box)
 
     def _unpacked(self, name: str, box: Box, index: int) -> Tensor:
         """Read a box of the index-th matrix of a tensor in MXFP4, bf16, in whole blocks: its rows lie in columns."""
         _, columns, rows = self._shapes[name]
-        first, last = box.first // mxfp4.BLOCK, -(-box.last // mxfp4.BLOCK)
+        first, last = box.first // MXFP4_BLOCK, -(-box.last // MXFP4_BLOCK)
 
         def part(end: str, width: int) -> Tensor:
-            whole = Box(0, rows, 0, columns // mxfp4.BLOCK * width)
+            whole = Box(0, rows, 0, columns // MXFP4_BLOCK * width)
             return self._read_matrix(name + end, whole, Box(box.left, box.right, first * width, last * width), index)
 
-        blocks = part(mxfp4.BLOCKS, mxfp4.BLOCK // 2).unflatten(1, (last - first, -1))
-        values = mxfp4.dequantize(blocks, part(mxfp4.SCALES, 1))
-        skipped = first * mxfp4.BLOCK
+        blocks = part(MXFP4_BLOCKS, MXFP4_BLOCK // 2).unflatten(1, (last - first, -1))
+        values = dequantize_mxfp4(blocks, part(MXFP4_SCALES, 1))
+        skipped = first * MXFP4_BLOCK
         return values[:, box.first - skipped : box.last - skipped].T
 
     def _place(self, name: str) -> FileTensor:

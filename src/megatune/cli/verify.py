@@ -109,7 +109,7 @@ def _compare(
     from megatune.families.peft_config import has_score
     from megatune.families.scores import STAGE
     from megatune.verify import question
-    from megatune.verify.trained import trained_in
+    from megatune.verify.question import trained_in
 
     architecture = load_architecture(model.config_dir())
     if architecture.num_labels or any(map(has_score, adapters)):
@@ -121,8 +121,7 @@ def _compare(
     settings, world = question.checked(loaded, finetuning, architecture, samples, options.length)
     against = None if other is None else question.checked(other, finetuning, architecture, samples, options.length)
 
-    from megatune.verify.adapters import with_adapters
-    from megatune.verify.checkpoints import as_hugging_face
+    from megatune.verify.checkpoints import as_hugging_face, with_adapters
     from megatune.verify.run import RanksFailed, show, verify_layout, verify_layouts
 
     described = question.describe(settings, world) + (f" against {question.describe(*against)}" if against else "")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES
-from megatune.families.patterns import is_whole_match
-from megatune.families.selection import Selection, is_frozen
+from megatune.families.selection import Selection, is_frozen, is_whole_match
 from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weight, layers_of
 
 ALL_TARGETS = ("all", "all-linear")

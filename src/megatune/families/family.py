@@ -10,7 +10,7 @@ from typing import Any
 from megatune.architecture import Architecture, DeltaNet, MixtureOfExperts, MultiLatentAttention
 from megatune.encoders import Vision
 from megatune.errors import Finding
-from megatune.families.delta import LINEAR_ATTENTION, delta_problems
+from megatune.families.dense import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.rope import (
     FULL_ATTENTION,
@@ -67,7 +67,7 @@ class Family:
         windows: reads the window of each layer; () from it where none has one.
         problems: what else is wrong with a config.json, and why.
         vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
-        dequantized: methods of quantization whose files are read in 16 bits (`bridge.mxfp4`, `bridge.fp8`).
+        dequantized: methods of quantization whose files are read in 16 bits (`bridge.block_formats`).
         computed_as: the model_type whose classes of Transformers compute it, if it has none.
         forms: how checkpoints name and arrange tensors; the first where several fit.
         renamed: parts of tensors' names that Transformers' modules have by another name.

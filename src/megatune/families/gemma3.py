@@ -6,13 +6,24 @@ from typing import Any
 
 from megatune.encoders import PictureText, VisionLayers
 from megatune.families import gemma3_text
-from megatune.families.encoder import FORMS, PATCHES, WITH_VISION_MODEL, H, V, layers, projector, tower, with_bias
 from megatune.families.family import Config
 from megatune.families.values import side
-from megatune.families.vision import VisionDeclaration, as_decoder
+from megatune.families.vision import (
+    FORMS,
+    PATCH_SHAPE,
+    WITH_VISION_MODEL,
+    H,
+    V,
+    VisionDeclaration,
+    as_decoder,
+    layers,
+    projector,
+    tower,
+    with_bias,
+)
 
 ENCODER = (
-    *with_bias(tower, "patch_embed", "embeddings.patch_embedding", *PATCHES),
+    *with_bias(tower, "patch_embed", "embeddings.patch_embedding", *PATCH_SHAPE),
     tower("positions", "embeddings.position_embedding.weight", "vision.layers.num_positions", V, linear=False),
     *layers("encoder.layers.{layer}", {
         "norm1": "layer_norm1", "norm2": "layer_norm2",

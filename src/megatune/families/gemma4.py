@@ -8,11 +8,10 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.encoders import PictureText, VisionLayers
 from megatune.families import gemma4_text
-from megatune.families.encoder import H, V, layers, projector, tower
 from megatune.families.family import Config
 from megatune.families.sparse import fused_experts
 from megatune.families.values import side
-from megatune.families.vision import VisionDeclaration, as_decoder
+from megatune.families.vision import H, V, VisionDeclaration, as_decoder, layers, projector, tower
 from megatune.families.weights import HFTensor, Role
 
 _LAYER = "encoder.layers.{layer}"

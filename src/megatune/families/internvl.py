@@ -7,14 +7,24 @@ from typing import Any
 from megatune.encoders import PictureText, VisionLayers
 from megatune.families import qwen2, qwen3
 from megatune.families.dense import DECODER, QK_NORMS, QKV_BIAS
-from megatune.families.encoder import FORMS, PATCHES, H, V, layers, projector, tower, with_bias
 from megatune.families.family import Config
 from megatune.families.values import side
-from megatune.families.vision import VisionDeclaration, as_decoder
+from megatune.families.vision import (
+    FORMS,
+    PATCH_SHAPE,
+    H,
+    V,
+    VisionDeclaration,
+    as_decoder,
+    layers,
+    projector,
+    tower,
+    with_bias,
+)
 
 _LAYER = "encoder.layer.{layer}"
 ENCODER = (
-    *with_bias(tower, "patch_embed", "embeddings.patch_embeddings.projection", *PATCHES),
+    *with_bias(tower, "patch_embed", "embeddings.patch_embeddings.projection", *PATCH_SHAPE),
     tower("positions", "embeddings.position_embeddings", 1, "vision.layers.num_positions", V),
     tower("class_token", "embeddings.cls_token", 1, 1, V),
     *layers(_LAYER, {

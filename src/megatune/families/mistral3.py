@@ -7,9 +7,8 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.encoders import PictureText, VisionLayers
 from megatune.families import ministral3, mistral
-from megatune.families.encoder import FORMS, PATCHES, H, V, layers, projector, tower
 from megatune.families.family import Config, Family
-from megatune.families.vision import VisionDeclaration, as_decoder
+from megatune.families.vision import FORMS, PATCH_SHAPE, H, V, VisionDeclaration, as_decoder, layers, projector, tower
 
 
 def _has_bias(architecture: Architecture) -> bool:
@@ -18,7 +17,7 @@ def _has_bias(architecture: Architecture) -> bool:
 
 
 ENCODER = (
-    tower("patch_embed.weight", "patch_conv.weight", *PATCHES),
+    tower("patch_embed.weight", "patch_conv.weight", *PATCH_SHAPE),
     tower("pre_norm.weight", "ln_pre.weight", V),
     *layers("transformer.layers.{layer}", {
         "norm1": "attention_norm", "norm2": "ffn_norm",

@@ -13,7 +13,7 @@ from typing import Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.dense import SCORE
-from megatune.families.patterns import is_whole_match
+from megatune.families.selection import is_whole_match
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

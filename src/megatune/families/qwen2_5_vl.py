@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatune.families import qwen2, qwen2_vl
-from megatune.families.vision import ATTENTION, LAYER, MERGER, PATCHES, as_decoder, part, with_bias
+from megatune.families.vision import ATTENTION, LAYER, MERGER, PATCHES, as_decoder, part, part_with_bias
 from megatune.families.weights import Stack
 
 FAMILY = replace(
@@ -15,9 +15,9 @@ FAMILY = replace(
         part(Stack.VISION, f"{LAYER}.norm1.weight", "hidden_size"),
         part(Stack.VISION, f"{LAYER}.norm2.weight", "hidden_size"),
         *ATTENTION,
-        *with_bias(Stack.VISION, f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
-        *with_bias(Stack.VISION, f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
-        *with_bias(Stack.VISION, f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),
+        *part_with_bias(Stack.VISION, f"{LAYER}.mlp.gate_proj", "intermediate_size", "hidden_size"),
+        *part_with_bias(Stack.VISION, f"{LAYER}.mlp.up_proj", "intermediate_size", "hidden_size"),
+        *part_with_bias(Stack.VISION, f"{LAYER}.mlp.down_proj", "hidden_size", "intermediate_size"),
         part(Stack.PROJECTOR, "merger.ln_q.weight", "hidden_size"),
         *MERGER,
     ),

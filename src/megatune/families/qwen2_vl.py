@@ -13,7 +13,7 @@ from megatune.families.vision import (
     PATCHES,
     VisionDeclaration,
     as_decoder,
-    with_bias,
+    part_with_bias,
 )
 from megatune.families.weights import Stack
 from megatune.rope_scaling import MultimodalRope
@@ -38,9 +38,9 @@ FAMILY = replace(
         PATCHES,
         *LAYER_NORMS,
         *ATTENTION,
-        *with_bias(Stack.VISION, f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
-        *with_bias(Stack.VISION, f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
-        *with_bias(Stack.PROJECTOR, "merger.ln_q", "hidden_size"),
+        *part_with_bias(Stack.VISION, f"{LAYER}.mlp.fc1", "intermediate_size", "hidden_size"),
+        *part_with_bias(Stack.VISION, f"{LAYER}.mlp.fc2", "hidden_size", "intermediate_size"),
+        *part_with_bias(Stack.PROJECTOR, "merger.ln_q", "hidden_size"),
         *MERGER,
     ),
     vision=VISION,

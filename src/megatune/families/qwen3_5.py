@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from megatune.families import qwen3_next, qwen3_vl
-from megatune.families.delta import DELTA_NETS, DIMENSIONS
-from megatune.families.dense import DECODER, QK_NORMS
+from megatune.families.dense import DECODER, DELTA_NETS, DIMENSIONS, QK_NORMS
 from megatune.families.family import Family
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.vision import as_decoder

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from megatune.families import qwen3_5, qwen3_next
-from megatune.families.delta import DELTA_NETS, DIMENSIONS
-from megatune.families.dense import DECODER, QK_NORMS
+from megatune.families.dense import DECODER, DELTA_NETS, DIMENSIONS, QK_NORMS
 from megatune.families.forms import AS_MAPPED
 from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, fused_experts, shared_experts
 from megatune.families.vision import as_decoder

@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta nets in most layers, gated attention in the others, and a gated shared expert."""
 
-from megatune.families.delta import DIMENSIONS, GROUPED_DELTA_NETS, delta_nets
-from megatune.families.dense import DECODER, QK_NORMS
+from megatune.families.dense import DECODER, DIMENSIONS, GROUPED_DELTA_NETS, QK_NORMS, delta_nets
 from megatune.families.family import Family
 from megatune.families.qwen2_moe import read_experts
 from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, shared_experts

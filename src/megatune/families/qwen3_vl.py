@@ -11,7 +11,7 @@ from megatune.families.vision import (
     VisionDeclaration,
     as_decoder,
     part,
-    with_bias,
+    part_with_bias,
 )
 from megatune.families.weights import Stack, Weight
 from megatune.rope_scaling import MultimodalRope
@@ -22,9 +22,9 @@ _DEEPSTACK = "deepstack_merger_list.{layer}"
 def _merger(stack: Stack, name: str, normalized: str) -> tuple[Weight, ...]:
     """Declare a merger, and the size of what its norm is applied to."""
     return (
-        *with_bias(stack, f"{name}.norm", normalized),
-        *with_bias(stack, f"{name}.linear_fc1", "merged_size", "merged_size"),
-        *with_bias(stack, f"{name}.linear_fc2", "out_hidden_size", "merged_size"),
+        *part_with_bias(stack, f"{name}.norm", normalized),
+        *part_with_bias(stack, f"{name}.linear_fc1", "merged_size", "merged_size"),
+        *part_with_bias(stack, f"{name}.linear_fc2", "out_hidden_size", "merged_size"),
     )
 
 
@@ -34,8 +34,8 @@ ENCODER = (
     part(Stack.VISION, "pos_embed.weight", "num_position_embeddings", "hidden_size", linear=False),
     *LAYER_NORMS,
     *ATTENTION,
-    *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
-    *with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
+    *part_with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
+    *part_with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
     # The last layer's merger normalizes patches, those of earlier layers what patches are merged to.
     *_merger(Stack.PROJECTOR, "merger", "hidden_size"),
     *_merger(Stack.DEEPSTACK, _DEEPSTACK, "merged_size"),

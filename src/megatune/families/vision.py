@@ -1,4 +1,8 @@
-"""What a vision-language family declares beside its decoder: how vision_config is read, and the encoder's tensors."""
+"""What a vision-language family declares beside its decoder: how vision_config is read, and the encoder's tensors.
+
+An encoder is Transformers' module, with its names, or the engine's own: its tensors are declared by the names that they
+have in Transformers' modules, which call it `vision_tower` and its projector `multi_modal_projector`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from megatune.encoders import Vision
-from megatune.families.forms import CheckpointForm
+from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.weights import HFTensor, Stack, TensorLayout, Weight
 from megatune.rope_scaling import MultimodalRope
 
 if TYPE_CHECKING:
     from megatune.families.family import Family
+
 
 LAYER = "blocks.{layer}"
 _SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")
@@ -146,7 +151,7 @@ def part(stack: Stack, name: str, *shape: str, linear: bool = True) -> Weight:
     )
 
 
-def with_bias(stack: Stack, name: str, *shape: str) -> tuple[Weight, Weight]:
+def part_with_bias(stack: Stack, name: str, *shape: str) -> tuple[Weight, Weight]:
     """Declare a linear layer, or a LayerNorm, by the shape of its weight."""
     return part(stack, f"{name}.weight", *shape), part(stack, f"{name}.bias", *shape[:1])
 
@@ -158,14 +163,74 @@ PATCHES = part(
 )  # fmt: skip
 # The first one has rows of all queries, then of all keys, then of all values.
 ATTENTION = (
-    *with_bias(Stack.VISION, f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
-    *with_bias(Stack.VISION, f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
+    *part_with_bias(Stack.VISION, f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
+    *part_with_bias(Stack.VISION, f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
 )
 LAYER_NORMS = tuple(
-    weight for norm in ("norm1", "norm2") for weight in with_bias(Stack.VISION, f"{LAYER}.{norm}", "hidden_size")
+    weight for norm in ("norm1", "norm2") for weight in part_with_bias(Stack.VISION, f"{LAYER}.{norm}", "hidden_size")
 )
 # Qwen2-VL's and Qwen2.5-VL's, without its norm.
 MERGER = (
-    *with_bias(Stack.PROJECTOR, "merger.mlp.0", "merged_size", "merged_size"),
-    *with_bias(Stack.PROJECTOR, "merger.mlp.2", "out_hidden_size", "merged_size"),
+    *part_with_bias(Stack.PROJECTOR, "merger.mlp.0", "merged_size", "merged_size"),
+    *part_with_bias(Stack.PROJECTOR, "merger.mlp.2", "out_hidden_size", "merged_size"),
 )
+
+
+V, F, H = "vision.hidden_size", "vision.intermediate_size", "vision.out_hidden_size"
+PATCH_SHAPE = (V, "vision.in_channels", "vision.patch_size", "vision.patch_size")
+_TOWER, _PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
+_SHAPES = {
+    **dict.fromkeys(("norm1", "norm2"), (V,)),
+    **dict.fromkeys((f"attention.{each}_proj" for each in "qkvo"), (V, V)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (F, V)),
+    "mlp.down_proj": (V, F),
+}
+_DECODER = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    (_PROJECTOR, "multi_modal_projector."),
+)
+# As Transformers saves checkpoints, and most are published.
+SAVED = CheckpointForm(prefixes=(*_DECODER, (_TOWER, "vision_tower.")))
+FORMS = (SAVED, AS_MAPPED)
+# As Google publishes them.
+WITH_VISION_MODEL = CheckpointForm(prefixes=(*_DECODER, (_TOWER, "vision_tower.vision_model.")))
+
+
+def tower(engine: str, name: str, *shape: str | int, stack: Stack = Stack.VISION, **declared: Any) -> Weight:
+    """Declare a tensor of the encoder, by its names in the engine's and in Transformers' module."""
+    tensor = HFTensor((_TOWER if stack is Stack.VISION else _PROJECTOR) + name, shape)
+    return Weight(
+        f"vision_model.{engine}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers="vision.depth", **declared
+    )
+
+
+def projector(engine: str, name: str, *shape: str | int, **declared: Any) -> Weight:
+    """Declare a tensor of the projector."""
+    return tower(f"projector.{engine}", name, *shape, stack=Stack.PROJECTOR, **declared)
+
+
+def with_bias(declare: Any, engine: str, name: str, *shape: str | int, **declared: Any) -> tuple[Weight, ...]:
+    """Declare weight and bias of a module by `tower` or `projector`, from the weight's shape."""
+    return (
+        declare(f"{engine}.weight", f"{name}.weight", *shape, **declared),
+        declare(f"{engine}.bias", f"{name}.bias", *shape[:1], **declared),
+    )
+
+
+def layers(path: str, names: Mapping[str, str], *, bias: bool = False) -> tuple[Weight, ...]:
+    """Declare the modules of a layer.
+
+    Args:
+        path: of a layer in Transformers' module, with {layer}.
+        names: of modules in it, by their names in the engine's layer.
+    """
+    return tuple(
+        tower(
+            f"layers.{{layer}}.{engine}.{end}",
+            f"{path}.{name}.{end}",
+            *_SHAPES[engine][: None if end == "weight" else 1],
+        )
+        for engine, name in names.items()
+        for end in (("weight", "bias") if bias else ("weight",))
+    )

@@ -198,6 +198,13 @@ def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
     threading.Thread(target=watch, name=name, daemon=True).start()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 

@@ -16,8 +16,7 @@ from typing import IO, Any
 
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path, watch_signals
-from megatune.launch.desync import leave_operations
-from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure
+from megatune.launch.failure import Failure, Kind, describe_failure, error_path, leave_operations, write_failure
 from megatune.launch.output import outlive_reader
 from megatune.launch.report import outcome_text, raised_outcome
 from megatune.launch.torchrun import follow_stops, handle_stops, is_first, tell

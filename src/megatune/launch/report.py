@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding
-from megatune.launch.context import heartbeat_path, log_path, read_beat
-from megatune.launch.desync import Desync, waits_on_device
-from megatune.launch.failure import Failure, Kind, error_path, read_failure
+from megatune.launch.context import heartbeat_path, log_path, read_beat, write_whole
+from megatune.launch.failure import Desync, Failure, Kind, error_path, read_failure, waits_on_device
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
@@ -341,6 +340,4 @@ def write_report(
         "traceback": outcome.traceback,
         "ranks": [_rank_entry(state) for state in ranks],
     }
-    draft = run_dir / f"{name}.draft"
-    draft.write_text(json.dumps(report, indent=1))
-    draft.replace(run_dir / name)
+    write_whole(run_dir / name, json.dumps(report, indent=1))

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
-from megatune.launch.desync import find_desync, operations_path
 from megatune.launch.devices import OomKills
-from megatune.launch.failure import Kind, error_path
+from megatune.launch.failure import Kind, error_path, find_desync, operations_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
 from megatune.launch.world import World, ensure_port_free
 

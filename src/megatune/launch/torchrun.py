@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext, watch_signals
+from megatune.launch.context import RankContext, watch_signals, write_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls the variable; other launchers set none
 # What is wrong with all ranks is told by the first of a machine. The others wait so long for it: they may have failed
@@ -86,10 +86,8 @@ def _write_error_file(text: str, exit_code: int, delay: int = 0) -> None:
     if path is None:
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()) + delay), "exit_code": int(exit_code)}
-    draft = path.with_suffix(".draft")
     with contextlib.suppress(OSError):  # the terminal says it too
-        draft.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        draft.replace(path)
+        write_whole(path, json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def handle_stops(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -14,7 +14,7 @@ from megatune.rehearse.ranks import Watcher, local_world, output_into, too_late
 
 if TYPE_CHECKING:
     from megatune.rehearse.acts import Scene
-    from megatune.verify.compare import Difference
+    from megatune.verify.numbers import Difference
 
 _ROWS, _LENGTH = 8, 48
 _MOST_NAMED = 5
@@ -27,7 +27,7 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
         limit: seconds of all of it.
     """
     settings = scene.settings
-    from megatune.verify.adapters import with_adapters
+    from megatune.verify.checkpoints import with_adapters
     from megatune.verify.run import RanksFailed, verify_layout
 
     model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir

@@ -20,14 +20,14 @@ from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers import linear
 from megatune.engine.layers.attention.choice import describe
 from megatune.engine.optimizer import shards_optimizer
-from megatune.families.adapter_words import (
+from megatune.families.quantized import form_of
+from megatune.families.trained import (
     adapted_modules,
+    frozen_parts,
     kind_of_adapters,
     num_adapter_parameters,
     whole_modules,
 )
-from megatune.families.quantized import form_of
-from megatune.families.trained import frozen_parts
 from megatune.hub.models import MAIN
 from megatune.plan.estimate import Estimate
 from megatune.plan.flops import num_parameters

@@ -11,10 +11,9 @@ import torch
 
 from megatune import __version__
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import open_adapter
+from megatune.bridge.adapter_files import MergedFolder, open_adapter
 from megatune.bridge.assemble import carried_tensors, open_checkpoint
 from megatune.bridge.file_set import MAX_FILE_BYTES
-from megatune.bridge.merged import MergedFolder
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.torch_dist.export import MegatronModel
 from megatune.config.values import counted

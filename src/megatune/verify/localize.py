@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatune.verify.compare import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, relative
-from megatune.verify.numbers import Trace
+from megatune.verify.numbers import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, Trace, relative
 
 VISION = "vision encoder"
 EMBEDDING = "embedding"

@@ -1,4 +1,5 @@
-"""Logits, loss and gradients of one computation, in a folder: models do not fit into memory twice.
+"""Logits, loss and gradients of one computation, in a folder, as models do not fit into memory twice; and the errors of
+one computation against another, with what they may be.
 
 loss.json               {"loss": mean over all trained tokens}
 logits.safetensors      the sample's number -> its logits, [s, vocabulary]
@@ -9,9 +10,13 @@ trace-*.safetensors     sample's number/PLACE -> what was computed there, [s, ..
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -95,3 +100,152 @@ class Numbers:
 
 def _whole(folder: SafetensorsFolder, name: str) -> Tensor:
     return folder.read(Segment(name, 0, 0, folder.shape(name)[0]))
+
+
+# fp32: another order of the same sums. A gap of orders of magnitude is a bug.
+LOGITS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
+
+# 16 bits: our rounding errors against those that Transformers makes in the same dtype, both measured against fp32 with
+# the same weights. Tensor parallelism rounds each partial sum once more, before adding: of errors that are independent
+# and alike, 2 where there was 1 make up 1.41 times as much. Both errors are samples of a random quantity: that of a
+# norm or bias with few dozen elements scatters by some 20 %, that of all logits or of the whole gradient hardly.
+SIXTEEN_BIT_ROOM = 1.5
+SIXTEEN_BIT_PARAMETER_ROOM = 2.0
+
+WHOLE_GRADIENT = "gradient"
+
+# Gradients that are taken as one. The bias of keys that are not turned, as in an encoder with a table of positions,
+# adds the same to all scores of a query: its gradient is nothing but rounding, to be judged beside its matrix's.
+_KEYS = r"(\.vision_tower\..*\.k_proj)\.(weight|bias)$", r"\1.*"
+_EXPERTS = r"\.experts\.\d+\.", ".experts.*."
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far one computation is from the truth.
+
+    Attributes:
+        logits: the largest difference, as a share of the largest logit.
+        loss: relative.
+        gradient: relative L2 error of all gradients as one vector.
+        gradients: relative L2 error of each parameter's gradient, by Hugging Face name; infinite where only one of
+            the computations has it.
+        loss_reach: the relative error of the loss that these logits could make at most: a cross-entropy moves by up to
+            twice as much as the logits do.
+    """
+
+    logits: float
+    loss: float
+    gradient: float
+    gradients: dict[str, float]
+    loss_reach: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One compared quantity, or what one place of the model puts out.
+
+    Attributes:
+        name: "logits", "loss", "gradient" for all of it, a parameter's Hugging Face name for its own, or a place.
+        error: of a place relative L2 over all tokens of all samples; of a place's gradients the worst weight's.
+        worst: sample and token, both from 0, that most of a place's error is in; None where that is not known.
+        moved: tokens that a router sends to other experts; 0 elsewhere.
+    """
+
+    name: str
+    error: float
+    tolerance: float
+    worst: tuple[int, int] | None = None
+    moved: int = 0
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False) -> Errors:
+    """Return the errors of `computed`. What is not finite is infinitely wrong.
+
+    Args:
+        experts_together: take the gradients of all experts of a layer as one, named experts.*; for 16 bits, where
+            rounding decides which of two experts gets a token that suits both, and a single token is much to an expert.
+    """
+    gap, largest = 0.0, 0.0
+    for sample in range(truth.num_samples):
+        expected = truth.logits(sample).double()
+        gap = _worst(gap, (computed.logits(sample).double() - expected).abs().max().item())
+        largest = _worst(largest, expected.abs().max().item())
+    gaps = {name: _gradient_gap(computed, truth, name) for name in sorted(computed.names | truth.names)}
+    gaps = _together(gaps, *_KEYS)
+    if experts_together:
+        gaps = _together(gaps, *_EXPERTS)
+    return Errors(
+        logits=relative(gap, largest),
+        loss=relative(abs(computed.loss - truth.loss), abs(truth.loss)),
+        gradient=relative(*(math.hypot(*norms) for norms in zip(*gaps.values(), strict=True))),
+        gradients={name: relative(*norms) for name, norms in gaps.items()},
+        loss_reach=relative(2 * gap, abs(truth.loss)),
+    )
+
+
+def _gradient_gap(computed: Numbers, truth: Numbers, name: str) -> tuple[float, float]:
+    """L2 norms of the difference, infinite where one of the two has no such gradient, and of the truth."""
+    if name not in computed.names or name not in truth.names:
+        return math.inf, 1.0
+    expected = truth.gradient(name).double()
+    difference = computed.gradient(name).double() - expected
+    return torch.linalg.vector_norm(difference).item(), torch.linalg.vector_norm(expected).item()
+
+
+def _together(gaps: dict[str, tuple[float, float]], pattern: str, name_of_all: str) -> dict[str, tuple[float, float]]:
+    merged: dict[str, tuple[float, float]] = {}
+    for name, (gap, size) in gaps.items():
+        together = re.sub(pattern, name_of_all, name)
+        other_gap, other_size = merged.get(together, (0.0, 0.0))
+        merged[together] = math.hypot(gap, other_gap), math.hypot(size, other_size)
+    return merged
+
+
+def _worst(one: float, other: float) -> float:
+    """Return the larger one; unlike `max`, never loses a NaN."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def relative(gap: float, size: float) -> float:
+    """gap / size; infinite where either is not finite, or where there is a gap to nothing."""
+    if not math.isfinite(gap) or not math.isfinite(size):
+        return math.inf
+    if size == 0:
+        return 0.0 if gap == 0 else math.inf
+    return gap / size
+
+
+def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
+    """Return every quantity beside what its error may be.
+
+    Args:
+        stock: the errors of Transformers where 16 bits are computed in, None for fp32.
+    """
+    if stock is None:
+        logits, loss, gradient = LOGITS_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE
+        tolerances = dict.fromkeys(errors.gradients, GRADIENT_TOLERANCE)
+    else:
+        # A mean loss is right by chance more often than logits are, so its own error in Transformers is no measure.
+        logits, loss = SIXTEEN_BIT_ROOM * stock.logits, SIXTEEN_BIT_ROOM * stock.loss_reach
+        gradient = SIXTEEN_BIT_ROOM * stock.gradient
+        tolerances = {name: SIXTEEN_BIT_PARAMETER_ROOM * stock.gradients.get(name, 0.0) for name in errors.gradients}
+    return [
+        Difference("logits", errors.logits, logits),
+        Difference("loss", errors.loss, loss),
+        Difference(WHOLE_GRADIENT, errors.gradient, gradient),
+        *(Difference(name, error, tolerances[name]) for name, error in errors.gradients.items()),
+    ]
+
+
+def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
+    """Return two layouts in 16 bits, both measured against fp32 with the same weights: neither may err more than the
+    other by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
+    pairs = zip(judge(errors, others), judge(others, errors), strict=True)
+    return [max(pair, key=lambda one: one.error) for pair in pairs]

@@ -1,11 +1,13 @@
-"""What `megatune verify` computes: the layouts, checked together with the checkpoint, and its rows of random tokens."""
+"""What `megatune verify` computes: the layouts, checked together with the checkpoint, its rows of random tokens, and of
+which weights the gradients are compared: of all, or of adapters, in a folder or as settings say."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import Architecture
@@ -16,10 +18,13 @@ from megatune.config.settings import BatchSettings, FinetuningSettings, Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.launch.world import World, decide_world
-from megatune.verify.trained import of_adapters
 
 if TYPE_CHECKING:
+    from megatune.architecture import Architecture
+    from megatune.config.load import Loaded
+    from megatune.config.settings import FinetuningSettings
     from megatune.verify.samples import Sample
+
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
@@ -160,3 +165,51 @@ def describe(settings: Settings, world: World) -> str:
     if settings.finetuning.finetuning_type == "lora":
         split = [f"adapters of rank {settings.finetuning.lora_rank}", *split]
     return ", ".join(split) or "one process"
+
+
+_WHICH = ("finetuning_type", "adapter_name_or_path", "create_new_adapter")
+# What adapters are; an adapter in a folder has its own.
+_SHAPE = (
+    "lora_rank", "lora_alpha", "lora_target", "additional_target", "use_rslora", "use_dora",
+    "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_deepstack_mergers", "freeze_language_model",
+)  # fmt: skip
+
+
+def of_adapters(finetuning: FinetuningSettings) -> Iterator[str]:
+    """Yield the settings that say which gradients are compared, as "group.name"."""
+    names: tuple[str, ...] = _WHICH[1:] if finetuning.finetuning_type == "freeze" else _WHICH
+    if finetuning.finetuning_type == "lora" or finetuning.adapter_name_or_path:
+        names += _SHAPE
+    yield from (f"finetuning.{name}" for name in names)
+
+
+def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architecture) -> FinetuningSettings:
+    """Return settings of what is trained, and of nothing that is frozen, unless adapters are.
+
+    Args:
+        adapters: folders.
+
+    Raises:
+        MegatuneError: SETTINGS, where something is written that the last adapter says itself; INPUT, when that one,
+            whose gradients are to be compared, cannot be trained here.
+    """
+    finetuning = loaded.settings.finetuning
+    if not adapters and finetuning.finetuning_type != "lora":
+        if architecture.vision is None:
+            return finetuning
+        return type(finetuning)(freeze_vision_tower=False, freeze_multi_modal_projector=False)
+    own: dict[str, Any] = {"finetuning_type": "lora", "adapter_name_or_path": [str(folder) for folder in adapters]}
+    if adapters and not finetuning.create_new_adapter:
+        from megatune.families.peft_form import settings_of
+
+        if findings := list(_own_of(adapters[-1], loaded)):
+            raise MegatuneError(findings, ExitCode.SETTINGS)
+        own |= settings_of(adapters[-1], architecture)
+    return finetuning.model_copy(update=own)
+
+
+def _own_of(adapter: Path, loaded: Loaded) -> Iterator[Finding]:
+    for name in _SHAPE:
+        if (origin := loaded.origins[f"finetuning.{name}"]) != "default":
+            what, why = f"{name} has no part in verify", f"{adapter} says it itself"
+            yield Finding(what, origin, why, f"remove {name}, or add create_new_adapter=true")

@@ -18,9 +18,8 @@ from megatune.config.settings import PrecisionSettings, Settings
 from megatune.errors import ExitCode
 from megatune.launch.supervisor import Look, run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
-from megatune.verify.compare import WHOLE_GRADIENT, Difference, compare, judge, judge_alike
 from megatune.verify.localize import LOGITS, LOSS, Location, locate
-from megatune.verify.numbers import Numbers, Trace
+from megatune.verify.numbers import WHOLE_GRADIENT, Difference, Numbers, Trace, compare, judge, judge_alike
 from megatune.verify.samples import Sample
 
 _NUM_WORST = 10  # parameters

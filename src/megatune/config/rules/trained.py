@@ -15,9 +15,8 @@ from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
-from megatune.families.patterns import is_whole_match
 from megatune.families.peft_form import peft_problems
-from megatune.families.selection import is_frozen
+from megatune.families.selection import is_frozen, is_whole_match
 from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
 from megatune.families.weights import HFTensor, Stack, Weight, layers_of
 

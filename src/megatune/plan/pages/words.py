@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import counted
-from megatune.families.adapter_words import adapted_modules, kind_of_adapters, whole_modules
-from megatune.families.trained import frozen_parts
+from megatune.families.trained import adapted_modules, frozen_parts, kind_of_adapters, whole_modules
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine

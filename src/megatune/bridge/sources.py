@@ -1,0 +1,195 @@
+"""Where the weights of a run come from that are not in the model's files as the run has them: new adapters and scores,
+and matrices that it quantizes.
+
+Each Hugging Face matrix is read and quantized whole, one at a time, and cut then: the scales of a slice need all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.safetensors_files import TensorSource
+from megatune.config.settings import Settings
+from megatune.engine import device
+from megatune.engine.layers.quantized import QuantizedMatrix, quantize
+from megatune.families import FAMILIES
+from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
+from megatune.families.dense import SCORE
+from megatune.families.quantized import QuantizedForm, form_of, is_quantized
+from megatune.families.weights import Segment, Weight, all_shapes, hf_shapes
+
+
+class InitialAdapters(TensorSource):
+    """New adapters, as peft begins them: A uniform within ±1 / √in, B zero, lengths those of the base's rows.
+
+    Each A is drawn from the seed and its own name, so that every layout begins with the same ones.
+
+    Args:
+        base: what the lengths are read from.
+    """
+
+    def __init__(self, weights: Sequence[Weight], architecture: Architecture, base: TensorSource, seed: int) -> None:
+        self._base, self._seed = base, seed
+        self.shapes = all_shapes(weights, architecture)
+
+    def read(self, segment: Segment) -> Tensor:
+        shape = self.shapes[segment.name]
+        if segment.name.endswith(MAGNITUDE):
+            rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
+            return self._base.read(rows).float().norm(dim=1)
+        if segment.name.endswith(LORA_A):
+            return self.drawn(segment, 1 / math.sqrt(shape[1]))
+        return torch.zeros(segment.stop - segment.start, *shape[1:])
+
+    def drawn(self, segment: Segment, bound: float) -> Tensor:
+        """Draw a tensor uniformly within ±bound, and return the part of it."""
+        digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.empty(self.shapes[segment.name]).uniform_(-bound, bound, generator=generator)
+        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+
+class InitialScore(TensorSource):
+    """The score of a reward model that is made of a language model, as Transformers begins it: normal, with a standard
+    deviation of initializer_range.
+
+    It is drawn from the seed alone, so that every layout begins with the same one.
+    """
+
+    def __init__(self, architecture: Architecture, seed: int) -> None:
+        self.shapes = hf_shapes(SCORE, architecture, 0) if architecture.num_labels else {}
+        self._deviation, self._seed = architecture.initializer_range, seed
+
+    def read(self, segment: Segment) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed)
+        drawn = torch.empty(self.shape(segment.name)).normal_(0.0, self._deviation, generator=generator)
+        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+
+def weight_sources(
+    folder: TensorSource, architecture: Architecture, settings: Settings, adapter: Path | None
+) -> tuple[TensorSource, TensorSource | None]:
+    """Return what the model's own weights are read from, and what those of adapters and of modules trained whole are.
+
+    Args:
+        folder: the model's weights.
+        adapter: what a run resumes from; None for the last of `adapter_name_or_path`, or new adapters.
+
+    Returns:
+        The base, with the adapters before that merged into it; and None where there are no adapters.
+
+    Raises:
+        MegatuneError: INPUT, where an adapter cannot be used.
+    """
+    finetuning = settings.finetuning
+    if finetuning.finetuning_type != "lora":
+        return folder, None
+    chain = [Path(path) for path in finetuning.adapter_name_or_path]
+    last = None if finetuning.create_new_adapter or not chain else chain.pop()
+    merged = [open_adapter(path, architecture) for path in chain]
+    base: TensorSource = MergedFolder(folder, merged) if merged else folder
+    if (found := adapter or last) is not None:
+        return base, open_adapter(found, architecture, finetuning)
+    return base, InitialAdapters(
+        adapter_weights(architecture, finetuning),
+        architecture,
+        dequantized_source(base, architecture, settings),
+        settings.run.seed,
+    )
+
+
+# Rows of queries, keys and values are asked for in turn.
+_MOST_RECENT = 3
+
+
+@torch.no_grad()
+def fill_quantized(
+    target: QuantizedMatrix, source: TensorSource, segments: list[Segment], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Fill a quantized matrix from what its segments are parts of.
+
+    Args:
+        segments: of this rank's slice, in order.
+        shapes: of all Hugging Face matrices of the weight in this layer; of this rank's experts only.
+
+    Raises:
+        MegatuneError: INPUT, where a file is damaged.
+    """
+    first_statistics, num_statistics = dict[str, int](), 0
+    for name, shape in shapes.items():
+        first_statistics[name] = num_statistics
+        num_statistics += target.form.num_statistics(shape)
+    rows = dict(zip(segments, _first_rows(segments, shapes), strict=True))
+    target.allocate(next(iter(shapes.values()))[1], num_statistics)
+    for name, shape in shapes.items():
+        parts = [segment for segment in segments if segment.name == name]
+        if not parts:
+            continue
+        # From the dtype that is computed with.
+        values = source.read(Segment(name, 0, 0, shape[0])).to(device.current()).to(target.dtype)
+        whole = quantize(values, target.form)
+        for segment in parts:
+            cut, every = slice(segment.start, segment.stop), slice(0, shape[1 - segment.dim])
+            part = (cut, every) if segment.dim == 0 else (every, cut)
+            target.store(rows[segment], whole, part, first_statistics[name])
+
+
+def _first_rows(segments: list[Segment], shapes: dict[str, tuple[int, ...]]) -> list[int]:
+    """Return the row of the slice that each segment begins at."""
+    rows, row = [], 0
+    for segment in segments:
+        rows.append(row)
+        row += segment.stop - segment.start if segment.dim == 0 else shapes[segment.name][0]
+    return rows
+
+
+class DequantizedSource(TensorSource):
+    """What matrices are worth that a run quantizes, in place of those in the files: DoRA's first lengths are of them.
+
+    Args:
+        shapes: of the quantized ones, by name.
+    """
+
+    def __init__(
+        self, source: TensorSource, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, form: QuantizedForm
+    ) -> None:
+        self._source, self._shapes, self._dtype, self._form = source, shapes, dtype, form
+        self._recent: dict[str, Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, segment: Segment) -> Tensor:
+        if segment.name not in self._shapes:
+            return self._source.read(segment)
+        if segment.name not in self._recent:
+            if len(self._recent) == _MOST_RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            shape = self._shapes[segment.name]
+            values = QuantizedMatrix(shape, self._dtype, self._form)
+            fill_quantized(values, self._source, [Segment(segment.name, 0, 0, shape[0])], {segment.name: shape})
+            self._recent[segment.name] = values.dequantized().cpu()
+        return self._recent[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+
+def dequantized_source(source: TensorSource, architecture: Architecture, settings: Settings) -> TensorSource:
+    """Return the source, or where the run quantizes its base what quantizing makes of it."""
+    form = form_of(settings.finetuning)
+    if form is None:
+        return source
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    quantized = [weight for weight in weights if is_quantized(weight, settings.finetuning)]
+    return DequantizedSource(
+        source, all_shapes(quantized, architecture), getattr(torch, settings.precision.params_dtype), form
+    )
