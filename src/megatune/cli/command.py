@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,13 @@ class Command(Generic[G]):
                 findings.append(Finding(f"{word!r} is one word too many", self.program, fix=f"usage: {self.usage}"))
             else:
                 rest.append(word)
+
+
+def require(packages: Sequence[str], program: str, why: str, fix: str) -> None:
+    """Raise UNAVAILABLE where some of the packages that a verb runs on are not installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        finding = Finding(f"{' and '.join(missing)} not installed", program, why, fix)
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE)
 
 
 def unknown_verb(word: str, verbs: Sequence[str], parent: str) -> MegatuneError:

@@ -138,12 +138,16 @@ def _ask(options: NewOptions) -> tuple[Answers, NewRun | None]:
     from megatune.launch.devices import count_gpus
     from megatune.training.new_run import GOALS, Answers, draft, find_data, find_models
 
-    model = options.model or _answer("Model: a folder, or an id on a hub", _first(find_models), _not_empty)
-    data = options.data or _answer("Data: a file of rows", _first(find_data), _not_empty)
+    model = options.model or _answer("Model: a folder, or an id on a hub", _first(find_models), bool)
+    data = options.data or _answer("Data: a file of rows", _first(find_data), bool)
     gpus, gpu = options.gpus, options.gpu
     if gpus is None and gpu is None:
         here = f"this machine's {f'{count_gpus()} GPUs' if count_gpus() else 'CPU'}"
-        said = _answer("Machine: or a number and a kind of GPUs, such as 8 h100-80g", here, _machine(here))
+        said = _answer(
+            "Machine: or a number and a kind of GPUs, such as 8 h100-80g",
+            here,
+            lambda text: text == here or _OTHER_MACHINE.fullmatch(text) is not None,
+        )
         if (other := _OTHER_MACHINE.fullmatch(said)) is not None:
             gpus, gpu = int(other[1]), other[2]
     asked = Answers(model=model, data=data, goal=options.goal, gpus=gpus, gpu=gpu, output=options.output)
@@ -163,16 +167,8 @@ def _first(find: Callable[[Path], list[str]]) -> str:
     return next(iter(found), "")
 
 
-def _not_empty(text: str) -> bool:
-    return bool(text)
-
-
 def _yes_or_no(text: str) -> bool:
     return text.lower() in (*_YES, "n", "no")
-
-
-def _machine(here: str) -> Callable[[str], bool]:
-    return lambda text: text == here or _OTHER_MACHINE.fullmatch(text) is not None
 
 
 def _answer(question: str, default: str, fits: Callable[[str], bool]) -> str:

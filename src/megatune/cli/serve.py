@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megatune.cli.command import Command
+from megatune.cli.command import Command, require
 from megatune.config.options import Flag, Given
 from megatune.config.setting import Group, Positive
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding
 from megatune.generation.options import WriterOptions
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def serve(given: Given[ServeOptions]) -> int:
     options = given.options
     key = os.environ.get(_KEY) if options.api_key is None else options.api_key
     given.stop(_findings(options, key))
-    _check_installed()
+    require(("starlette", "uvicorn"), COMMAND.program, "the endpoint runs on it", "pip install 'megatune[serve]'")
     from megatune.generation.asked import checked
     from megatune.generation.endpoint.server import listening_socket
 
@@ -115,11 +114,3 @@ def _findings(options: ServeOptions, key: str | None) -> Iterator[Finding]:
     if key is not None and not key.strip():
         where = _KEY if options.api_key is None else "--api_key"
         yield Finding("is empty", where, "everyone would know it", "give a key, or leave it out")
-
-
-def _check_installed() -> None:
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        fix = "pip install 'megatune[serve]'"
-        finding = Finding(f"{' and '.join(missing)} not installed", "megatune serve", "the endpoint runs on it", fix)
-        raise MegatuneError(finding, ExitCode.UNAVAILABLE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import sys
@@ -12,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.cli.command import Command
-from megatune.config.options import Flag, Given
+from megatune.cli.command import Command, require
+from megatune.config.options import Flag
 from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -44,26 +43,19 @@ COMMAND = Command(
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Serve the page until SIGINT or SIGTERM."""
-    return serve(COMMAND.read(words))
-
-
-def serve(given: Given[UiOptions]) -> int:
     """Serve the page until SIGINT or SIGTERM.
 
     Raises:
         MegatuneError: (SETTINGS) options; (INPUT) there is no such folder; (UNAVAILABLE) the address is taken, or what
             is needed is not installed.
     """
+    given = COMMAND.read(words)
     options, root = given.options, Path(given.words[0] if given.words else ".")
     token = os.environ.get("MEGATUNE_UI_TOKEN") if options.token is None else options.token
     if token is not None and not (token.strip() and token.isascii()):
         given.findings.append(Finding("is empty, or has other characters than ASCII", "--token", fix="leave it out"))
     given.stop()
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        what, fix = f"{' and '.join(missing)} not installed", "pip install 'megatune[ui]'"
-        raise MegatuneError(Finding(what, COMMAND.program, "the page is served by it", fix), ExitCode.UNAVAILABLE)
+    require(("starlette", "uvicorn"), COMMAND.program, "the page is served by it", "pip install 'megatune[ui]'")
     if not root.is_dir():
         finding = Finding(f"{root} is not a folder", COMMAND.program, fix="give a folder with runs below it")
         raise MegatuneError(finding, ExitCode.INPUT)

@@ -274,20 +274,15 @@ class _Reading(Builder):
                 self.wrong(Written(entry, value, row.described(row.paths[0]), target))
         groups = {group: self.group(model, written[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
-        settings, steps = _described(Settings.model_validate(groups)), entries.get(ACCUMULATION)
+        settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
+        if settings.model.model_name_or_path is None and settings.model.mcore_model is not None:
+            # Weights that are named alone say themselves what the model is.
+            settings = with_settings(settings, {"model.model_name_or_path": settings.model.mcore_model})
         if steps is not None and _is_global_batch(steps, self.dialect):
             settings = with_settings(settings, {ACCUMULATION: infos[ACCUMULATION].default})
             self.refused.add(ACCUMULATION)
         invalid, findings = frozenset(self.refused & set(infos)), in_order(self.findings)
         return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=self.ignored)
-
-
-def _described(settings: Settings) -> Settings:
-    """Let weights that are named alone say themselves what the model is."""
-    model = settings.model
-    if model.mcore_model is None or model.model_name_or_path is not None:
-        return settings
-    return with_settings(settings, {"model.model_name_or_path": model.mcore_model})
 
 
 def _is_global_batch(entry: SettingEntry, dialect: Dialect) -> bool:

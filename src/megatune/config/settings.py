@@ -95,6 +95,11 @@ def setting_value(settings: Settings, path: str) -> Any:
     return getattr(getattr(settings, group), name)
 
 
+def is_default(settings: Settings, path: str) -> bool:
+    """Tell whether a setting has its declared default."""
+    return bool(setting_value(settings, path) == all_settings()[path].default)
+
+
 def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     """Replace settings by "group.name"; no rule has looked at them."""
     groups: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -172,6 +172,11 @@ def is_long_name(value: Any) -> bool:
     return len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Tell a number from true and false, which Python counts as numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def counted(number: int, noun: str) -> str:
     """Write a number of things: "1 row", "1,200 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
@@ -256,7 +261,7 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     """Return the valid value nearest to one that is not, or None where none is near."""
     if info.choices and isinstance(value, str):
         return closest(value.lower(), map(str, info.choices), cutoff=0.5)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not info.kinds & {int, float}:
+    if not is_number(value) or not info.kinds & {int, float}:
         return None
     if numbers := [choice for choice in info.choices or () if isinstance(choice, int | float)]:
         return min(numbers, key=lambda choice: abs(choice - value))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatune.config.rules import RULES
 from megatune.config.rules.rule import Context, Problem, Rule
-from megatune.config.settings import GROUPS, Settings, all_settings, plain, setting_value, with_settings
+from megatune.config.settings import GROUPS, Settings, all_settings, is_default, plain, setting_value, with_settings
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
@@ -74,11 +74,10 @@ def varied(
     for _ in range(_MOST_REPAIRS if repair else 1):
         if found is None or not (problems := _problems(found[1], case, rules)):
             return found
-        infos = all_settings()
         resets = {
-            path: infos[path].default
+            path: all_settings()[path].default
             for path in problems[0].paths
-            if path not in changes and setting_value(found[1].settings, path) != infos[path].default
+            if path not in changes and not is_default(found[1].settings, path)
         }
         if not repair or not resets or any(path.partition(".")[0] not in _REPAIRED for path in resets):
             return None

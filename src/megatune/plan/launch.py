@@ -14,7 +14,7 @@ from typing import Any
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.load import dump
-from megatune.config.settings import Settings, all_settings, setting_value
+from megatune.config.settings import all_settings, is_default, setting_value
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
@@ -149,10 +149,10 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collect
     if all(origin == "default" for origin in origins.values()):
         return f"{planned_lines(estimate)}{_short(estimate.case, written)}"
     chosen = {
-        path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or _is_written(settings, path)
+        path: "plan" for path in _CHOSEN if origins.get(path, "default") != "default" or not is_default(settings, path)
     }
     chosen |= {
-        path: "plan" for path in _FREE if origins.get(path, "default") == "default" and _is_written(settings, path)
+        path: "plan" for path in _FREE if origins.get(path, "default") == "default" and not is_default(settings, path)
     }
     return f"{planned_lines(estimate)}{dump(settings, {**origins, **chosen})}"
 
@@ -160,7 +160,7 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collect
 def layout_settings(case: Case) -> dict[str, Any]:
     """Return what a search decided by keys of a settings file, without what has its default."""
     paths = (*_CHOSEN, *_FREE, "precision.bf16", "precision.fp16")
-    kept = [path for path in paths if path in _ALWAYS or _is_written(case.settings, path)]
+    kept = [path for path in paths if path in _ALWAYS or not is_default(case.settings, path)]
     return {LLAMAFACTORY.key_of(path): setting_value(case.settings, path) for path in kept}
 
 
@@ -178,21 +178,17 @@ def _short(case: Case, user: Collection[str]) -> str:
     settings = case.settings
     rows = counted(case.global_batch_size, "row")
     lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {rows}"]
-    if missing := [entry for entry in _PLACEHOLDERS if not _is_written(settings, entry[0])]:
+    if missing := [entry for entry in _PLACEHOLDERS if is_default(settings, entry[0])]:
         lines.append("# To be filled in:")
         lines += [
             f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"
             for path, example, note in missing
         ]
-    chosen = {path: "plan" for path in all_settings() if _is_written(settings, path) or path in (*_CHOSEN, *_FREE)}
+    chosen = {path: "plan" for path in all_settings() if not is_default(settings, path) or path in (*_CHOSEN, *_FREE)}
     written = dump(settings, {**chosen, **dict.fromkeys((*user, "model.model_name_or_path"), "asked for")}).splitlines()
-    keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or _is_written(settings, path)}
+    keys = {LLAMAFACTORY.key_of(path) for path in all_settings() if path in _ALWAYS or not is_default(settings, path)}
     lines += [line for line in written if line.partition(":")[0] in keys]
     return "\n".join(lines) + "\n"
-
-
-def _is_written(settings: Settings, path: str) -> bool:
-    return bool(setting_value(settings, path) != all_settings()[path].default)
 
 
 # --- files for clusters -----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ import yaml
 
 from megatune.config.setting import SettingInfo
 from megatune.config.settings import all_settings, replace_names, setting_paths
-from megatune.config.values import Value, coerce, parse, shown
+from megatune.config.values import Value, coerce, is_number, parse, shown
 
 ACCUMULATION = "batch.gradient_accumulation_steps"
 AUX_LOSS = "experts.moe_aux_loss_coeff"
@@ -121,7 +121,7 @@ class Row:
                 return dict.fromkeys(self.paths, ours)
         if self.items and isinstance(read, list):
             read = [ours for item in read for ours in self.items.get(item, [item])]
-        if self.factor != 1 and isinstance(read, int | float) and not isinstance(read, bool):
+        if self.factor != 1 and is_number(read):
             read *= self.factor
             read = int(read) if read == read // 1 else read
         return dict.fromkeys(self.paths, read)
@@ -153,7 +153,7 @@ class Row:
         for theirs, ours in self.values.items():
             if same(value, ours):
                 return theirs
-        if self.factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+        if self.factor == 1 or not is_number(value):
             return value
         return value // self.factor if value % self.factor == 0 else value / self.factor
 

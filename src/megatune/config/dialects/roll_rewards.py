@@ -12,7 +12,7 @@ from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import ENVIRONMENTS, Generating, GroupFilter, RewardSettings
 from megatune.config.rl.settings import InferRole, RewardRole
-from megatune.config.values import shown
+from megatune.config.values import is_number, shown
 
 _ADDRESSES = ("code_url", "judge_api_url")
 
@@ -142,7 +142,7 @@ def _group_filter(part: Part) -> GroupFilter:
         if name not in valid:
             fix = f"remove {name}" + (f"; {asked.type} takes {', '.join(valid)}" if valid else "")
             part.find(f"{part.key(key)}: {asked.type} does not take {name!r}", key, fix=fix)
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+        elif not is_number(value):
             what = f"{part.key(key)}.{name} is {value!r}"
             part.find(what, key, why="expected a number", fix=f"write {name}: 0.5")
         else:

@@ -31,7 +31,7 @@ _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseW
 _MODEL, STRATEGY = "model_args", "strategy_args.strategy_config"
 _OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
+LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 # What is refused or does nothing is found with its place in the file, before.
 _SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
 ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
@@ -119,7 +119,7 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
                 why = "engines sample with whole weights, adapters merged into them"
             elif section == "training_args" and not trains:
                 why = f"{part.name} does not train"
-            elif section == _MODEL and entry.key in _LORA and target is None:
+            elif section == _MODEL and entry.key in LORA_KEYS and target is None:
                 off = f"{part.name} has no adapters of its own"
                 why = "adapters are on with lora_target, as in ROLL" if trains else off
             elif entry.key == "save_merged_model" and target is None:

@@ -14,7 +14,7 @@ from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.swift_meaning import MEANINGS
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules.rule import is_met
-from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
+from megatune.config.settings import Settings, all_settings, is_default, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import Finding
 
@@ -176,9 +176,8 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 def _is_other(path: str, settings: Settings) -> bool:
     """Tell whether a setting has another value than by itself, and takes effect."""
-    info = all_settings()[path]
-    has_effect = all(is_met(need, settings, None) for need in info.needs)
-    return has_effect and bool(setting_value(settings, path) != info.default)
+    has_effect = all(is_met(need, settings, None) for need in all_settings()[path].needs)
+    return has_effect and not is_default(settings, path)
 
 
 def _said(loaded: Loaded, paths: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from megatune.config.dialects.dialect import Row, checks, table
 from megatune.config.entry import SETTINGS_FILES, SettingEntry, flags_with_words, meant_by, read_file, value_of_words
 from megatune.config.settings import setting_paths
-from megatune.config.values import Value, as_read, is_variable, shown
+from megatune.config.values import Value, as_read, is_number, is_variable, shown
 from megatune.errors import Finding, did_you_mean
 
 # Attributes that conditions of checks name.
@@ -157,8 +157,7 @@ class Command:
     def number(self, name: str) -> float:
         """Return a flag's number, 0 where there is none: one that is wrong is found elsewhere."""
         value = self.value(name, 0)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return value if is_number else 0
+        return value if is_number(value) and math.isfinite(value) else 0
 
     def becomes(self, name: str, data: Any, why: str = "") -> None:
         """Give a flag, or its default, another value."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatune.config.dialects.dialect import read_part, table
+from megatune.config.dialects.roll_roles import LORA_KEYS
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
-from megatune.config.settings import all_settings, setting_value
-from megatune.config.values import shown
+from megatune.config.settings import is_default, setting_value
+from megatune.config.values import is_number, shown
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
-_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 # What is written otherwise, or for a whole run.
 _NOT_OF_ROLES = ("precision.bf16", "precision.fp16", "optimizer.max_steps", "optimizer.num_train_epochs")
 _PARTS = ("vision_tower", "multi_modal_projector", "deepstack_mergers")  # of the encoder of pictures
@@ -54,7 +54,7 @@ class Keys:
     def number(self, flag: str) -> float:
         """Return the number that a flag is; 1, and a finding, where it is none."""
         found = self.value(flag)
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if is_number(found):
             return found
         self.refuse(flag, "", f"write --{flag} with a number")
         return 1
@@ -107,18 +107,15 @@ class Keys:
 
     def _others(self) -> Iterator[tuple[SettingEntry, bool]]:
         """Yield what was written of settings that nothing looked at, and whether a run would miss it."""
-        entries, of_roles = self.loaded.entries, (*_OF_ROLES, "optimizer", "recompute")
+        entries, settings, of_roles = self.loaded.entries, self.loaded.settings, (*_OF_ROLES, "optimizer", "recompute")
         harmless, missed = (read_part("swift", "grpo")[part] for part in ("harmless", "missed"))
         places = {entries[path].where for path in self.used if path in entries}
         for path, entry in entries.items():
             group = path.partition(".")[0]
-            is_default = entry.where.startswith(self.run.command.default_origin) or self.is_default(path)
-            if not is_default and group not in of_roles and entry.where not in places:
+            is_said = not (entry.where.startswith(self.run.command.default_origin) or is_default(settings, path))
+            if is_said and group not in of_roles and entry.where not in places:
                 is_of_model = group in ("finetuning", "model", "data") and path not in harmless
                 yield entry, is_of_model or path in missed
-
-    def is_default(self, path: str) -> bool:
-        return bool(setting_value(self.loaded.settings, path) == all_settings()[path].default)
 
 
 def write_roles(keys: Keys) -> None:
@@ -145,7 +142,7 @@ def write_roles(keys: Keys) -> None:
     for role in ("actor_train", *reference):
         _engine(keys, role)
     if is_lora:
-        for name in _LORA:
+        for name in LORA_KEYS:
             if value := keys.setting(f"finetuning.{name}"):
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
         if keys.setting("checkpoint.merge_lora"):
@@ -183,7 +180,11 @@ def _engine(keys: Keys, role: str) -> None:
     for path in keys.loaded.entries:
         group, _, name = path.partition(".")
         is_of_role = group in (*_OF_ROLES, "optimizer", "recompute") if trains else group in _OF_ROLES
-        if is_of_role and path not in (*_NOT_OF_ROLES, "optimizer.max_grad_norm") and not keys.is_default(path):
+        if (
+            is_of_role
+            and path not in (*_NOT_OF_ROLES, "optimizer.max_grad_norm")
+            and not is_default(keys.loaded.settings, path)
+        ):
             keys.put(f"{above}.strategy_config.{name}", keys.setting(path), path)
     if trains:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatune.config.rules.rule import Context, Problem, either, multiples_around, needs_of
+from megatune.config.values import is_number
 from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
 from megatune.families.megatron_names import obstacle
@@ -144,18 +145,14 @@ _KWARGS = "lr_scheduler_kwargs"
 _TYPE = "lr_scheduler_type"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and is_number(value) and value >= 0
 
 
 _Check = tuple[Callable[[Any], bool], str]
-_RATE: _Check = (lambda value: _is_number(value) and value >= 0, "a number, at least 0")
-_SHARE: _Check = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
-_CYCLES: _Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_RATE: _Check = (lambda value: is_number(value) and value >= 0, "a number, at least 0")
+_SHARE: _Check = (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_CYCLES: _Check = (lambda value: is_number(value) and value > 0, "a number above 0")
 _STEPS: _Check = (_is_count, "a whole number of steps, at least 0")
 _TIMESCALE: _Check = (lambda value: _is_count(value) and value > 0, "a whole number of steps, at least 1")
 _TIMES: _Check = (lambda value: _is_count(value) and value > 0, "a whole number, at least 1")
@@ -205,7 +202,7 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
         what = f"`{_TYPE} warmup_stable_decay` without num_decay_steps"
         fix = f"write `{_KWARGS}: {{num_decay_steps: 100}}`, with the steps in which the rate falls at the end"
         yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", fix)
-    if kind == "polynomial" and _is_number(end := kwargs.get("lr_end", 1e-7)) and end >= optimizer.learning_rate:
+    if kind == "polynomial" and is_number(end := kwargs.get("lr_end", 1e-7)) and end >= optimizer.learning_rate:
         what = f"lr_end {end:g} is not below `learning_rate {optimizer.learning_rate:g}`"
         fix = f"write `{_KWARGS}: {{lr_end: {optimizer.learning_rate / 10:g}}}`, a tenth of the highest"
         yield Problem((_KWARGS, "learning_rate"), what, "", fix)
@@ -220,7 +217,7 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     elif len(given) == 2:
         what = f"`{_KWARGS}` has min_lr and min_lr_rate"
         yield Problem((_KWARGS,), what, "both set the lowest rate", "keep one")
-    elif _is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
+    elif is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
         what = f"min_lr {kwargs['min_lr']:g} is above `learning_rate {optimizer.learning_rate:g}`"
         yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
 

@@ -37,20 +37,21 @@ VARIABLE = "MEGATUNE_DEVICES"
 _EXAMPLE = "docs/devices.md has an example"
 
 
-def user_folder(env: Mapping[str, str] = os.environ) -> Path:
+def user_folder() -> Path:
     """Return the folder megatune below XDG_CONFIG_HOME, which is ~/.config where it is not set."""
+    env = os.environ
     return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config") / "megatune"
 
 
-def own_catalogue(path: str | Path | None = None, env: Mapping[str, str] = os.environ) -> Catalogue:
+def own_catalogue(path: str | Path | None = None) -> Catalogue:
     """Read the devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
     folder where there is one.
 
     Raises:
         MegatuneError: INPUT, where the file named cannot be read; SETTINGS, with everything that is wrong in it.
     """
-    named = path or env.get(VARIABLE)
-    file = Path(named) if named else user_folder(env) / "devices.yaml"
+    named = path or os.environ.get(VARIABLE)
+    file = Path(named) if named else user_folder() / "devices.yaml"
     if not named and not file.is_file():
         return Catalogue()
     try:
@@ -177,9 +178,9 @@ class _File(BaseModel):
     num_runs: int = 0
 
 
-def calibration_path(device: str, env: Mapping[str, str] = os.environ) -> Path:
+def calibration_path(device: str) -> Path:
     """Return where the planner looks for the calibration of a device."""
-    return user_folder(env) / "calibration" / f"{device}.yaml"
+    return user_folder() / "calibration" / f"{device}.yaml"
 
 
 def write_calibration(calibration: Calibration, path: str | Path, device: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from megatune.architecture import Architecture
 from megatune.config.derived import of_device, of_model
 from megatune.config.load import Loaded
-from megatune.config.pipeline import pipeline_chunks
+from megatune.config.pipeline import pipeline_chunks, write_layout
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.rules.rule import Context, Problem, Rule, is_met
 from megatune.config.setting import EXPERTS, SettingInfo
@@ -325,7 +325,7 @@ def _moved_layer(case: Case) -> list[str]:
         return []
     chunks = [chunk.num_layers for chunk in pipeline_chunks(parallel, case.model.architecture.num_layers)]
     chunks[0], chunks[-1] = chunks[0] + 1, chunks[-1] - 1
-    return ["E" + "|".join(f"t*{count}" for count in chunks) + "L"]
+    return [write_layout(chunks)]
 
 
 def _unread(info: SettingInfo, case: Case | None) -> bool:

@@ -230,16 +230,8 @@ def _accepted_rows(language: Language) -> Iterator[str]:
 # --- keys of reinforcement learning -----------------------------------------------------------------------------------
 
 
-def knows_rl(key: str) -> bool:
-    """Return whether `explain_rl_key` has something to say of a key."""
-    return find_key(key) is not None
-
-
-def explain_rl_key(key: str, language: Language = "en") -> str:
-    """Explain one key that `knows_rl`, for a terminal."""
-    found = find_key(key)
-    assert found is not None, key
-    dotted, info = found
+def _explained_rl(dotted: str, info: SettingInfo, language: Language) -> str:
+    """Explain one key, for a terminal."""
     words, texts = words_of(language), texts_of(info, language, is_rl=True)
     lines = [wrapped(dotted + words.parentheses.format("megatune rl"))]
     lines += rows(words, (words.takes, [texts.type]), (words.default, [shown(info.default)]))
@@ -329,8 +321,8 @@ def explain(
     if knows(name):
         cases = [base_case(load(changes[0], changes[1:]))] if changes else default_cases(model, gpus, gpu)
         return explain_key(name, cases, language), ExitCode.DONE
-    if knows_rl(name):
-        return explain_rl_key(name, language), ExitCode.DONE
+    if (key := find_key(name)) is not None:
+        return _explained_rl(*key, language), ExitCode.DONE
     if path.is_dir() or path.name == PLAN_NAME:
         from megatune.plan.run.trouble import diagnose
 
