@@ -165,6 +165,7 @@ _SAME_SIZE = {"all_reduce", "allreduce"}  # all ranks give these as much
 
 
 def operations_path(run_dir: Path, rank: int) -> Path:
+    """Return where a rank leaves what it has called, while a run hangs or breaks off in an operation."""
     return log_path(run_dir, f"rank-{rank}").with_suffix(".operations.json")
 
 
@@ -204,12 +205,9 @@ class _Group:
         self.kind = kind
         self.called: dict[int, dict[int, tuple[str, Any, bool]]] = {}
 
-    def last(self, rank: int) -> int:
-        return max(self.called[rank], default=0)
-
     @property
     def counts(self) -> dict[int, int]:
-        return {rank: self.last(rank) for rank in self.called}
+        return {rank: max(called, default=0) for rank, called in self.called.items()}
 
     def text(self, rank: int, number: int) -> str:
         name, sizes, _ = self.called[rank][number]

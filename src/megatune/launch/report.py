@@ -24,7 +24,7 @@ TRACEBACK_LINES = 12
 DUMP_SECONDS = 1.0
 _WATCHDOG_BYTES = 1 << 20  # at the end of a log, where NCCL's watchdog says why it ends a process
 # What stands between an operation and who calls it.
-_WRAPPERS = re.compile(r"(engine/waiting|c10d_logger|contextlib)\.py:")
+_WRAPPERS = re.compile(r"(engine/collectives|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 SIGNAL_REASONS: dict[int, str] = {

@@ -27,7 +27,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -283,12 +282,20 @@ class _Product(torch.autograd.Function):
         return ctx.product(grad, ctx.matrix.dequantized().mT), None, None
 
 
-class QuantizedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron-Core's layer around a quantized matrix."""
+class _Quantized(torch.nn.Module):
+    """A linear layer with a quantized matrix in the place of its parameter, whose memory the next layer can have."""
 
-    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+    weight: Any
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
-        _quantize(self, config)
+        shape = self.weight.shape
+        del self.weight
+        self.weight = QuantizedMatrix(shape, config.params_dtype, config.quantized_form)
+
+
+class QuantizedColumnParallelLinear(_Quantized, ColumnParallelLinear):
+    """Megatron-Core's layer around a quantized matrix."""
 
     def _forward_impl(
         self,
@@ -309,33 +316,18 @@ class QuantizedColumnParallelLinear(ColumnParallelLinear):
         return output if bias is None else output + bias
 
 
-class QuantizedRowParallelLinear(RowParallelLinear):
+class QuantizedRowParallelLinear(_Quantized, RowParallelLinear):
     """Megatron-Core's layer around a quantized matrix."""
-
-    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        _quantize(self, config)
 
     def _forward_impl(self, input: Tensor, weight: QuantizedMatrix, **unused: Any) -> Tensor:
         return weight.multiply(input)
 
 
-class QuantizedReplicatedLinear(ReplicatedLinear):
+class QuantizedReplicatedLinear(_Quantized, ReplicatedLinear):
     """The linear map that every rank holds whole, around a quantized matrix."""
 
     weight: QuantizedMatrix  # type: ignore[assignment]
 
-    def __init__(self, *args: Any, config: MLATransformerConfig) -> None:
-        super().__init__(*args, config=config)
-        _quantize(self, config)
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Project [..., input_size] to [..., output_size]."""
         return self.weight.multiply(hidden_states)
-
-
-def _quantize(linear: Any, config: Any) -> None:
-    """Put a quantized matrix in the place of a layer's parameter, whose memory the next layer can have."""
-    shape = linear.weight.shape
-    del linear.weight
-    linear.weight = QuantizedMatrix(shape, config.params_dtype, config.quantized_form)
