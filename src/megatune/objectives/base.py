@@ -101,6 +101,13 @@ def tokens_of_documents(counted: Tensor, batch: MicroBatch) -> Tensor:
     return sums[batch.cu_seqlens.long()].diff()
 
 
+def sums_where(valid: Tensor, values: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return sum and count of each kind of values, [n], over those of which `valid`, bool [n], is true; no gradient."""
+    count = valid.sum()
+    # `where`, not a product: what padding is worth may not be finite.
+    return {name: (torch.where(valid, each.detach(), 0.0).sum(), count) for name, each in values.items()}
+
+
 class ComparedObjective(TrainingObjective):
     """A loss that may compare the policy with a reference."""
 

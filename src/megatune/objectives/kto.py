@@ -16,7 +16,7 @@ from megatune.data.rows import DESIRABLE
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals, evaluate
-from megatune.objectives.base import ComparedObjective, StartLosses, tokens_of_documents
+from megatune.objectives.base import ComparedObjective, StartLosses, sums_where, tokens_of_documents
 from megatune.objectives.preference import REFERENCE
 
 
@@ -91,20 +91,11 @@ class KTO(ComparedObjective):
         nll = -log_probs / tokens.clamp(min=1)
         of_desirable = self.chosen_weight * losses + self.likelihood * nll
         loss = torch.where(desirable, of_desirable, self.rejected_weight * losses)
-
-        def mean(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-            # `where`, not a product: what padding is worth may not be finite.
-            return torch.where(counted, values.detach(), 0.0).sum(), counted.sum()
-
-        chosen, rejected = valid & desirable, valid & ~desirable
+        rewards = self.beta * ratios
         metrics = {
-            "rewards/chosen": mean(self.beta * ratios, chosen),
-            "rewards/rejected": mean(self.beta * ratios, rejected),
-            "logps/chosen": mean(log_probs, chosen),
-            "logps/rejected": mean(log_probs, rejected),
-            "kl": mean(torch.full_like(ratios, self.kl), valid),
-            f"loss/{self.name}": mean(losses, valid),
-            "nll_loss": mean(nll, chosen),
+            **sums_where(valid & desirable, {"rewards/chosen": rewards, "logps/chosen": log_probs, "nll_loss": nll}),
+            **sums_where(valid & ~desirable, {"rewards/rejected": rewards, "logps/rejected": log_probs}),
+            **sums_where(valid, {"kl": torch.full_like(ratios, self.kl), f"loss/{self.name}": losses}),
         }
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
@@ -160,7 +151,5 @@ class _MeanRatio:
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         log_probs, ratios, tokens = ratios_of(token_losses, batch)
-        valid = tokens > 0
-        found = {"ratio": ratios, "log_prob": log_probs}
-        metrics = {name: (torch.where(valid, values, 0.0).sum(), valid.sum()) for name, values in found.items()}
+        metrics = sums_where(tokens > 0, {"ratio": ratios, "log_prob": log_probs})
         return ObjectiveOutput(token_losses.new_zeros(()), metrics, replicated=True)

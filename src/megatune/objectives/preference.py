@@ -16,7 +16,7 @@ from megatune.data.batches import SCORED
 from megatune.data.rows import MARGIN
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
-from megatune.objectives.base import ComparedObjective, StartLosses, TrainingObjective, tokens_of_documents
+from megatune.objectives.base import ComparedObjective, StartLosses, TrainingObjective, sums_where, tokens_of_documents
 from megatune.objectives.pair_losses import (
     SEPARABLE,
     WITHOUT_REFERENCE,
@@ -108,9 +108,7 @@ class Preference(ComparedObjective):
         terms = {f"loss/{name}": found for name, found in losses.items()}
         terms |= {"nll_loss": likelihood, "odds_ratio_loss": odds_ratio(pairs, self.shape)}
         values = {**self._rewards(pairs), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, **terms}
-        count = valid.sum()
-        # `where`, not a product: what padding is worth may not be finite.
-        metrics = {name: (torch.where(valid, values[name].detach(), 0.0).sum(), count) for name in self.metric_names}
+        metrics = sums_where(valid, {name: values[name] for name in self.metric_names})
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
     def _rewards(self, pairs: Pairs) -> dict[str, Tensor]:
@@ -222,11 +220,7 @@ class Reward(TrainingObjective):
         margin = in_pairs(batch.extras[MARGIN])[:, 0] if MARGIN in batch.extras else 0.0
         loss = self.centering * (chosen + rejected).square() - logsigmoid(difference - margin)
         values = ((difference > 0).float(), difference, (chosen + rejected) / 2, chosen, rejected)
-        count = valid.sum()
-        metrics = {
-            name: (torch.where(valid, value.detach(), 0.0).sum(), count)
-            for name, value in zip(_METRICS, values, strict=True)
-        }
+        metrics = sums_where(valid, dict(zip(_METRICS, values, strict=True)))
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
     def describe(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatune.architecture import DeltaNet
+from megatune.engine.layers.attention.core import back_to_tokens
 from megatune.engine.layers.attention.spans import gathered
 from megatune.engine.layers.delta_rule import Documents, chunked, documents_of
 from megatune.engine.layers.gradients import keeping_inputs
@@ -87,7 +88,7 @@ class GatedDeltaNet(torch.nn.Module):
             weights = [each.chunk(group.size())[group.rank()] for each in weights]
         output = self._mix(rows, weights, documents_of(boundaries, delta.conv_kernel_size))
         if group.size() > 1:
-            output = _whole_heads(output, boundaries, group)
+            output = back_to_tokens(output, boundaries, group)
         return self.out_proj(output.flatten(2))[0], None
 
     def _mix(self, rows: Tensor, weights: list[Tensor], documents: Documents) -> Tensor:
@@ -126,13 +127,6 @@ def _whole_rows(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor
     to_row, _ = gathered(boundaries, group.size())
     sent = rows.unflatten(2, (group.size(), -1)).movedim(2, 0).contiguous()
     return all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
-
-
-def _whole_heads(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
-    """Undo `_whole_rows`."""
-    _, from_row = gathered(boundaries, group.size())
-    back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
-    return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
 
 def convolve(rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:

@@ -127,7 +127,7 @@ def attend_all_to_all(
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
     exchanges; n is a multiple of cp."""
     cp_size = group.size()
-    to_row, from_row = gathered(boundaries, cp_size)
+    to_row, _ = gathered(boundaries, cp_size)
     # Where ranks cannot share the key/value heads equally they get copies, of which autograd adds up the gradients.
     copies = math.lcm(key.shape[2], cp_size) // key.shape[2]
     if copies > 1:
@@ -140,7 +140,14 @@ def attend_all_to_all(
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
     sinks = None if sinks is None else sinks.chunk(cp_size)[group.rank()]
     output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window, sinks, pictures)
-    back = output.index_select(0, from_row).unflatten(0, (cp_size, -1))
+    return back_to_tokens(output, boundaries, group)
+
+
+def back_to_tokens(rows: Tensor, boundaries: Boundaries, group: Group) -> Tensor:
+    """Trade heads for sequence: from whole rows of a rank's heads, [s, b, n / cp, ...], to its tokens of all heads,
+    [s / cp, b, n, ...]."""
+    _, from_row = gathered(boundaries, group.size())
+    back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
 
