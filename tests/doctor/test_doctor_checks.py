@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatune.doctor.check import Verdict
+from megatune.doctor.check import Verdict, as_json, from_json, lines
 from megatune.doctor.folders import folders
-from megatune.doctor.gpus import gpus
-from megatune.doctor.machine import machine
+from megatune.doctor.machine import gpus, machine, variables
 from megatune.doctor.network import _infiniband, hub, network
-from megatune.doctor.report import as_json, from_json, lines
 from megatune.doctor.software import software
-from megatune.doctor.variables import variables
 from megatune.training.room import Room
 
 

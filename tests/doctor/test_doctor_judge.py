@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatune.doctor.check import Verdict
-from megatune.doctor.judge import judge
-from megatune.doctor.ranks import Measured
+from megatune.doctor.ranks import Measured, judge
 
 VERSIONS = {"torch": "2.13.0", "megatron-core": "0.16.1"}
 

@@ -19,7 +19,7 @@ import pytest
 from hub_server import COMMIT, OLDER, TOKEN, Files, Hub, running
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.hub.progress import FetchProgress
+from megatune.hub.repository import FetchProgress
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 CODE = 'open("canary", "w").write("code ran")\n'

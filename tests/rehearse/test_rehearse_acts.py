@@ -19,8 +19,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.doctor.check import Verdict
 from megatune.errors import ExitCode
 from megatune.rehearse import acts
-from megatune.rehearse.before import DISK, TEMPLATE
-from megatune.rehearse.compare import (
+from megatune.rehearse.acts import (
     different_rows,
     different_steps,
     different_tensors,
@@ -28,6 +27,7 @@ from megatune.rehearse.compare import (
     not_finite,
     trained_steps,
 )
+from megatune.rehearse.before import DISK, TEMPLATE
 from megatune.rehearse.ranks import run_alone
 from megatune.rehearse.run import Rehearsal
 

@@ -17,9 +17,8 @@ from megatune.config.rules import layout, memory, pipeline
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.families import FAMILIES, read_architecture
 from megatune.plan.catalogue.models import model_config
-from megatune.rehearse.layouts import MOST_PROCESSES, other_layout, rehearsed_world
 from megatune.rehearse.model import RealModel, shrink
-from megatune.rehearse.smaller import smaller
+from megatune.rehearse.settings import MOST_PROCESSES, other_layout, rehearsed_world, smaller
 
 REAL = {
     "llama": "Llama-3.1-8B",

@@ -100,9 +100,8 @@ def make_model(folder: Path) -> None:
     from transformers import AutoConfig
 
     from megatune.demo.checkpoint import publish_tokenizer_config
-    from megatune.demo.config import config_arguments
     from megatune.demo.family import FAMILIES
-    from megatune.demo.sizes import ModelSizes
+    from megatune.demo.sizes import ModelSizes, config_arguments
     from megatune.demo.tokenizer import make_tokenizer
     from megatune.demo.vision import write_processors
     from megatune.families import FAMILIES as DECLARED

@@ -47,9 +47,8 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: SETTINGS, where ranks cannot be decided; UNAVAILABLE, where they do not meet.
     """
-    from megatune.doctor.needs import needs_of
-    from megatune.doctor.report import as_json, has_failed, lines
-    from megatune.doctor.run import check_joined, check_started
+    from megatune.doctor.check import as_json, has_failed, lines
+    from megatune.doctor.run import check_joined, check_started, needs_of
     from megatune.launch.world import World, joined
 
     given = COMMAND.read(words)

@@ -94,7 +94,7 @@ def _swift_words(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str
 def _started(loaded: Loaded, options: RehearseOptions) -> int:
     smallest = loaded.settings.parallel.smallest_world
     gpus = options.gpus or loaded.settings.run.num_processes or _processes(os.environ) or smallest
-    from megatune.rehearse.show import rehearse
+    from megatune.rehearse.run import rehearse
 
     return rehearse(loaded, gpus, _machine(options), keep=options.keep, report=options.json_)
 

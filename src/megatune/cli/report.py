@@ -43,7 +43,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         given.findings.append(Finding(f"{path} is not an HTML file", "--output", fix="-o report.html"))
     given.stop()
 
-    from megatune.ui.report import write_report
+    from megatune.ui.page import write_report
 
     write_report(given.words, path)
     print(f"report: {path}")

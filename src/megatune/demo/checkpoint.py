@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatune.demo.config import config_arguments
 from megatune.demo.family import DemoFamily, demo_family
-from megatune.demo.sizes import ModelSizes, check_sizes
+from megatune.demo.sizes import ModelSizes, check_sizes, config_arguments
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.demo.vision import write_processors
 from megatune.errors import ExitCode, Finding, MegatuneError

@@ -1,18 +1,20 @@
-"""The machine itself: cores, memory, limits of processes, shared memory."""
+"""The machine itself: cores, memory, limits of processes, GPUs as their driver reports them, environment variables."""
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import psutil
 
+from megatune.config.kernels import c_compiler
 from megatune.doctor.check import Check, Verdict, check
-from megatune.launch.devices import count_cpus, free_memory
+from megatune.launch.devices import count_cpus, free_memory, nvidia_smi
 from megatune.plan.pages.words import size
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -62,3 +64,136 @@ def _shared_memory(ranks: int) -> Check:
     free, needed = shutil.disk_usage(_SHARED_MEMORY).free, ranks * _LEAST_SHARED
     why = f"{ranks} ranks with their data workers need {size(needed)}; containers get 64 MiB by default"
     return _check("/dev/shm", f"{size(free)} free", free >= needed, why, "docker run --shm-size=16g, or --ipc=host")
+
+
+_FIELDS = (
+    "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap", "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active", "mig.mode.current",
+)  # fmt: skip
+# Bits of clocks_throttle_reasons.active that slow a run (NVML's nvmlClocksThrottleReasons): software power cap is not
+# among them, since a GPU under load is at its power limit.
+_THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+_HELD_BY_OTHERS = 2 * 1024  # MiB: more than a context
+_gpu_check = partial(check, "gpu")
+
+
+def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
+    """Check this machine's GPUs.
+
+    Args:
+        wanted: processes of this machine, each of which needs one; 0 to compute on the CPU.
+        bf16: whether the run computes in bfloat16.
+    """
+    table = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    if table is None:
+        yield Check("gpu", "GPUs", Verdict.SKIP, "nvidia-smi is not here, or fails: ranks compute on the CPU")
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
+    found = [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    names = sorted({gpu["name"] for gpu in found})
+    text = f"{len(found)} × {', '.join(names)}, driver {found[0]['driver_version']}" if found else "none"
+    if len(found) < wanted:
+        yield _gpu_check("GPUs", text, False, f"{wanted} processes need one each", f"num_processes: {len(found)}")
+    else:
+        why = "a step takes as long as on the slowest"
+        yield _gpu_check("GPUs", text, len(names) < 2, why, "CUDA_VISIBLE_DEVICES", Verdict.WARN)
+    for gpu in found:
+        yield from _state(gpu)
+    why = "Triton, which compiles the fused operators, needs one: without it they run operator by operator, slower"
+    compiler = c_compiler()
+    found_compiler = compiler or "neither gcc nor clang is here"
+    yield _gpu_check("C compiler", found_compiler, compiler is not None, why, "apt-get install gcc", Verdict.WARN)
+    old = [gpu["name"] for gpu in found if (capability := _gpu_number(gpu["compute_cap"])) and capability < 8]
+    if bf16 and old:
+        why = "bfloat16 is emulated before compute capability 8.0"
+        yield _gpu_check("bf16", old[0], False, why, "fp16: true", Verdict.WARN)
+    yield from _links()
+
+
+def _state(gpu: Mapping[str, str]) -> Iterator[Check]:
+    name, used, heat = f"GPU {gpu['index']}", gpu["memory.used"], gpu["temperature.gpu"]
+    memory = f"{used} of {gpu['memory.total']} MiB"
+    errors = _gpu_number(gpu["ecc.errors.uncorrected.volatile.total"])
+    reasons = [
+        text for bit, text in _THROTTLED.items() if int(_gpu_number(gpu["clocks_throttle_reasons.active"])) & bit
+    ]
+    checks = [
+        _gpu_check(name, f"{errors:.0f} uncorrected ECC errors", not errors,
+                   "its memory returned wrong values since the driver was loaded",
+                   "reset or drain it: `nvidia-smi -q -d ECC`"),
+        _gpu_check(name, f"{memory} are in use", _gpu_number(used) <= _HELD_BY_OTHERS,
+                   "the run will have that much less", "`nvidia-smi` names the processes: end them", Verdict.WARN),
+        _gpu_check(name, f"{', '.join(reasons)} at {heat} °C", not reasons,
+                   "it computes at lower clocks, and all others wait for it", "check its cooling and power",
+                   Verdict.WARN),
+        _gpu_check(name, "MIG is on", gpu["mig.mode.current"] != "Enabled",
+                   "a process sees a slice of it, and slices cannot communicate over NVLink", "nvidia-smi -mig 0",
+                   Verdict.WARN),
+    ]  # fmt: skip
+    wrong = [each for each in checks if each.verdict is not Verdict.PASS]
+    yield from wrong or [_gpu_check(name, f"{memory} in use, {heat} °C")]
+
+
+def _gpu_number(text: str) -> float:
+    """Return a number that nvidia-smi prints, 0x... included; 0 for [N/A]."""
+    try:
+        return int(text, 16) if text.startswith("0x") else float(text)
+    except ValueError:
+        return 0
+
+
+def _links() -> Iterator[Check]:
+    """Check how GPUs reach each other: NVLink (NV18), a switch of PCIe (PIX, PXB), the processors (PHB, NODE, SYS)."""
+    rows = re.findall(r"^GPU\d+.*$", nvidia_smi("topo", "-m") or "", re.MULTILINE)
+    kinds = re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(rows))
+    if kinds:
+        found = ", ".join(f"{kind} ({kinds.count(kind) // 2})" for kind in sorted(set(kinds)))
+        why = "pairs of GPUs communicate over the link between the CPUs, at a fraction of NVLink's rate"
+        fix = "tensor_model_parallel_size within GPUs that NVLink joins, or 1"
+        yield _gpu_check("links", found, not {"SYS", "NODE"} & set(kinds), why, fix, Verdict.WARN)
+
+
+_ON = ("1", "true", "True", "TRUE", "yes")
+# Each variable with the values that harm, () for any, what they lead to, and the fix.
+_RULES = (
+    ("CUDA_LAUNCH_BLOCKING", _ON, "every kernel is waited for: a step takes several times as long", "unset it"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _ON, "collectives block the host, and nothing overlaps", "unset it"),
+    ("NCCL_DEBUG", ("INFO", "TRACE"), "NCCL writes much to every rank's log", "NCCL_DEBUG=WARN"),
+    ("NCCL_P2P_DISABLE", _ON, "GPUs of a machine communicate through main memory, many times slower", "unset it"),
+    ("NCCL_SHM_DISABLE", _ON, "ranks of a machine communicate through the network", "unset it"),
+    ("NCCL_IB_DISABLE", _ON, "machines communicate over TCP, many times slower than over InfiniBand", "unset it"),
+    ("NCCL_ALGO", (), "one algorithm for all sizes is slower than NCCL's own choice", "unset it"),
+    ("NCCL_PROTO", (), "one protocol for all sizes is slower than NCCL's own choice", "unset it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _ON, "every tensor is allocated from the driver", "unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked first: steps are slower", "unset it"),
+    ("PYTHONOPTIMIZE", ("1", "2"), "assertions of this and of other packages are off", "unset it"),
+    ("OMP_NUM_THREADS", ("0",), "it is not a valid number of threads", "OMP_NUM_THREADS=1"),
+)
+_FATAL = "OMP_NUM_THREADS"
+
+
+def variables(env: Mapping[str, str], *, tensor_parallel: bool, gpus: bool) -> Iterator[Check]:
+    """Check the environment.
+
+    Args:
+        env: of the process that starts the ranks.
+        tensor_parallel: whether the layout splits tensors, which overlaps communication only in one order of kernels.
+        gpus: whether the ranks compute on GPUs.
+    """
+    wrong = [
+        (name, value, why, fix)
+        for name, harmful, why, fix in _RULES
+        if (value := env.get(name, "")) and (not harmful or value in harmful)
+    ]
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if gpus and tensor_parallel and (value := env.get(name, "")) not in ("", "1"):
+        why = "kernels start in another order than they are issued, and communication does not overlap with computing"
+        wrong.append((name, value, why, "unset it: megatune sets 1"))
+    proxies = sorted(name for name in env if name.startswith("http") and name.endswith("_proxy") and env[name])
+    if proxies and not env.get("no_proxy") and not env.get("NO_PROXY"):
+        why, fix = "connections between machines may be sent to the proxy", "no_proxy=localhost,127.0.0.1,..."
+        wrong.append((proxies[0], "set, and no_proxy is not", why, fix))
+    for name, value, why, fix in wrong:
+        yield Check("environment", name, Verdict.FAIL if name == _FATAL else Verdict.WARN, value, why, fix)
+    if not wrong:
+        yield check("environment", "variables", "none that harms")

@@ -21,9 +21,9 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import fullest, seconds
 from megatune.plan.run.preflight import Preflight, preflight
-from megatune.rehearse.layouts import layout_words
 from megatune.rehearse.model import RealModel
 from megatune.rehearse.outcome import Outcome, failed, left, passed, refused
+from megatune.rehearse.settings import layout_words
 
 SETTINGS, TEMPLATE, DATA, DISK = "1 settings, plan", "1 template", "1 data", "1 folders, disk"
 CHECKED_ROWS = 2000  # of each data set

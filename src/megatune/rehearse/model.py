@@ -20,9 +20,8 @@ from megatune.demo.family import DemoFamily
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.hub.models import CONFIG, is_hub_id, open_model
-from megatune.rehearse.layers import fewer_layers
 from megatune.rehearse.outcome import Change
-from megatune.rehearse.widths import text_config, vision_config
+from megatune.rehearse.sizes import fewer_layers, text_config, vision_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

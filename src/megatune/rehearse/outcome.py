@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatune.config.values import counted
-from megatune.doctor.check import Verdict
-from megatune.doctor.report import row, summary
+from megatune.doctor.check import Verdict, row, summary
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # In JSON. What is skipped cannot be shown by this machine, this file or what is built.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from megatune.launch.devices import nvidia_smi
 from megatune.ui import details
-from megatune.ui.machine import machine_of
 from megatune.ui.runs import METRICS, RUN_YAML, Runs
 from megatune.ui.series import SeriesCache
 
@@ -81,3 +84,36 @@ def _number(asked: Mapping[str, str], key: str, otherwise: int | None) -> int | 
         return int(asked[key])
     except ValueError:
         raise BadQuestionError(f"{key}: expected a whole number, got {asked[key][:40]!r}") from None
+
+
+_GPU = ("index", "name", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw")
+
+
+def machine_of(root: Path) -> dict[str, Any]:
+    """Return use of processors (percent), memory and the disk of `root` (bytes), and of GPUs (percent, MiB, °C, W)."""
+    memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(root))
+    return {
+        "host": os.uname().nodename,
+        "cpus": psutil.cpu_percent(percpu=True),
+        "memory": {"used": memory.total - memory.available, "total": memory.total},
+        "disk": {"used": disk.used, "total": disk.total},
+        "gpus": list(_gpus()),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    table = nvidia_smi(f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits") or ""
+    found = []
+    for line in table.splitlines():
+        index, name, *numbers = (cell.strip() for cell in line.split(","))
+        values = dict(zip(("use", "used", "total", "heat", "power"), map(_gpu_number, numbers), strict=False))
+        found.append({"index": index, "name": name, **values})
+    return found
+
+
+def _gpu_number(text: str) -> float | None:
+    """Read a number; None of what a GPU does not report ("[N/A]")."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

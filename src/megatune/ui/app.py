@@ -24,9 +24,8 @@ from starlette.staticfiles import StaticFiles
 from megatune.errors import MegatuneError
 from megatune.ui import details
 from megatune.ui.answers import Answers, BadQuestionError
-from megatune.ui.control import Starter, request_stop
-from megatune.ui.front import STATIC, page
-from megatune.ui.new import NewRuns
+from megatune.ui.control import NewRuns, Starter, request_stop
+from megatune.ui.page import STATIC, page
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _COOKIE = "megatune-ui"

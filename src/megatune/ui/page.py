@@ -1,7 +1,10 @@
-"""A report: the page of some runs as one file, with all the answers that it asks for in it."""
+"""The page: its files as a server sends them, and a report of some runs: one file with these and with all answers."""
 
 from __future__ import annotations
 
+import base64
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,66 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.storage.files import write_atomically, writing
 from megatune.ui.answers import Answers
 from megatune.ui.details import logs_of
-from megatune.ui.front import report_page
 from megatune.ui.runs import RUN_YAML, entry_of, is_alive, locked_inodes
+
+STATIC = Path(__file__).parent / "static"
+# The modules of the page import each other, and these libraries, by names that an import map leads to files.
+_LIBRARIES = {"preact": "vendor/preact.mjs", "preact/hooks": "vendor/hooks.mjs", "htm": "vendor/htm.mjs"}
+_INDEX, _STYLES, _CURVES, _ENTRY = (
+    "index.html",
+    ("vendor/uPlot.min.css", "style.css"),
+    "vendor/uPlot.iife.min.js",
+    "app",
+)
+
+
+def _modules() -> dict[str, str]:
+    own = {f"page/{path.stem}": path.name for path in sorted(STATIC.glob("*.js"))}
+    return {**_LIBRARIES, **own}
+
+
+def page(*, read_only: bool = False) -> str:
+    """Return the page that a server sends; its files are below /static."""
+    imports = {name: f"/static/{file}" for name, file in _modules().items()}
+    links = "".join(f'<link rel="stylesheet" href="/static/{file}">' for file in _STYLES)
+    preload = "".join(f'<link rel="modulepreload" href="{file}">' for file in imports.values())
+    curves = f'<script src="/static/{_CURVES}"></script>'
+    return _filled(imports, links + preload, curves, {"read_only": read_only})
+
+
+def report_page(answers: dict[str, Any], title: str) -> str:
+    """Return a page with everything in it: its files, and the answers to all that it asks, by question."""
+    imports = {
+        name: f"data:text/javascript;base64,{base64.b64encode(_text(file).encode()).decode()}"
+        for name, file in _modules().items()
+    }
+    styles = "".join(f"<style>{_text(file)}</style>" for file in _STYLES)
+    licences = "".join(
+        f"\n{path.stem}\n{_text(f'vendor/{path.name}')}" for path in sorted(STATIC.glob("vendor/LICENSE*"))
+    )
+    curves = f"<!--{licences.replace('--', '- -')}-->\n<script>{_text(_CURVES)}</script>"
+    return _filled(imports, styles, curves, {"read_only": True, "title": title, "answers": answers})
+
+
+def _filled(imports: dict[str, str], head: str, curves: str, given: dict[str, Any]) -> str:
+    """Fill index.html. JSON inside of a script must not end it."""
+    values = {
+        "head": head,
+        "curves": curves,
+        "imports": _script(json.dumps({"imports": imports})),
+        "given": _script(json.dumps(given, ensure_ascii=False)),
+        "entry": f"page/{_ENTRY}",
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _text(_INDEX))
+
+
+def _script(text: str) -> str:
+    return text.replace("<", "\\u003c")
+
+
+def _text(file: str) -> str:
+    return (STATIC / file).read_text(encoding="utf-8")
+
 
 _LOG_CHARACTERS = 20_000  # of a log's end
 _MOST_LOGS = 4
