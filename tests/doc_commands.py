@@ -142,9 +142,7 @@ class Shell:
         for module in ("launch.supervisor", "doctor.run")[trains:]:
             monkeypatch.setattr(f"megatune.{module}.run_ranks", self._count_launch)
         monkeypatch.setattr("megatune.rl.pipeline.run.start", self._count_launch)
-        monkeypatch.setattr(
-            "megatune.training.sweep.run.Sweep._train", lambda sweep, *trial: self._trial(sweep, *trial)
-        )
+        monkeypatch.setattr("megatune.training.sweep.Sweep._train", lambda sweep, *trial: self._trial(sweep, *trial))
         run = importlib.import_module("megatune.rehearse.run").Rehearsal.run
         monkeypatch.setattr("megatune.rehearse.run.Rehearsal.run", lambda rehearsal: run(rehearsal, played={}))
         monkeypatch.setattr("megatune.generation.endpoint.server.Server", self._keep_app)

@@ -134,7 +134,7 @@ class _Ours:
     def _with_reference(self, batches: list[Batch]) -> list[Batch]:
         from megatune.engine.layers.adapter import without_adapters
         from megatune.objectives.preference import REFERENCE
-        from megatune.training.log_probs import step_log_probs
+        from megatune.training.reference import step_log_probs
 
         with without_adapters(self._engine.chunks):
             found = step_log_probs(self._engine.chunks, batches)

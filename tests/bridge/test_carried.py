@@ -15,7 +15,7 @@ from megatune.bridge.assemble import assemble
 from megatune.bridge.merged_model import MergedModel
 from megatune.config.settings import ParallelSettings, PrecisionSettings, RunSettings, Settings
 from megatune.training.checkpoint import CheckpointFiles
-from megatune.training.megatron import to_mcore
+from megatune.training.conversion import to_mcore
 from megatune.training.train_state import TrainState
 
 

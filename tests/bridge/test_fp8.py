@@ -25,7 +25,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.table import Box, whole_box
 from megatune.training.checkpoint import CheckpointFiles
-from megatune.training.merge import merge_adapters
+from megatune.training.conversion import merge_adapters
 from megatune.training.train_state import TrainState
 from megatune.verify.checkpoints import write_random_adapter
 

@@ -23,7 +23,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.table import Box
 from megatune.training.checkpoint import CheckpointFiles
-from megatune.training.storage.model_files import with_dtype
+from megatune.training.model_files import with_dtype
 from megatune.training.train_state import TrainState
 from megatune.verify.reference import load_reference_model
 

@@ -19,7 +19,7 @@ from megatune.plan.catalogue import cpu_machine
 from megatune.plan.read_question import stated_rows
 from megatune.plan.rows import RowLengths
 from megatune.plan.run.record import RunRecord, dump_records
-from megatune.training.rows_ahead import data_rows
+from megatune.training.planning import data_rows
 
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "moon", "for", "a", "long", "time"]
 

@@ -18,7 +18,7 @@ from megatune.data.prepare import Prepared, prepare
 from megatune.data.readers import Position, RawRow
 from megatune.data.samples import Sample
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.bad_rows import Quarantine
+from megatune.training.loaders import Quarantine
 
 TOKENIZER = qwen_tokenizer()
 

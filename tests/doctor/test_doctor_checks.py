@@ -15,7 +15,7 @@ from megatune.doctor.folders import folders
 from megatune.doctor.machine import gpus, machine, variables
 from megatune.doctor.network import _infiniband, hub, network
 from megatune.doctor.software import software
-from megatune.training.room import Room
+from megatune.training.before import Room
 
 
 def trouble(checks):

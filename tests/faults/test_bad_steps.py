@@ -14,7 +14,7 @@ from runs import assert_same_tensors, settings_of, tensors
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines
 from megatune.training.storage.store import list_checkpoints
 
 NAN = float("nan")

@@ -53,7 +53,7 @@ def in_child(fault: Fault, words: list[str]) -> int:
     [
         ("megatune.bridge.file_stream:TensorFile.write", "before"),
         ("megatune.bridge.merged_model:MergedModel.write", "after"),
-        ("megatune.training.storage.new_folder:sync", "after"),
+        ("megatune.training.storage.files:sync", "after"),
     ],
     ids=["before weights are written", "when weights are written", "while it is synced to disk"],
 )

@@ -14,7 +14,7 @@ from runs import DEMO, settings_of, train
 
 from megatune.config.load import dump
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.rerun import rerun_lines
+from megatune.training.train_state import rerun_lines
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.generation import harness
 from megatune.generation.transformers_backend import TransformersBackend
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines
 from megatune.verify.checkpoints import write_random_adapter
 
 QUESTIONS = [{"question": f"What comes {n} places after alpha?", "answer": f"letter {n} of them"} for n in range(6)]

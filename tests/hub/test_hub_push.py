@@ -17,10 +17,9 @@ from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
 from megatune.hub.upload import OWN_CARD, prepare_repository
-from megatune.training.callbacks import hub_push
+from megatune.training.callbacks import publishing
 from megatune.training.callbacks.base import TrainSummary
-from megatune.training.callbacks.card import Card
-from megatune.training.callbacks.hub_push import HubPush
+from megatune.training.callbacks.publishing import Card, HubPush
 from megatune.training.start import use_secrets
 from megatune.training.storage.store import CheckpointStore
 
@@ -120,7 +119,7 @@ def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     push = pusher(output, hub_model_id="team/tuned")
     push.on_save(checkpoint(output, 1))
     wait(push)
-    monkeypatch.setattr(hub_push, "LONGEST_SECONDS", 2.0)
+    monkeypatch.setattr(publishing, "LONGEST_SECONDS", 2.0)
     push.on_save(checkpoint(output, 2))
     wait(push)  # it hangs, and is the second to fail: nothing is said again
     began = time.monotonic()

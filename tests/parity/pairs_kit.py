@@ -32,7 +32,7 @@ from megatune.families.weights import Segment
 from megatune.objectives.kto import KTO
 from megatune.objectives.pair_losses import SEPARABLE, Pairs
 from megatune.objectives.preference import REFERENCE, Preference, Reward
-from megatune.training.log_probs import step_log_probs
+from megatune.training.reference import step_log_probs
 from megatune.verify.measure import _document, _RandomPixels
 from megatune.verify.reference import (
     _architecture,

@@ -273,7 +273,7 @@ def test_speedups_are_faster_fit_and_keep_the_rows_of_a_step(tmp_path: Path) -> 
 
 
 def test_it_takes_no_torch() -> None:
-    program = "import sys, megatune.training.this_machine as m; m.this_machine(2, 0); assert 'torch' not in sys.modules"
+    program = "import sys, megatune.training.planning as m; m.this_machine(2, 0); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

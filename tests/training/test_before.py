@@ -17,10 +17,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch import devices
 from megatune.training import start as training_start
-from megatune.training.before import check_before
-from megatune.training.checks import Launch
-from megatune.training.room import Room
-from megatune.training.start import start
+from megatune.training.before import Room, check_before
+from megatune.training.start import Launch, start
 from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
 
 ROWS = [{"instruction": f"Say {i}.", "output": f"{i}.", "system": "Be brief.", "id": i} for i in range(3)]

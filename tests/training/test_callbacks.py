@@ -18,14 +18,14 @@ from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatune.data.batches import Unreadable
-from megatune.training.bad_rows import Quarantine
 from megatune.training.callbacks import CallbackList, build_callbacks, plot
 from megatune.training.callbacks.base import Callback, EvalReport, LogReport, StepReport, TrainSummary
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot, draw, smooth
+from megatune.training.loaders import Quarantine
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines
 
 SCHEDULE = RunSchedule(16, steps_per_epoch=4, total_steps=12, save_every=0, evaluate_every=0)
 

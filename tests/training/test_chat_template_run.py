@@ -13,7 +13,7 @@ from runs import settings_of, train
 from megatune.data.cache.key import prepared_key
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.chat_template import CHAT_TEMPLATE, chat_template_notes
+from megatune.training.model_files import CHAT_TEMPLATE, chat_template_notes
 
 
 @pytest.fixture(scope="module")

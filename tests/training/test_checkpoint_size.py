@@ -13,7 +13,7 @@ from runs import run, settings_of
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.plan.memory.estimate import checkpoint_bytes
-from megatune.training.room import Room
+from megatune.training.before import Room
 
 ADAPTERS = {"finetuning_type": "lora", "lora_rank": 4}
 NARROW = {"bf16": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}

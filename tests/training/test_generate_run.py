@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.answers import Answerer
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines
 
 QUESTIONS = [
     {"instruction": "Who are you?", "output": "Tuna."},

@@ -10,7 +10,7 @@ import transformers
 
 from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.errors import ExitCode, MegatuneError
-from megatune.training.learning_rate import SCHEDULER_TYPES, LearningRateSchedule, warmup_steps_of
+from megatune.training.train_step import SCHEDULER_TYPES, LearningRateSchedule, warmup_steps_of
 
 CASES = [
     ("cosine", {}),

@@ -14,8 +14,7 @@ from runs import assert_same_runs, assert_same_tensors, run, settings_of, tensor
 from safetensors.torch import load_file, save_file
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.megatron import to_mcore
-from megatune.training.merge import to_hf
+from megatune.training.conversion import to_hf, to_mcore
 from megatune.training.storage.manifest import MANIFEST_NAME, Manifest, digest_files, read_manifest, write_manifest
 from megatune.training.storage.store import CheckpointStore
 

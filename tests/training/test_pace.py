@@ -15,10 +15,10 @@ from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine import collectives, device
 from megatune.engine.collectives import BusyTime
-from megatune.training import loop, pace
+from megatune.training import loop, measurements
 from megatune.training.callbacks.base import Notice
-from megatune.training.pace import Pace, Place
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.measurements import Pace, Place
+from megatune.training.storage.files import read_json_lines
 
 PLACES = [Place("one", 0), Place("one", 0), Place("two", 1), Place("two", 1)]
 EVEN = [0.5, 0.5, 0.7, 0.7]  # the last stage has more to do
@@ -161,7 +161,7 @@ def train_held_up(settings: Settings, folder: Path, slow_step: int, seconds: flo
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)
-        patch.setattr(pace, "_PAUSE_SECONDS", 0.0)  # on a busy machine other steps are slow, too
+        patch.setattr(measurements, "_PAUSE_SECONDS", 0.0)  # on a busy machine other steps are slow, too
         assert train(settings, folder) == 0
     return seen
 

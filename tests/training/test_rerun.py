@@ -13,7 +13,7 @@ from runs import DEMO, settings_of
 from megatune.config.load import dump
 from megatune.data.cache.key import local_parts
 from megatune.errors import MegatuneError
-from megatune.training.rerun import check_rerun, rerun_lines
+from megatune.training.train_state import check_rerun, rerun_lines
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.supervisor import counted_signals
 from megatune.training import restarts
-from megatune.training.bad_steps_file import BadStepsFile
-from megatune.training.restarts import check_restarts, run_restarting
+from megatune.training.restarts import BadStepsFile, check_restarts, run_restarting
 
 
 class Runs:

@@ -13,7 +13,7 @@ from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors
 from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.training.storage.model_files import small_files
+from megatune.training.model_files import small_files
 from megatune.training.storage.store import list_checkpoints
 
 

@@ -18,7 +18,7 @@ HOST = socket.gethostname()
 
 def compare(by_rank: list[Settings]) -> tuple[int, str]:
     """The exit code and the message of the error that a rank ends with."""
-    from megatune.training.machines import check_same_settings
+    from megatune.training.agreement import check_same_settings
 
     try:
         check_same_settings(by_rank[torch.distributed.get_rank()])

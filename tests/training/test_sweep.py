@@ -14,8 +14,7 @@ import pytest
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.training.sweep import Sweep, grid, read_space
-from megatune.training.sweep.space import Range, Values, name_of
+from megatune.training.sweep import Range, Sweep, Values, grid, name_of, read_space
 
 # Logs a loss that is least at a learning rate of 1e-3, and stops on its first start where it is told to.
 PROGRAM = """

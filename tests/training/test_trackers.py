@@ -20,8 +20,8 @@ from test_callbacks import SCHEDULE, evaluation, step, summary
 
 from megatune.config.settings import Settings
 from megatune.training.callbacks import CallbackList, build_callbacks, trackers
+from megatune.training.callbacks.base import Shown, evaluation_record
 from megatune.training.callbacks.console import Console
-from megatune.training.callbacks.records import Shown, evaluation_record
 from megatune.training.trackers import asked_trackers, read_ids
 
 STEPS = list(range(1, 13))

@@ -28,7 +28,7 @@ from ui_kit import evaluation, record, write_run
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
-from megatune.training.storage.json_lines import json_line
+from megatune.training.storage.files import json_line
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from ui_kit import evaluation, record, write_run
 
-from megatune.training.storage.files import OutputLock
-from megatune.training.storage.json_lines import json_line
+from megatune.training.storage.files import OutputLock, json_line
 from megatune.ui.runs import Runs
 from megatune.ui.series import MOST_POINTS, Series
 

@@ -18,8 +18,7 @@ from ui_kit import write_run
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
-from megatune.training.storage.files import OutputLock
-from megatune.training.storage.json_lines import json_line
+from megatune.training.storage.files import OutputLock, json_line
 from megatune.ui.app import App
 
 JSON = {"Content-Type": "application/json"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.load import dump, load
-from megatune.training.storage.json_lines import json_line
+from megatune.training.storage.files import json_line
 from megatune.training.storage.store import CheckpointStore
 
 

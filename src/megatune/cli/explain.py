@@ -64,7 +64,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     from megatune.launch.devices import count_gpus
     from megatune.plan.explain.settings import explain, settings_page
     from megatune.plan.explain.words import language_of
-    from megatune.training.this_machine import this_machine
+    from megatune.training.planning import this_machine
 
     given = COMMAND.read(words)
     given.stop()

@@ -77,8 +77,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     from megatune.plan.answer import answer
     from megatune.plan.compare import kinds_of
     from megatune.plan.read_question import QuestionReader
-    from megatune.training.rows_ahead import data_rows
-    from megatune.training.this_machine import this_machine
+    from megatune.training.planning import data_rows, this_machine
 
     if kinds := kinds_of(options.gpu, options.devices):
         return _compare(given, kinds)
@@ -114,8 +113,7 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
     from megatune.plan.compare import document, offers, pages, prices_of
     from megatune.plan.pages.tables import show_pages
     from megatune.plan.read_question import PlannedRows, QuestionReader
-    from megatune.training.rows_ahead import data_rows
-    from megatune.training.this_machine import this_machine
+    from megatune.training.planning import data_rows, this_machine
 
     options, why = given.options, "it is of one kind of GPU"
     for name in ("output", "figures", "launch", "calibration"):
@@ -159,7 +157,7 @@ def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
     from megatune.launch.devices import count_gpus
     from megatune.plan.rl.answer import plan_rl
     from megatune.plan.rl.question import RLQuestionReader
-    from megatune.training.this_machine import this_machine
+    from megatune.training.planning import this_machine
 
     answer = plan_rl(RLQuestionReader(given, count_gpus, this_machine).question(file))
     if given.options.json_:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatune.doctor.check import Check, Verdict, check
 from megatune.progress import amount
-from megatune.training.room import Room
+from megatune.training.before import Room
 from megatune.training.storage.files import nearest_folder
 
 _PROBE_BYTES = 64 * 2**20

@@ -20,8 +20,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.devices import count_gpus
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import RankEnv, World
-from megatune.training.before import check_before
-from megatune.training.room import Room
+from megatune.training.before import Room, check_before
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture

@@ -107,7 +107,7 @@ def merged_lines(settings: Settings, base: Path, output: Path) -> tuple[str, lis
     """Merge the adapter as merge_lora does, and compare the merged model with base and adapter."""
     import torch
 
-    from megatune.training.merge import merge_run
+    from megatune.training.conversion import merge_run
     from megatune.verify.reference import load_reference_model
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

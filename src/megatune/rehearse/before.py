@@ -151,8 +151,7 @@ def _bad_rows(path: Path) -> tuple[list[Finding], int]:
 
 def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Rows) -> Outcome:
     """Look at the folders that the real run writes, and the room for its checkpoints."""
-    from megatune.training.before import check_checkpoint, check_output, check_weights
-    from megatune.training.room import Room
+    from megatune.training.before import Room, check_checkpoint, check_output, check_weights
 
     checked = Checked()
     checked.run(partial(check_output, settings))

@@ -205,7 +205,7 @@ def write_model(small: SmallModel, folder: Path, template: str | None, seed: int
     from transformers import AutoConfig, GenerationConfig
 
     from megatune.demo.checkpoint import no_progress_bar, random_model
-    from megatune.training.storage.model_files import small_files
+    from megatune.training.model_files import small_files
 
     folder.mkdir(parents=True)
     config, source = small.config, small.real.folder

@@ -1,15 +1,30 @@
-"""What one rank does for all: its result, or its exception, reaches every rank, so that none waits for it in vain."""
+"""What one rank does for all, and one process for its machine: results and exceptions reach every rank, and what is
+fetched, prepared or given is the same on all machines, or the run ends before it trains."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import pickle
+import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megatune.config.setting import Mark
+from megatune.config.settings import Settings, all_settings, setting_value
+from megatune.config.values import shown
 from megatune.engine import groups
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.megatron import is_torch_dist
+from megatune.hub.models import is_hub_id, open_model
+from megatune.launch.context import RankContext
 from megatune.launch.failure import describe_failure, mark_relayed
+from megatune.objectives.choose import objective_of
+from megatune.training.storage.files import writing
 
 T = TypeVar("T")
 
@@ -105,3 +120,209 @@ def _portable(error: Exception) -> Exception:
     except Exception:  # whatever its class does when it is pickled
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_POLL_SECONDS = 0.05
+KEY = "the key"
+
+
+def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
+    """Wait until every machine has posted its note under a name; returns this machine's.
+
+    Preparing data can take longer than any collective operation may, so ranks look for notes instead of waiting in one.
+    A failure ends the rank that prepares, and with it the run.
+
+    Args:
+        note: of this machine, in the rank that has it; None in its other ranks.
+    """
+    if note is not None:
+        groups.post(f"{name}/{context.node_rank}", note)
+    own = wait_for_note(context, f"{name}/{context.node_rank}")
+    if context.rank == 0:  # asks for all, so that the store is not asked for each by each rank
+        for node_rank in range(num_machines(context)):
+            wait_for_note(context, f"{name}/{node_rank}")
+        groups.post(f"{name}/all", "")
+    wait_for_note(context, f"{name}/all")
+    return own
+
+
+def check_same(context: RankContext, what: str, contents: Mapping[str, str | int] | None) -> None:
+    """Refuse to train what is not the same on all machines. Collective.
+
+    Args:
+        what: is compared, in words.
+        contents: counts and digests of this machine's, by name; None in ranks that leave it to another of the machine.
+
+    Raises:
+        MegatuneError: DATA, on every rank, naming the machines that differ from most of them, and in what.
+    """
+    if num_machines(context) == 1:
+        return
+    machines: dict[str, list[str]] = {}  # by their contents, in order of node rank
+    found = [one for one in groups.gather((context.node_rank, socket.gethostname(), contents)) if one[2] is not None]
+    for node_rank, host, of_machine in sorted(found, key=lambda one: one[0]):
+        names = machines.setdefault(json.dumps(of_machine), [])
+        if (name := f"{host} (node rank {node_rank})") not in names:
+            names.append(name)
+    most = max(machines, key=lambda one: len(machines[one]))
+    names, expected = machines.pop(most), json.loads(most)
+    if machines:
+        findings = [_difference(what, names, other, expected, json.loads(raw)) for raw, other in machines.items()]
+        raise MegatuneError(findings, ExitCode.DATA)
+
+
+def _difference(
+    what: str, names: Sequence[str], others: Sequence[str], expected: Mapping[str, Any], contents: Mapping[str, Any]
+) -> Finding:
+    differences = [name for name in {**expected, **contents} if expected.get(name) != contents.get(name)]
+    words = [
+        f"{name}: {contents[name]} instead of {expected[name]}"
+        if isinstance(contents.get(name), int) and isinstance(expected.get(name), int)
+        else f"{name} differs"
+        for name in differences
+    ]
+    if KEY in contents and KEY not in differences:
+        cause = "the same files and settings gave other tokens: other versions of libraries, or a damaged cache"
+        fix = "install the same versions of tokenizers and transformers, and delete the prepared rows on each machine"
+    else:
+        cause = "a local copy of a file is stale, or the tokenizer is another"
+        again = "copy the data sets and the model's folder to that machine again"
+        fix = f"{again}, or keep them where all machines read them"
+    differ = "differs" if len(others) == 1 else "differ"
+    what = f"machines have different {what}: {', '.join(others)} {differ} from {', '.join(names)}"
+    return Finding(what, why=f"{'; '.join(words)}; {cause}", fix=fix)
+
+
+def model_on_node(context: RankContext, settings: Settings, model_dir: str | None, resumed: Path | None) -> Path:
+    """Return the folder with the model's files, on every rank. Collective.
+
+    Args:
+        model_dir: what the launcher has fetched.
+        resumed: the checkpoint that the run resumes from: it has all that is needed of the model, unless it holds
+            adapters, or is compared with the model that the run started from.
+
+    Raises:
+        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+    """
+    name = settings.model.model_name_or_path
+    assert name is not None
+    is_compared = objective_of(settings).has_reference and settings.preference.ref_model is None
+    if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
+        small = context.run_dir / "model"
+        is_folder = not _is_fetched(name, settings.model.mcore_model)
+        return Path(name) if is_folder else on_rank_0(lambda: _keep_small_files(resumed, small))
+    model = settings.model
+    of_model = name, model.model_revision, model.cache_dir, model.mcore_model
+    return fetched_on_node(context, "model", *of_model, fetched=model_dir)
+
+
+def fetched_on_node(
+    context: RankContext,
+    note: str,
+    name: str,
+    revision: str,
+    cache_dir: str | None,
+    weights: str | None = None,
+    *,
+    fetched: str | None = None,
+) -> Path:
+    """Return the folder of a model that is a folder or on a hub, on every rank. Collective.
+
+    One process of each machine fetches it, where the launcher has not. That can take longer than any collective
+    operation may, so the others look for a note instead of waiting in one.
+
+    Args:
+        note: names the model to the other ranks.
+        weights: a folder in Megatron-Core's format with the model's weights; None for its own.
+        fetched: the folder that the launcher has put it into.
+
+    Raises:
+        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+    """
+    if num_machines(context) == 1 and not _is_fetched(name, weights):
+        return Path(name)
+    key = f"{note}/{context.node_rank}"
+    if context.local_rank:
+        return Path(wait_for_note(context, f"{key}/folder", "fetch"))
+    context.beat("fetch", 0, limit=float("inf"))
+    if fetched is not None:
+        folder, version = Path(fetched), revision
+    else:
+        model = open_model(name, revision, cache_dir, weights)
+        folder, version = model.fetch(), model.commit or "a folder"
+    groups.post(key, version)
+    versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
+    if other := next((node for node, each in enumerate(versions) if each != versions[0]), 0):
+        what = f"machine 0 has {versions[0]} of {name}, and machine {other} {versions[other]}"
+        fix = "write model_revision: COMMIT, or the same folder on every machine"
+        raise MegatuneError(Finding(what, "model_name_or_path", fix=fix), ExitCode.INPUT)
+    groups.post(f"{key}/folder", str(folder.absolute()))
+    return folder
+
+
+def _is_fetched(name: str, weights: str | None) -> bool:
+    """Return whether a model lies elsewhere than in the folder of its name, or in parts."""
+    return weights is not None or is_hub_id(name) or is_torch_dist(name)
+
+
+def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint's configuration and tokenizer, and return where: the checkpoint may be deleted in the run."""
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for path in checkpoint.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".index.json")):
+                shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+def num_machines(context: RankContext) -> int:
+    """Return how many machines the run has."""
+    return context.world_size // context.local_world_size
+
+
+def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
+    """Return what a rank posts under a key, for as long as that takes."""
+    while (note := groups.posted(key)) is None:
+        context.beat(phase, 0)
+        time.sleep(_POLL_SECONDS)
+    return note
+
+
+def check_same_settings(settings: Settings) -> None:
+    """Refuse to train with settings that are not the same on all ranks. Collective.
+
+    Args:
+        settings: as this rank was given them, before its machine's model and hub completed them.
+
+    Raises:
+        MegatuneError: SETTINGS, on every rank: each key that differs, with its values and who has them.
+    """
+    mine = {
+        info.name: shown(setting_value(settings, path))
+        for path, info in all_settings().items()
+        if not info.marks & {Mark.SECRET, Mark.MACHINE}  # what machines read is compared itself
+    }
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(groups.gather(digest))) == 1:
+        return
+    everyone = groups.gather((socket.gethostname(), mine))
+    fix = "start all ranks with the same file and the same flags"
+    findings = []
+    for key in mine:
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, given) in enumerate(everyone):
+            ranks.setdefault(given.get(key, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            hosts = [host for host, _ in everyone]
+            each = "; ".join(f"{value} on {_named(held, hosts)}" for value, held in ranks.items())
+            findings.append(Finding(f"ranks were given different settings: {key}: {each}", fix=fix))
+    raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0 to 2, 5 (host a)"."""
+    names = sorted({hosts[rank] for rank in ranks})
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    hosts_named = f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:3])}{more}"
+    return f"{groups.named(ranks)} ({hosts_named})"

@@ -13,8 +13,8 @@ from megatune.data.encode import load_tokenizer
 from megatune.data.order import StepRows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.agreement import on_rank_0
-from megatune.training.bad_steps_file import BadStepsFile
 from megatune.training.callbacks.base import Notice
+from megatune.training.restarts import BadStepsFile
 from megatune.training.storage.store import CheckpointStore, checkpoint_step, list_checkpoints
 from megatune.training.train_state import TrainState
 from megatune.training.train_step import StepResult, not_finite

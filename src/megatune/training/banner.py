@@ -34,7 +34,7 @@ from megatune.plan.flops import num_parameters
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.pages.words import fullest, seconds
 from megatune.training.loop import Trainer
-from megatune.training.profiling import profile_dir, profiled_ranks
+from megatune.training.measurements import profile_dir, profiled_ranks
 
 _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 

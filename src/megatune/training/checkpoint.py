@@ -29,10 +29,9 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
-from megatune.training.chat_template import write_chat_template
-from megatune.training.megatron import write_beside
+from megatune.training.conversion import write_beside
+from megatune.training.model_files import reward_config, small_files, with_dtype, write_chat_template
 from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
-from megatune.training.storage.model_files import reward_config, small_files, with_dtype
 from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
 # Of the model itself, whose adapters are loaded onto it.

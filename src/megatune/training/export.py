@@ -123,7 +123,7 @@ def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:
         raise MegatuneError(Finding("there is nothing to merge", "", why, fix), ExitCode.SETTINGS)
     folder = open_model(base, export.model_revision, export.cache_dir).fetch()
 
-    from megatune.training.merge import merge_adapters
+    from megatune.training.conversion import merge_adapters
 
     size, overwrite = int(export.export_size * 10**9), export.overwrite_output_dir
     return merge_adapters(folder, adapters, Path(export.export_dir), max_file_bytes=size, overwrite=overwrite)
@@ -150,8 +150,7 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
 
     import torch
 
-    from megatune.training.megatron import to_mcore
-    from megatune.training.merge import to_hf
+    from megatune.training.conversion import to_hf, to_mcore
 
     folder, target = model.fetch(), Path(export.export_dir or _default_target(source, export))
     options: dict[str, Any] = {

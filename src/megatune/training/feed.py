@@ -40,10 +40,9 @@ from megatune.launch.context import RankContext
 from megatune.objectives.choose import objective_of
 from megatune.plan.rows import RowLengths
 from megatune.progress import say
-from megatune.training.agreement import on_rank_0
-from megatune.training.bad_rows import Quarantine
-from megatune.training.machines import KEY, check_same, num_machines, wait_for_machines, wait_for_note
-from megatune.training.rows_ahead import lengths_of
+from megatune.training.agreement import KEY, check_same, num_machines, on_rank_0, wait_for_machines, wait_for_note
+from megatune.training.loaders import Quarantine
+from megatune.training.planning import lengths_of
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.train_state import ROWS, read_state
 

@@ -28,21 +28,18 @@ from megatune.objectives.base import TrainingObjective, check_first_step
 from megatune.plan.run.record import RankMemory
 from megatune.progress import say
 from megatune.training.answers import Answerer
-from megatune.training.bad_rows import without_unreadable
 from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, TrainSummary
 from megatune.training.feed import Feed
-from megatune.training.learning_rate import LearningRateSchedule
-from megatune.training.loaders import Loaders
-from megatune.training.pace import Pace, Place, StepClock, step_report
-from megatune.training.profiling import MemoryLog, StepProfiler
+from megatune.training.loaders import Loaders, without_unreadable
+from megatune.training.measurements import MemoryLog, Pace, Place, StepClock, StepProfiler, step_report
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_state import TrainState
-from megatune.training.train_step import StepResult, not_finite_gradients, train_step
+from megatune.training.train_step import LearningRateSchedule, StepResult, not_finite_gradients, train_step
 
 Outcome = Literal["finished", "stopped"]
 

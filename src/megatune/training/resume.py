@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest whole one.
+"""Which checkpoint a run resumes from: the newest whole one; and the base that adapters belong to, by its digest.
 
 All ranks together compare sizes and small files with the manifest. Files whose blocks have digests of their own are
 compared while they are loaded (`bridge.checked_files`), so that nothing is read twice.
@@ -15,10 +15,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import xxhash
+
+from megatune.bridge.adapter_files import ADAPTER
+from megatune.bridge.assemble import weight_files
 from megatune.bridge.checked_files import RangedFile, ReadCheck, begin_check, digests_of
+from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.quantized import form_of
+from megatune.hub.digests import remembered_digest
 from megatune.launch.context import RankContext
 from megatune.progress import Progress, amount
 from megatune.training.agreement import on_rank_0
@@ -201,3 +208,24 @@ class _Reading:
         self._gathered = time.monotonic()
         self.shown.to(sum(num_bytes for num_bytes, _ in notes))
         return notes
+
+
+def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> str:
+    """Digest the files of a model's weights, and of the adapters that are merged into them; each rank reads a share.
+
+    Collective. Digests are kept between runs, of files that are not changed: a start does not read its base twice.
+
+    Returns:
+        32 hexadecimal digits, the same on every rank, which neither names of files nor their order change; other ones
+        where the base is quantized.
+    """
+    finetuning = settings.finetuning
+    context.beat("digest", 0, limit=settings.run.ddp_timeout)
+    merged = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
+    paths = weight_files(model_dir) + [path for each in merged for path in SafetensorsFolder(each, ADAPTER).files()]
+    files = [FileDigest(str(path), path.stat().st_size, "") for path in paths]
+    mine = [(file.size, remembered_digest(Path(file.name))) for file in shares(files, context.world_size)[context.rank]]
+    digests = sorted(digest for part in groups.gather(mine) for digest in part)
+    if (form := form_of(finetuning)) is not None:
+        digests.append((0, repr(form)))
+    return xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())

@@ -27,32 +27,29 @@ from megatune.plan.case import Case
 from megatune.plan.run.preflight import Preflight
 from megatune.plan.run.record import PLAN_NAME
 from megatune.progress import say
-from megatune.training.agreement import on_rank_0
+from megatune.training.agreement import check_same_settings, model_on_node, on_rank_0
 from megatune.training.answers import Answerer
 from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import Start, banner, summary
-from megatune.training.base import digest_base
+from megatune.training.before import check_room
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
-from megatune.training.chat_template import chat_template_notes
 from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
+from megatune.training.conversion import merge_run
 from megatune.training.feed import Feed, ModelLimits, RunData, on_its_day, opened_data
-from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
 from megatune.training.loaders import Loaders, loader_workers
 from megatune.training.loop import Trainer
-from megatune.training.machines import check_same_settings, model_on_node
-from megatune.training.merge import merge_run
-from megatune.training.profiling import MemoryLog, check_profiled_steps, memory_snapshot
+from megatune.training.measurements import MemoryLog, check_profiled_steps, memory_snapshot
+from megatune.training.model_files import chat_template_notes
+from megatune.training.planning import plan_rows
 from megatune.training.reference import open_reference
-from megatune.training.rerun import later_checkpoints
-from megatune.training.resume import choose_checkpoint
-from megatune.training.room import check_room
-from megatune.training.rows_ahead import plan_rows
+from megatune.training.resume import choose_checkpoint, digest_base
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
-from megatune.training.train_state import TrainState, read_state
+from megatune.training.train_state import TrainState, later_checkpoints, read_state
+from megatune.training.train_step import LearningRateSchedule, warmup_steps_of
 
 _JOIN_GRACE = 60.0  # seconds
 

@@ -29,8 +29,7 @@ from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
-from megatune.training.storage.files import writing
-from megatune.training.storage.new_folder import new_folder
+from megatune.training.storage.files import new_folder, writing
 
 
 @dataclass(slots=True, kw_only=True)

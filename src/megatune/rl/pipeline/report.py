@@ -19,11 +19,10 @@ from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.validation import is_correct
 from megatune.rl.samples import Sample
 from megatune.training.callbacks import CallbackList
-from megatune.training.callbacks.base import Callback, StepReport
+from megatune.training.callbacks.base import Callback, Shown, StepReport
 from megatune.training.callbacks.console import Console
 from megatune.training.callbacks.metrics import Metrics, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.records import Shown
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.trackers import WORKERS, asked_trackers
 

@@ -33,7 +33,7 @@ from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
-from megatune.training.merge import merge_run
+from megatune.training.conversion import merge_run
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import OutputLock, write_atomically, writing
 from megatune.training.storage.store import clean_partials, finalize_model

@@ -29,7 +29,7 @@ from megatune.rl.samples import Rollouts
 from megatune.rl.worker import rows
 from megatune.rl.worker.batching import Sharing
 from megatune.rl.worker.rows import Answer
-from megatune.training.machines import model_on_node
+from megatune.training.agreement import model_on_node
 
 # Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
 _GROUP = 8

@@ -20,16 +20,20 @@ from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
 from megatune.training.agreement import on_rank_0
-from megatune.training.base import digest_base
 from megatune.training.checkpoint import check_continues, load_checkpoint
-from megatune.training.learning_rate import LearningRateSchedule, warmup_steps_of
-from megatune.training.profiling import StepProfiler
-from megatune.training.resume import choose_checkpoint
+from megatune.training.measurements import StepProfiler
+from megatune.training.resume import choose_checkpoint, digest_base
 from megatune.training.saving import CheckpointSaver
 from megatune.training.storage.files import writing
 from megatune.training.storage.store import CheckpointStore, clean_partials
 from megatune.training.train_state import TrainState
-from megatune.training.train_step import StepResult, not_finite_gradients, train_step
+from megatune.training.train_step import (
+    LearningRateSchedule,
+    StepResult,
+    not_finite_gradients,
+    train_step,
+    warmup_steps_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,17 @@ from megatune.training.callbacks.base import (
     Generated,
     LogReport,
     Notice,
+    Shown,
     StepReport,
     TrainSummary,
+    evaluation_record,
+    log_record,
+    notice_record,
 )
-from megatune.training.callbacks.card import Card
 from megatune.training.callbacks.console import DETAILS_NAME, Console
-from megatune.training.callbacks.hub_push import HubPush
 from megatune.training.callbacks.metrics import Generations, Metrics, Prediction, Results, TensorBoard, TrainerLog
 from megatune.training.callbacks.plot import LossPlot
-from megatune.training.callbacks.records import Shown, evaluation_record, log_record, notice_record
+from megatune.training.callbacks.publishing import Card, HubPush
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.trackers import WORKERS, asked_trackers, run_name

@@ -13,15 +13,16 @@ from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batches import Unreadable
 from megatune.progress import BARS, Bars, Progress, is_quiet
 from megatune.training.callbacks.base import (
+    SHOW_ALL,
     Callback,
     EvalReport,
     Generated,
     LogReport,
     Notice,
+    Shown,
     StepReport,
     TrainSummary,
 )
-from megatune.training.callbacks.records import SHOW_ALL, Shown
 from megatune.training.run_schedule import RunSchedule
 
 DETAILS_NAME = "start.log"  # in output_dir: all that is known of a run before its first step

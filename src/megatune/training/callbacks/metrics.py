@@ -21,11 +21,14 @@ from megatune.plan.calibration import keep_first
 from megatune.plan.case import Case
 from megatune.plan.run import record as plan_record
 from megatune.progress import say
-from megatune.training.callbacks.base import Callback, Generated, StepReport, TrainSummary
-from megatune.training.callbacks.records import (
+from megatune.training.callbacks.base import (
     SHOW_ALL,
+    Callback,
+    Generated,
     Record,
     Shown,
+    StepReport,
+    TrainSummary,
     evaluation_results,
     history_entry,
     is_evaluation,
@@ -33,8 +36,7 @@ from megatune.training.callbacks.records import (
     trainer_line,
 )
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage.files import write_atomically
-from megatune.training.storage.json_lines import json_line, read_json_lines
+from megatune.training.storage.files import json_line, read_json_lines, write_atomically
 
 METRICS_NAME, GENERATIONS_NAME = "metrics.jsonl", "generations.jsonl"
 _WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.picture import as_png, new_figure
 from megatune.training.callbacks.base import Callback, LogReport, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME
-from megatune.training.storage.files import write_atomically
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

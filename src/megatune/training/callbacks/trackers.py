@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.training.callbacks.base import Callback, TrainSummary
+from megatune.training.callbacks.base import Callback, Record, Shown, TrainSummary, is_evaluation, is_log
 from megatune.training.callbacks.metrics import METRICS_NAME
-from megatune.training.callbacks.records import Record, Shown, is_evaluation, is_log
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage.files import write_atomically
-from megatune.training.storage.json_lines import read_json_lines
+from megatune.training.storage.files import read_json_lines, write_atomically
 from megatune.training.trackers import IDS_NAME, RunInfo, new_id, read_ids, run_info
 from megatune.training.trackers.worker import SAID_WHY, end_family
 

@@ -1,9 +1,7 @@
 """A new run from a few answers: model, data, goal and machine. Nothing here prints or asks."""
 
-from megatune.training.new_run.answers import Answers, WrongAnswersError
-from megatune.training.new_run.draft import NewRun, draft
-from megatune.training.new_run.files import write_settings
-from megatune.training.new_run.folder import GOALS, Goal, find_data, find_models
+from megatune.training.new_run.draft import Answers, NewRun, WrongAnswersError, draft
+from megatune.training.new_run.files import GOALS, Goal, find_data, find_models, write_settings
 
 __all__ = [
     "GOALS",

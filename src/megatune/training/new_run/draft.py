@@ -1,18 +1,20 @@
-"""Plans a new run and writes its settings file as text."""
+"""Plans a new run from the answers of a user, and writes its settings file as text; what is wrong is said by answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from megatune.config.entry import Arguments
 from megatune.config.load import load
 from megatune.config.options import Given
 from megatune.config.rules import DATA_RULES
+from megatune.config.setting import Count
 from megatune.config.settings import Settings
 from megatune.config.values import counted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -26,11 +28,65 @@ from megatune.plan.pages.words import duration, fullest, layout_words, machine_w
 from megatune.plan.read_question import QuestionReader
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.question import RLQuestionReader
-from megatune.training.new_run.answers import Answers, Checks, WrongAnswersError
-from megatune.training.new_run.files import check_new, rl_file, training_file
-from megatune.training.new_run.folder import MOST_ROWS, DataFacts, Goal, look_at
-from megatune.training.rows_ahead import data_rows
-from megatune.training.this_machine import this_machine
+from megatune.training.new_run.files import MOST_ROWS, DataFacts, Goal, check_new, look_at, rl_file, training_file
+from megatune.training.planning import data_rows, this_machine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a user said of a new run.
+
+    Attributes:
+        model: a folder, or an id on a hub.
+        data: a file, or what else `dataset` may name.
+        goal: None takes what the data is made for; else full where it fits, and LoRA otherwise.
+        gpus, gpu: number and kind of the GPUs, as `megatune plan` takes them; None takes this machine.
+        output: the settings file to write; None takes a new name in the working folder.
+        runs: the folder in which the run gets one of its own.
+    """
+
+    model: str
+    data: str
+    goal: Goal | None = None
+    gpus: Count | None = None
+    gpu: str | None = None
+    output: str | None = None
+    runs: str = "out"
+
+
+class WrongAnswersError(MegatuneError):
+    """What is wrong with answers, by the attribute of `Answers` that it belongs to."""
+
+    def __init__(self, by_answer: Mapping[str, Sequence[Finding]], exit_code: ExitCode) -> None:
+        self.by_answer = by_answer
+        super().__init__([finding for findings in by_answer.values() for finding in findings], exit_code)
+
+
+@dataclass
+class Checks:
+    """Gathers what is wrong with answers, until all of it can be reported at once."""
+
+    wrong: dict[str, list[Finding]] = field(default_factory=dict)
+    exit_code: ExitCode = ExitCode.SETTINGS  # that of the first problem
+
+    def of(self, name: str, find: Callable[[], T]) -> T | None:
+        """Return what a function finds; or note what it raises about an answer, and return None."""
+        try:
+            return find()
+        except MegatuneError as error:
+            self.exit_code = self.exit_code if self.wrong else error.exit_code
+            own = error.by_answer if isinstance(error, WrongAnswersError) else {name: error.findings}
+            for answer, findings in own.items():
+                self.wrong.setdefault(answer, []).extend(findings)
+            return None
+
+    def stop(self) -> None:
+        """Raise everything that was noted, if anything was."""
+        if self.wrong:
+            raise WrongAnswersError(self.wrong, self.exit_code)
+
 
 _LONGEST = 8192  # tokens of a row that a new run keeps at most
 _RL_LONGEST = 1024  # tokens of a prompt and its response

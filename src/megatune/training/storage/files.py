@@ -1,4 +1,6 @@
-"""Durable writes, what a user reads when a disk refuses them, and the lock for one run at a time in an output_dir."""
+"""Durable writes, of files and of folders that are whole or not there; what a user reads when a disk refuses them;
+files of JSON lines, read as they are after any end of the process that wrote them; and the lock for one run at a time
+in an output_dir."""
 
 from __future__ import annotations
 
@@ -7,13 +9,16 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.progress import amount
@@ -168,3 +173,65 @@ def _held_by(output_dir: Path, holder: bytes) -> Finding:
         who = "a process that has just started"
     fix = "wait for that run or stop it, or choose another output_dir"
     return Finding(f"{output_dir} is being written to by another run: {who}", fix=fix)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file; lines that are not whole are passed over, and a file that is not there has none."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line; a number that is not finite becomes null, as JSON has no other word for it."""
+    not_finite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**record, **not_finite}, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextmanager
+def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, which takes its name, and the place of what is there, at the end.
+
+    Raises:
+        MegatuneError: CANNOT_WRITE.
+    """
+    ensure_room(target, num_bytes)
+    partial, replaced = (target.with_name(f".{target.name}.{state}") for state in ("partial", "replaced"))
+    with writing(target, num_bytes):
+        for folder in (partial, replaced):
+            shutil.rmtree(folder, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.rglob("*"):
+            sync(path)
+        sync(partial)
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(partial, target)
+        sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
+    """Refuse to write over what is read, or over anything that the user did not mean to lose."""
+    resolved = target.resolve()
+    for source in sources:
+        if resolved == source.resolve() or resolved in source.resolve().parents:
+            why = f"{source} is read from there"
+            finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
+            raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
+    if target.is_file():
+        finding = Finding(f"{target} is a file", "export_dir", "", "name a folder")
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        fix = "choose another folder, or write overwrite_output_dir: true, which deletes what is in it"
+        finding = Finding(f"{target} is not empty", "export_dir", "", fix)
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)

@@ -25,9 +25,9 @@ IDS_NAME = "trackers.json"
 DEFAULT_PROJECT = "megatune"
 # Beside TensorBoard, which writes files and needs no process.
 WORKERS = {
-    "wandb": "megatune.training.trackers.wandb_run:WandbRun",
-    "swanlab": "megatune.training.trackers.swanlab_run:SwanLabRun",
-    "mlflow": "megatune.training.trackers.mlflow_run:MLflowRun",
+    "wandb": "megatune.training.trackers.libraries:WandbRun",
+    "swanlab": "megatune.training.trackers.libraries:SwanLabRun",
+    "mlflow": "megatune.training.trackers.libraries:MLflowRun",
 }
 
 
