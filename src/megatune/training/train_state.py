@@ -34,7 +34,7 @@ class TrainState:
         global_batch_size: rows per step; with `seed` it determines which rows a step trains.
         best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
         stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
-        base: digest of what adapters are beside (training/base.py); "" without adapters.
+        base: digest of what adapters are beside (training/resume.py); "" without adapters.
         reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
         objective: the loss's own state (`TrainingObjective.state_dict`).
         updates: of the optimizer, where a step may have several.

@@ -196,7 +196,7 @@ class Callback:
         """After the first step of this process, every logging_steps and the last step."""
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Before `on_log`, `on_evaluate` or `on_notice`: the same as JSON values (callbacks/records.py), which files
+        """Before `on_log`, `on_evaluate` or `on_notice`: the same as JSON values (see `Record`), which files
         and trackers keep."""
 
     def on_notice(self, notice: Notice) -> None:
