@@ -133,7 +133,7 @@ class Room:
         """
         if architecture is None:
             return Room()
-        from megatune.plan.memory.estimate import checkpoint_bytes
+        from megatune.plan.memory.estimate import checkpoint_bytes  # imports numpy, which a refused file does without
 
         num_bytes = sum(checkpoint_bytes(settings, architecture))
         return Room(num_bytes, _num_copies(settings, num_steps), _deleted_bytes(settings))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatune.data.cache.files import locked, partial_folder, publish, remove_abandoned
-from megatune.data.pictures import are_current
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import cache_dir
 
@@ -153,6 +152,8 @@ class _Place:
 
     def _read(self, read: Callable[[Path], T]) -> T | None:
         """Return what is read of the folder; None where it is to be made, or made again."""
+        from megatune.data.pictures import are_current  # imports numpy, which checks of settings do without
+
         if stored_key(self.folder) is None or not self._is_trusted():
             return None
         line = f"the prepared rows in {self.folder} are damaged and are recreated"
