@@ -164,11 +164,10 @@ def _errors(errors: Sequence[float]) -> tuple[str, str, str]:
 
 _READING = (
     "Errors are of tokens/s, above 0 where the planner is too fast. A run is planned as the engine that made it works "
-    '(`plan/engines.py`); where that is another one than this project\'s, "this engine" is what this one is planned to '
-    "reach with the same settings. Four constants were chosen from the open rows, "
-    "below; the rest is derived from data sheets and shapes, or written down in `plan/time/rates.py` and "
-    "`plan/time/efficiency.py` with its origin. FSDP's exchanges, which this project does not have, are added from the "
-    "planner's own collectives."
+    '(`Engine` of `plan/case.py`); where that is another one than this project\'s, "this engine" is what this one is '
+    "planned to reach with the same settings. Four constants were chosen from the open rows, below; the rest is "
+    "derived from data sheets and shapes, or written down in `plan/time/efficiency.py` with its origin. FSDP's "
+    "exchanges, which this project does not have, are added from the planner's own collectives."
 )
 
 _EXPERTS = """What is modelled of experts:
