@@ -132,7 +132,7 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
         return 0, rows * row
     if shapes.experts.moe_token_dispatcher_type == "allgather":
         # The allgather dispatcher holds the tokens of all its ranks. It sums into as many, for some tokens at a time:
-        # as many choices of them as there are rows (engine.layers.moe.permutation).
+        # as many choices of them as there are rows (engine.layers.moe.dispatcher).
         gathered = shapes.part * shapes.ep * shapes.etp
         summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
         return gathered * row, (rows + gathered + summed) * row

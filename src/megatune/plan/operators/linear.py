@@ -12,7 +12,7 @@ from megatune.plan.case import OF_A_STREAM
 from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product, Work
 from megatune.plan.operators.shapes import OUTPUT, Adapted, Shapes
 
-# As engine.quantization has it: elements of a matrix that are made at a time.
+# As engine.layers.quantized has it: elements of a matrix that are made at a time.
 _MADE_AT_A_TIME = 1 << 24
 _MADE_LAUNCHES = 10  # most of them for scales
 _FP8_LAUNCHES = 4  # of both factors, the largest value and the rounding

@@ -76,13 +76,11 @@ class GroupedExperts(torch.nn.Module):
         if self.config.add_bias_linear:
             of_rows = _membership(tokens_per_expert, gate_up)
             gate_up = torch.addmm(gate_up, of_rows, self.linear_fc1["bias"])
-        if not self.recomputes_activation:
-            activated = self._activate(gate_up, permuted_probs)
-            output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
-        else:
-            checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
-            activated = checkpoint.checkpoint(self._activate, gate_up, permuted_probs)
-            output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None) if self.recomputes_activation else None
+        activate = partial(checkpoint.checkpoint, self._activate) if checkpoint else self._activate
+        activated = activate(gate_up, permuted_probs)
+        output = self._project(activated, self.weight2, self.adapter2, tokens_per_expert)
+        if checkpoint:
             checkpoint.discard_output_and_register_recompute(output)
         if self.config.add_bias_linear:
             shares = of_rows * permuted_probs[:, None].to(output.dtype)
