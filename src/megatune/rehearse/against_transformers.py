@@ -17,7 +17,6 @@ from megatune.rehearse.ranks import Watcher, local_world, output_into, too_late
 
 if TYPE_CHECKING:
     from megatune.rehearse.acts import Scene
-    from megatune.verify.numbers import Difference
 
 
 _MERGED = 1e-4  # of the largest logit: fp32 sums in another order
@@ -35,6 +34,7 @@ def load_in_transformers(output: Path, base: Path | None) -> tuple[str, list[Fin
     """
     import torch
 
+    from megatune.data.encode import load_tokenizer
     from megatune.verify.reference import load_reference_model
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -48,9 +48,10 @@ def load_in_transformers(output: Path, base: Path | None) -> tuple[str, list[Fin
         logits = compute(model)
         if not torch.isfinite(logits).all():
             problems.append(Finding(f"{output.name}: Transformers computes numbers that are not finite"))
-        text = _asked(output if base is None else base)
+        tokenizer = load_tokenizer(base or output)
     number = sum(parameter.numel() for parameter in model.parameters())
-    return f"{kind}, {number:,} parameters, every tensor accounted for{text}", problems
+    found = f"{kind}, {number:,} parameters, every tensor accounted for; its tokenizer has {len(tokenizer):,} tokens"
+    return found, problems
 
 
 def _keys(output: Path) -> list[Finding]:
@@ -94,13 +95,6 @@ def compute(model: Any) -> Any:
     size = min(model.get_input_embeddings().weight.shape[0], 200)
     with torch.no_grad():
         return model(input_ids=torch.arange(_TOKENS)[None] % size).logits.float()
-
-
-def _asked(folder: Path) -> str:
-    """Load the tokenizer beside the model, and say so."""
-    from megatune.data.encode import load_tokenizer
-
-    return f"; its tokenizer has {len(load_tokenizer(folder)):,} tokens"
 
 
 def merged_lines(settings: Settings, base: Path, output: Path) -> tuple[str, list[Finding]]:
@@ -170,7 +164,7 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
             Finding(f"{one.name} differs by {one.error:.1e}, more than {one.tolerance:.0e}") for one in wrong[:5]
         ]
         return failed(act, findings, ExitCode.DIFFERENT)
-    worst = max((one for one in verdict.differences if one.tolerance), key=_share)
+    worst = max((one for one in verdict.differences if one.tolerance), key=lambda one: one.error / one.tolerance)
     gradients = len(verdict.differences) - 3
     found = f"logits, loss and {gradients} gradients within their tolerance in fp32; nearest to it {worst.name}: "
     found += f"{worst.error:.1e} of {worst.tolerance:.0e}"
@@ -180,10 +174,6 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     if stage in (*PAIR_STAGES, "kto"):
         found += f"; the loss of {stage} is not among them, which Transformers does not have"
     return passed(act, found)
-
-
-def _share(difference: Difference) -> float:
-    return difference.error / difference.tolerance
 
 
 def _samples(scene: Scene, model_dir: Path) -> list:

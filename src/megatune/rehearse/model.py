@@ -16,7 +16,6 @@ from megatune.data.templates import check_template
 from megatune.data.templates.named import is_template_file, read_template
 from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
 from megatune.demo.family import FAMILIES as DEMO_FAMILIES
-from megatune.demo.family import DemoFamily
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.hub.models import CONFIG, is_hub_id, open_model
@@ -249,7 +248,7 @@ def _write_demo_tokenizer(architecture: Architecture, folder: Path, template: st
     from megatune.demo.vision import write_processors
 
     refusal = None
-    for family in demo_families(architecture):
+    for family in (each for each in DEMO_FAMILIES.values() if each.model_type == architecture.model_type):
         tokenizer = make_tokenizer(family)
         # A template of the user's own may well be for tokens that only the real tokenizer has.
         tokenizer.add_special_tokens({"additional_special_tokens": list(template_tokens(template))})
@@ -271,8 +270,3 @@ def _of_family(finding: Finding, architecture: Architecture) -> Finding:
     """Say that a template does not fit a family, not a folder that is gone in the end."""
     what = finding.what.replace("this model's tokenizer", f"the tokenizers of a {architecture.model_type}")
     return Finding(what, "", finding.why, finding.fix)
-
-
-def demo_families(architecture: Architecture) -> list[DemoFamily]:
-    """List the demo families of a model's type."""
-    return [each for each in DEMO_FAMILIES.values() if each.model_type == architecture.model_type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatune.config.values import counted
@@ -33,10 +33,6 @@ class Outcome:
     findings: tuple[Finding, ...] = ()
     exit_code: ExitCode = ExitCode.DONE
     seconds: float = 0.0
-
-    def took(self, seconds: float) -> Outcome:
-        """Return the same, with the time that it took."""
-        return replace(self, seconds=seconds)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name, the verdict as its word."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -191,7 +191,7 @@ class Rehearsal:
             outcome = act()
         except MegatuneError as error:
             outcome = refused(name, error)
-        self._add(outcome.took(time.monotonic() - began))
+        self._add(replace(outcome, seconds=time.monotonic() - began))
 
     def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

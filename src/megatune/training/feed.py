@@ -278,7 +278,8 @@ class StreamFollower:
     def before(self, step: int) -> None:
         """Wait for the rows of a step, counted from 0, and look at the blocks that they are in. Collective."""
         first = step * self._size
-        for meta, folder in self._stream.before(first, first + self._size, self._last, self._beat):
+        beat = partial(self._context.beat, "data", self._context.step)
+        for meta, folder in self._stream.before(first, first + self._size, self._last, beat):
             # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
@@ -298,9 +299,6 @@ class StreamFollower:
     def epoch_after(self, step: int) -> float | None:
         """Return the passes done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
-
-    def _beat(self) -> None:
-        self._context.beat("data", self._context.step)
 
     def _keep_bad_rows(self, folder: Path) -> None:
         if self._quarantine is not None:

@@ -388,7 +388,7 @@ class Trainer:
         if self._saved_step == self.state.step:
             return
         self._settle()
-        self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
+        self._beat_save()
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.objective = self.objective.state_dict()
@@ -405,7 +405,7 @@ class Trainer:
     def _settle(self) -> None:
         """Wait for the checkpoint that is written in the background, if there is one."""
         if self._saver.in_flight:
-            self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
+            self._beat_save()
             path = self._saver.settle()
             assert path is not None
             self.callbacks.on_save(path)

@@ -103,7 +103,7 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
         return [Finding(each, where=str(checkpoint)) for each in added]
     began = time.monotonic()
     names = {file.name for file in manifest.files}
-    later = [file for file in manifest.files if not whole and _digests_name(file.name) in names]
+    later = [file for file in manifest.files if not whole and digests_of(Path(file.name)).as_posix() in names]
     now = [file for file in manifest.files if file not in later]
     key, total = f"verify/{checkpoint.name}", sum(file.size for file in now)
     progress = _Reading(context, key, Progress("verifying", total, shows=context.rank == 0))
@@ -132,11 +132,6 @@ def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest
         found[rank].append(file)
         sizes[rank] += file.size
     return found
-
-
-def _digests_name(name: str) -> str:
-    """Return the name of the file with the digests of a file's blocks."""
-    return digests_of(Path(name)).as_posix()
 
 
 def _problem_of_head(checkpoint: Path, file: FileDigest) -> str:

@@ -11,7 +11,7 @@ from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
 from megatune.training.storage.manifest import read_manifest
-from megatune.training.storage.store import list_checkpoints
+from megatune.training.train_state import checkpoints_to_try
 
 
 class RunModel:
@@ -72,13 +72,9 @@ class RunModel:
 
 def _resumed_checkpoint(settings: Settings) -> Path | None:
     """Return the checkpoint that the run resumes from, as far as that can be known before all of it is verified."""
-    asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
+    asked, found = settings.run.resume_from_checkpoint, checkpoints_to_try(settings)
     if isinstance(asked, str):
         if not Path(asked).is_dir():
             raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
         return Path(asked)
-    if asked is False or settings.run.overwrite_output_dir or output_dir is None:
-        return None
-    configs = CONFIG, ADAPTER_CONFIG
-    found = reversed(list_checkpoints(Path(output_dir)))
-    return next((path for path in found if any((path / config).is_file() for config in configs)), None)
+    return next((path for path in found if any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG))), None)

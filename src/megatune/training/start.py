@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from megatune.config.derived import of_device
@@ -125,27 +124,18 @@ def _check_files(launch: Launch, found: Outcome) -> None:
     found.lines += checked.lines
 
 
-def _check_trackers(launch: Launch, found: Outcome) -> None:
-    check_installed(launch.loaded.settings)
-
-
-def _check_restarts(launch: Launch, found: Outcome) -> None:
-    nnodes = launch.world.nnodes if launch.world else 1
-    check_restarts(launch.loaded.settings, is_joined=launch.place is not None, nnodes=nnodes)
-
-
-CHECKS: tuple[Callable[[Launch, Outcome], None], ...] = (_check_plan, _check_files, _check_trackers, _check_restarts)
-
-
 def check_all(launch: Launch) -> Outcome:
     """Run every check.
 
     Raises:
         MegatuneError: with the findings of all of them, and the least of their exit codes.
     """
-    found = Outcome(plan=Preflight(settings=launch.loaded.settings))
-    for check in CHECKS:
-        found.run(partial(check, launch, found))
+    settings, nnodes = launch.loaded.settings, launch.world.nnodes if launch.world else 1
+    found = Outcome(plan=Preflight(settings=settings))
+    found.run(lambda: _check_plan(launch, found))
+    found.run(lambda: _check_files(launch, found))
+    found.run(lambda: check_installed(settings))
+    found.run(lambda: check_restarts(settings, is_joined=launch.place is not None, nnodes=nnodes))
     if found.errors:
         findings = dict.fromkeys(finding for error in found.errors for finding in error.findings)
         raise MegatuneError(findings, min(error.exit_code for error in found.errors))

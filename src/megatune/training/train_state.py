@@ -140,14 +140,19 @@ def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 _OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
 
 
-def checkpoint_to_try(settings: Settings) -> Path | None:
-    """Return the checkpoint that the run will try first, before any of its files is verified; None for none."""
+def checkpoints_to_try(settings: Settings) -> list[Path]:
+    """Return the checkpoints that the run may resume from, in its order, before any of their files is verified."""
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
-        return Path(asked)
+        return [Path(asked)]
     if asked is False or settings.run.overwrite_output_dir or output_dir is None:
-        return None
-    return next(reversed(list_checkpoints(Path(output_dir))), None)
+        return []
+    return list_checkpoints(Path(output_dir))[::-1]
+
+
+def checkpoint_to_try(settings: Settings) -> Path | None:
+    """Return the first of `checkpoints_to_try`; None for none."""
+    return next(iter(checkpoints_to_try(settings)), None)
 
 
 def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[str] = ()) -> None:

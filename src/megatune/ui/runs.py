@@ -150,7 +150,7 @@ def entry_of(folder: Path, alive: bool) -> dict[str, Any]:
         "eval_loss": evaluation.get("eval_loss"),
         "tokens_per_second": log.get("tokens_per_second"),
         "eta_seconds": log.get("eta_seconds"),
-        "changed": _changed(folder),
+        "changed": max(_stamp(folder / name)[1] for name in (METRICS, RUN_YAML, "launch/report.json")),
         "spark": _spark(folder / METRICS),
     }
 
@@ -248,7 +248,3 @@ def _stamp(path: Path) -> tuple[int, float]:
     except OSError:
         return 0, 0.0
     return found.st_size, found.st_mtime
-
-
-def _changed(folder: Path) -> float:
-    return max(_stamp(folder / name)[1] for name in (METRICS, RUN_YAML, "launch/report.json"))

@@ -23,6 +23,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import compose, shown
 from megatune.errors import MegatuneError
+from megatune.hub.models import is_hub_id
 from megatune.hub.repository import Hub, is_repository_id, use_modelscope
 from megatune.hub.upload import CARD, OWN_CARD, answer_of, endpoint, later, start
 from megatune.plan.pages.words import seconds, size
@@ -75,7 +76,7 @@ class Card(Callback):
         settings, base = self._settings, self._settings.model.model_name_or_path or ""
         is_lora = settings.finetuning.finetuning_type == "lora"
         found: dict[str, Any] = {"library_name": "peft" if is_lora else "transformers"}
-        if _is_hub_id(base):
+        if is_hub_id(base):
             found |= {"base_model": base, "base_model_relation": "adapter" if is_lora else "finetune"}
         if license_name := _license(self._source):
             found["license"] = license_name
@@ -162,10 +163,6 @@ def _public(value: Any) -> Any:
     if isinstance(value, str) and "/" in value and (value[0] in "/~." or os.path.exists(value)):
         return os.path.basename(value.rstrip("/"))
     return value
-
-
-def _is_hub_id(name: str) -> bool:
-    return is_repository_id(name, owner=True) and not os.path.exists(name)
 
 
 def _hub_data(name: str) -> str | None:

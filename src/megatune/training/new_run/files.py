@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from megatune.config.values import counted, shown
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources import DatasetSource, resolve_datasets
-from megatune.data.sources.detection import ROWS_FOR_DETECTION, suggested
+from megatune.data.sources.detection import suggested
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch import layout_settings, planned_lines
@@ -78,11 +78,12 @@ def look_at(data: str, goal: Goal | None) -> DataFacts:
     Raises:
         MegatuneError: as `resolve_datasets`; SETTINGS or DATA, where the goal needs other rows.
     """
-    row = _first_row(data)
+    row = next(_rows(data), None)
     if goal is None and row is not None and "ground_truth" in row and _prompt(row) is not None:
         goal = "rl" if not {"response", "output", "answer"} & row.keys() else None
     if goal == "rl":
-        return DataFacts(stage="sft", goal=goal, rows=_count(data), columns=_of_rl(data, row))
+        count = sum(1 for _ in islice(_rows(data), MOST_ROWS))
+        return DataFacts(stage="sft", goal=goal, rows=count, columns=_of_rl(data, row))
     if goal is None:
         goal = "dpo" if row is not None and {"chosen", "rejected"} <= row.keys() else None
     stage = "dpo" if goal == "dpo" else "sft"
@@ -110,14 +111,6 @@ def _rows(data: str) -> Iterator[Mapping[str, Any]]:
     path = Path(data).expanduser()
     if path.is_file():
         yield from (row.fields for row in read_rows(path) if row.error is None)
-
-
-def _first_row(data: str) -> Mapping[str, Any] | None:
-    return next(islice(_rows(data), ROWS_FOR_DETECTION), None)
-
-
-def _count(data: str) -> int:
-    return sum(1 for _ in islice(_rows(data), MOST_ROWS))
 
 
 def _prompt(row: Mapping[str, Any]) -> str | None:
