@@ -23,8 +23,8 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import adapter_weights, scaling
 from megatune.families.weights import hf_shapes, layers_of
-from megatune.generation.adapters import adapted_model
 from megatune.generation.generator import Generator
+from megatune.generation.inputs import adapted_model
 from megatune.generation.options import GenerationOptions
 from megatune.generation.transformers_backend import TransformersBackend
 from megatune.verify.checkpoints import write_random_adapter

@@ -15,10 +15,11 @@ from tiny_models import tiny_model
 from megatune.cli.main import main
 from megatune.data import text_scores
 from megatune.data.prompts import read_questions
+from megatune.data.sources import resolve_datasets
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode
 from megatune.generation import dataset
-from megatune.generation.dataset import Outcome, open_datasets
+from megatune.generation.dataset import Outcome
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions
 
@@ -183,7 +184,7 @@ def test_a_row_that_ends_with_a_call_has_no_label(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     asked = {"role": "user", "content": "Look!"}
     rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {"messages": [asked]}]
-    sources = open_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "")
+    sources = resolve_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "", "sft")
     questions = list(read_questions(sources, {}, Outcome().leave_out, pictures=False))
     assert [(each.label, len(each.conversation.messages)) for each in questions] == [(None, 1), (None, 1)]
 
@@ -202,7 +203,7 @@ def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
     generator = Generator.load(make_checkpoint("qwen3", tmp_path / "m", num_layers=1), GenerationOptions())
     ((_, prompt),) = dataset._prompted(
         generator,
-        read_questions(open_datasets([str(rows)], ""), {}, Outcome().leave_out, pictures=False),
+        read_questions(resolve_datasets([str(rows)], "", "sft"), {}, Outcome().leave_out, pictures=False),
         Outcome(),
         "",
     )

@@ -13,10 +13,10 @@ from tiny_models import tiny_model
 
 from megatune.cli import infer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation.chat import chat
+from megatune.generation.answering import chat
+from megatune.generation.dataset import ResultFile
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, PictureFile
-from megatune.generation.results import ResultFile
 from megatune.generation.vllm import check_vllm
 
 Say = Callable[..., None]
@@ -85,7 +85,7 @@ def test_a_conversation_that_is_too_long_can_be_cleared(
 def test_ctrl_c_drops_the_answer_and_not_the_chat(
     generator: Generator, say: Say, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatune.generation.chat._print_piece", _interrupt_once())
+    monkeypatch.setattr("megatune.generation.answering._print_piece", _interrupt_once())
     say("Hi", "Hi")
     chat(generator, stream=True)
     printed = capsys.readouterr()

@@ -168,7 +168,7 @@ def test_a_stop_word_ends_an_answer_and_streams_no_further(generator: Generator)
             update={"stop_words": ["never", word, word + "x"], "keep_stop_word": keep}
         )
         pieces: list[str] = []
-        reply = generator.answer(QUESTION, pieces.append, sampling)
+        reply = generator.backend.write(generator.chat_prompt(QUESTION), sampling, pieces.append)
         end = whole.index(word) + len(word) * keep
         assert (reply.text, "".join(pieces), reply.stopped) == (whole[:end], whole[:end], True)
         assert reply.num_tokens < 8
@@ -193,6 +193,7 @@ def test_text_waits_while_it_may_begin_a_stop_word() -> None:
 def test_an_answer_can_be_ended_from_outside(generator: Generator) -> None:
     seen: list[str] = []
     sampling = generator.options.model_copy(update={"max_new_tokens": 40})
-    reply = generator.answer(QUESTION, seen.append, sampling, is_stopped=lambda: bool(seen))
+    prompt = generator.chat_prompt(QUESTION)
+    reply = generator.backend.write(prompt, sampling, seen.append, is_stopped=lambda: bool(seen))
     assert reply.num_tokens < 10
     assert not reply.stopped

@@ -22,7 +22,7 @@ from megatune.data.media.processor import spaced
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.generation.chat import chat
+from megatune.generation.answering import chat
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, PictureFile
 from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_picture

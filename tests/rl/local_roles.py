@@ -25,12 +25,12 @@ from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rewards.task import Job, judged, load_job
-from megatune.rl.rollout.load import engine_server
-from megatune.rl.rollout.server import EngineServer
-from megatune.rl.worker import reference, training
+from megatune.rl.rollout.server import EngineServer, engine_server
+from megatune.rl.worker import model as models
+from megatune.rl.worker import training
+from megatune.rl.worker.model import ReferenceWorker
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.reference import ReferenceWorker
-from megatune.rl.worker.value import ValueWorker
+from megatune.rl.worker.training import ValueWorker
 
 
 class LocalGroup:
@@ -99,7 +99,7 @@ def _run(
     validation: Problems | None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    training.build = reference.build = _built_once
+    training.build = models.build = _built_once
     run_dir, rollout = Path(settings.run.output_dir) / "launch", settings.rollout
 
     def model_group(host: Any, role: ModelRole | None) -> ModelGroup | None:

@@ -22,8 +22,8 @@ from megatune.errors import MegatuneError
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt
 from megatune.generation.vllm import VllmBackend, lora_arguments
-from megatune.rl.rollout.load import load_engine
 from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, mismatch_of
+from megatune.rl.rollout.server import load_engine
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import Route, Sender
 

@@ -24,10 +24,9 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
-from megatune.rl.cluster.cluster import Cluster, ensure_pythons
-from megatune.rl.cluster.group import RoleGroup, store
+from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.machine import Machine
-from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
+from megatune.rl.cluster.role import ActorPlacement, RoleGroup, RoleSpec, placements, store
 from megatune.rl.pipeline import weights
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.transport import Route
@@ -363,7 +362,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     other.write_text("#!/bin/sh\necho 3.9 2.0.0\n")
     other.chmod(0o755)
     with pytest.raises(MegatuneError, match=r"python has 3\.9 2\.0\.0(.|\n)*nowhere does not run") as caught:
-        ensure_pythons([str(other), "nowhere"])
+        session.ensure_pythons([str(other), "nowhere"])
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MegatuneError, match=r"megatune\[rl\]") as caught:

@@ -17,9 +17,8 @@ from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
 from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of
 from megatune.rl.pipeline.learn import sampled_by
-from megatune.rl.pipeline.report import sample_metrics
+from megatune.rl.pipeline.report import pass_at_k, sample_metrics, validation_metrics
 from megatune.rl.pipeline.sampler import Sampler
-from megatune.rl.pipeline.validation import pass_at_k, validation_metrics
 from megatune.rl.samples import Problem, Request, Response, Sample
 
 SAMPLING = Sampling(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
@@ -324,7 +323,7 @@ def test_pass_at_k() -> None:
     for place, sample in enumerate(with_samples(group, ["x"] * 4).samples):
         sample.details = {"correct": float(place == 0)}
     assert [pass_at_k(group, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    found = validation_metrics([group], Generating(num_return_sequences=4))
+    found = validation_metrics([group])
     assert (found["accuracy"], found["pass@2"], found["pass@4"]) == (0.25, 0.5, 1.0)
 
 

@@ -17,7 +17,7 @@ from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
-from megatune.rl.environments.play import OBSERVATION
+from megatune.rl.environments import OBSERVATION
 from megatune.rl.pipeline.collector import Collector
 from megatune.rl.pipeline.groups import Sampling
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup

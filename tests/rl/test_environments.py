@@ -24,11 +24,9 @@ from megatune.config.rl.settings import RewardRole, RLSettings
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.environments.play import OBSERVATION
-from megatune.rl.pipeline.group_files import group_from, group_record
-from megatune.rl.pipeline.groups import Group, Sampling
-from megatune.rl.pipeline.sampler import Sampler
-from megatune.rl.pipeline.turns import turn_writer
+from megatune.rl.environments import OBSERVATION
+from megatune.rl.pipeline.groups import Group, Sampling, group_from, group_record
+from megatune.rl.pipeline.sampler import Sampler, turn_writer
 from megatune.rl.problems import read_problems
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.kinds import load_reward

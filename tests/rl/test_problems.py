@@ -16,7 +16,7 @@ from megatune.config.rl.settings import RewardRole
 from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
-from megatune.rl.problem_order import ProblemOrder
+from megatune.rl.pipeline.collector import ProblemOrder
 from megatune.rl.problems import Problems, read_problems
 
 REWARDS = {

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from megatune.config.rl.settings import RewardRole
-from megatune.rl.pipeline.lines import reward_line
-from megatune.rl.rewards import http
+from megatune.rl.pipeline.run import reward_line
+from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
-from megatune.rl.rewards.code.compare import same_output, same_value
-from megatune.rl.rewards.code.extract import find_program
+from megatune.rl.rewards.code.program import find_program, same_output, same_value
 from megatune.rl.rewards.code.reward import CodeSandbox
 from megatune.rl.rewards.code.runner import landlock_version
 from megatune.rl.rewards.code.sandbox import Isolation, Job, Outcome, Sandbox, best_isolation
@@ -334,7 +333,7 @@ def serving(failures: list[int]) -> Iterator[str]:
 
 
 def test_an_http_sandbox_scores_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(answer, "WAITS", (0.01, 0.01))
     asserts, given = row("assert", [TEST]), row("input", [{"stdin": "1\n", "expected_stdout": "2"}])
     with serving([503]) as url:
         remote = CodeSandbox(use_local=False, code_url=url)

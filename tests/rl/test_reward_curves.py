@@ -20,13 +20,12 @@ from worker_kit import started
 
 from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
-from megatune.rl.pipeline.collector import Collector
+from megatune.rl.cluster.timeline import Phases
+from megatune.rl.pipeline.collector import Collector, ProblemOrder
 from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.learn import Learner
-from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.pipeline.sampler import Sampler
-from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.rollout.server import EngineServer
@@ -87,7 +86,7 @@ def curve(settings: RLSettings) -> list[float]:
         engine.commit_update(step + 1)
         taken = engines.run(collector.take())
         rewards.append(_mean(taken.groups))
-        learner.learn(taken.groups, step, step + 1, Phases())
+        learner.learn(taken.groups, step, Phases())
     return rewards
 
 

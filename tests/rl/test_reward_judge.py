@@ -22,7 +22,7 @@ from megatune.errors import MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.pipeline.roles import EngineGroup
-from megatune.rl.rewards import http
+from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
 from megatune.rl.rewards.judge_client import JudgeClient, judges_of
@@ -94,7 +94,7 @@ def api(replies: list[tuple[int, Any]], asked: list[Any]) -> Iterator[str]:
 
 
 def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(answer, "WAITS", (0.01, 0.01))
     monkeypatch.setenv("OPENAI_API_KEY", "key of the environment")
     asked: list[Any] = []
     replies = [(429, ""), (200, "YES"), (200, None), (401, ""), (200, "never asked")]

@@ -119,7 +119,7 @@ def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None
                        ("kill", "died; its output is in"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)
-    assert (counts.errors, counts.timeouts) == (4, 1)
+    assert (counts["errors"], counts["timeouts"]) == (4, 1)
     log = (tmp_path / "logs" / "reward-own.log").read_text()
     assert "a line that a reward prints" in log
     assert "in length" in log, "the stack of what took too long"
@@ -217,4 +217,4 @@ def test_a_judge_is_asked_as_often_at_once_as_it_has_workers() -> None:
     assert time.monotonic() - began < 30
     assert [each.details.get("error") for each in found] == ["the reward took longer than 0.5 seconds"] * 4 + [None] * 4
     assert [each.score for each in found[4:]] == [0.4] * 4
-    assert (pool.counts["own"].timeouts, pool.counts["own"].errors) == (4, 0)
+    assert (pool.counts["own"]["timeouts"], pool.counts["own"]["errors"]) == (4, 0)

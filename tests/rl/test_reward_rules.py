@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from megatune.data.text_scores import chosen_letter, last_boxed
-from megatune.rl.rewards import math_rule
-from megatune.rl.rewards.answer import Answer, RewardError
-from megatune.rl.rewards.choice import CrossThinkQA, GeneralValidation, MultipleChoice
-from megatune.rl.rewards.instructions.reward import GeneralRule, is_kept
-from megatune.rl.rewards.math_rule import MathRule
-from megatune.rl.rewards.shape import Format, Length
+from megatune.rl.rewards import rules
+from megatune.rl.rewards.answer import Answer, RewardError, after_thought, repeated_share
+from megatune.rl.rewards.instructions import GeneralRule, is_kept
+from megatune.rl.rewards.rules import CrossThinkQA, Format, GeneralValidation, Length, MathRule, MultipleChoice
 from megatune.rl.rewards.task import judged
-from megatune.rl.rewards.text import after_thought, repeated_share
 
 
 def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 0) -> Answer:
@@ -79,7 +76,7 @@ def test_math_rule_compares_values(text: str, truth: object, score: float) -> No
 
 
 def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_rule, "SECONDS", 1)
+    monkeypatch.setattr(rules, "SECONDS", 1)
     said = judged(MathRule(), answer(r"\boxed{9^{9^{9^{9}}}}", "3"))
     assert said["timeout"]
     assert "imeout" in said["error"]

@@ -34,8 +34,8 @@ from megatune.rl.pictures import check_pictures, model_arguments, vision_of
 from megatune.rl.problems import read_problems
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Problem, Request, Response, Rollouts
+from megatune.rl.worker.batching import merged
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.rows import merged
 
 REWARDS = {"math_rule": RewardRole("math_rule", "math_rule", ("colours",))}
 ROOT = Path(__file__).parents[2]

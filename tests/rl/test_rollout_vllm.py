@@ -19,7 +19,7 @@ from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.vllm import starting
-from megatune.rl.rollout.external import check_arguments, check_version
+from megatune.rl.rollout.engine import check_arguments, check_version
 
 ROLE = InferRole(device_mapping=[0], model_name_or_path="model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")

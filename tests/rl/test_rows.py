@@ -10,7 +10,7 @@ from megatune.data.batches import Collator
 from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.sequences import ROUTING
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker import rows
+from megatune.rl.worker import batching
 
 
 def samples() -> Rollouts:
@@ -24,7 +24,7 @@ def samples() -> Rollouts:
 def test_values_lie_where_their_tokens_are_predicted(packed):
     made, names = samples(), {"per_token": ["advantages"], "per_sample": ["scores"]}
     collator = Collator(2, packed, 4, 4, 0)
-    (batch,) = rows.batches(made, [[[1, 0]]], 0, collator, same_length=False, replay=True, **names)
+    (batch,) = batching.batches(made, [[[1, 0]]], 0, collator, same_length=False, replay=True, **names)
     width = batch.input_ids.shape[1]
     expected = torch.zeros(16)
     expected[2:6], expected[10:12] = torch.tensor([3.0, 4, 5, 6]), torch.tensor([1.0, 2])
@@ -38,10 +38,10 @@ def test_values_lie_where_their_tokens_are_predicted(packed):
     # An expert's number and 1; 0 for the last token, which the engine did not compute, and for padding.
     chosen = batch.extras[ROUTING].values.view(16, 2, 3)
     assert chosen[:, 1, 2].tolist() == [2] * 6 + [0, 0] + [1] * 4 + [0] * 4
-    back = rows.answer(made, [1, 0], batch, batch.extras["advantages"].values)
+    back = batching.answer(made, [1, 0], batch, batch.extras["advantages"].values)
     for sample, values in enumerate(made.per_token["advantages"]):
         assert np.array_equal(back[sample], values)
-        assert np.array_equal(rows.merged([{}, back, {}], made)[sample], values)
+        assert np.array_equal(batching.merged([{}, back, {}], made)[sample], values)
 
 
 def test_what_was_observed_is_no_label_and_has_no_values():
@@ -49,7 +49,9 @@ def test_what_was_observed_is_no_label_and_has_no_values():
     made = samples()
     values = {"advantages": [made.per_token["advantages"][0], np.array([3, 6], np.float32)]}
     turns = Rollouts(made.tokens, made.prompt_lengths, values, observed=[(), ((1, 3),)])
-    (batch,) = rows.batches(turns, [[[1]]], 0, Collator(1, True, 4, 4, 0), same_length=False, per_token=["advantages"])
+    (batch,) = batching.batches(
+        turns, [[[1]]], 0, Collator(1, True, 4, 4, 0), same_length=False, per_token=["advantages"]
+    )
     assert batch.labels.view(-1).tolist() == [
         *[IGNORE_INDEX] * 2,
         23,
@@ -59,14 +61,14 @@ def test_what_was_observed_is_no_label_and_has_no_values():
         *[IGNORE_INDEX] * 2,
     ]
     assert batch.extras["advantages"].values.view(-1).tolist() == [0, 0, 3, 0, 0, 6, 0, 0]
-    assert rows.answer(turns, [1], batch, batch.extras["advantages"].values)[1].tolist() == [3, 6]
+    assert batching.answer(turns, [1], batch, batch.extras["advantages"].values)[1].tolist() == [3, 6]
 
 
 def test_what_is_missing_is_named():
     made = samples()
     with pytest.raises(ValueError, match="no rank answered for 1 of 2 samples, such as 1"):
-        rows.merged([{0: np.zeros(2, np.float32)}], made)
+        batching.merged([{0: np.zeros(2, np.float32)}], made)
     with pytest.raises(ValueError, match="the rollout engine returned no routing"):
-        rows.routing(Rollouts(made.tokens, made.prompt_lengths), [0])
+        batching.routing(Rollouts(made.tokens, made.prompt_lengths), [0])
     with pytest.raises(ValueError, match="routing of 4 tokens for a sample of 7"):
-        rows.routing(Rollouts(made.tokens, made.prompt_lengths, routing=[made.routing[0]] * 2), [1])
+        batching.routing(Rollouts(made.tokens, made.prompt_lengths, routing=[made.routing[0]] * 2), [1])

@@ -14,10 +14,10 @@ from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
 from megatune.families.dense import SCORE
 from megatune.rl.samples import Rollouts
+from megatune.rl.worker.batching import merged
+from megatune.rl.worker.model import ReferenceWorker
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.reference import ReferenceWorker
-from megatune.rl.worker.rows import merged
-from megatune.rl.worker.value import ValueWorker
+from megatune.rl.worker.training import ValueWorker
 
 ALL = {**EXPERT_LAYOUTS, **LAYOUTS, **SEQUENCE_LAYOUTS}
 

@@ -48,7 +48,7 @@ def write(given: Given[Any]) -> int:
     export = checked(given)
     for line in given.lines:
         print(line, file=sys.stderr)
-    from megatune.generation.adapters import adapted_model
+    from megatune.generation.inputs import adapted_model
 
     # A folder of an adapter given as the model is merged before the others.
     named = export.model_name_or_path or export.mcore_model or adapted_model(export.adapters[0]).base

@@ -72,7 +72,7 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
     """
-    from megatune.generation.adapters import adapted_model
+    from megatune.generation.inputs import adapted_model
     from megatune.hub.models import open_model
 
     given = COMMAND.read(words)

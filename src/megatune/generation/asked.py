@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from megatune.config.options import Given
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.generation.adapters import AdaptedModel, adapted_model
-from megatune.generation.inputs import nearest_folder
+from megatune.generation.inputs import AdaptedModel, adapted_model, nearest_folder
 from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model

@@ -1,10 +1,15 @@
-"""Answers to the rows of data sets, each a line of results as ms-swift writes it."""
+"""Answers to the rows of data sets, and their file: JSON lines as ms-swift writes them, each whole as soon as it is
+there."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,6 @@ from megatune.data.conversation import RowPicture
 from megatune.data.formats.fields import TAG
 from megatune.data.media import picture_source
 from megatune.data.prompts import Question
-from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
 from megatune.data.templates.tools import tool_schema
 from megatune.data.text_scores import Scored
@@ -22,7 +26,53 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.generator import Generator, Message
 from megatune.generation.pictures import Picture
 from megatune.generation.prompt import Prompt, Reply
-from megatune.generation.results import ResultFile
+
+
+def default_path(folder: Path) -> Path:
+    """Return where answers go that nobody gave a place: infer_result/TIMESTAMP.jsonl in the model's folder."""
+    return folder / "infer_result" / f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+
+
+class ResultFile(AbstractContextManager["ResultFile"]):
+    """A new file of answers.
+
+    Raises:
+        MegatuneError: (CANNOT_WRITE) it is there already, or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "x", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        except FileExistsError as error:
+            why, fix = "existing answers are never overwritten", "give another --result_path, or move the file away"
+            raise MegatuneError(Finding("is there already", str(path), why, fix), ExitCode.CANNOT_WRITE) from error
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._file.close()
+        if kind is not None and os.path.getsize(self.path) == 0:  # what failed before its first answer may be repeated
+            self.path.unlink()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write one line."""
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def add_turn(self, messages: Sequence[Mapping[str, Any]], response: str) -> None:
+        """Write the line of a chat's turn: the response, and all messages with it."""
+        self.add({"response": response, "messages": [*messages, {"role": "assistant", "content": response}]})
+
+    def _unwritten(self, error: OSError) -> MegatuneError:
+        finding = Finding(
+            "cannot write the answers", str(self.path), error.strerror or str(error), "--result_path FILE"
+        )
+        return MegatuneError(finding, ExitCode.CANNOT_WRITE)
 
 
 @dataclass(slots=True)
@@ -37,15 +87,6 @@ class Outcome:
         """Count a row that is not answered, and name it on stderr."""
         self.left_out += 1
         print(f"{where}: left out: {why}", file=sys.stderr)
-
-
-def open_datasets(names: Sequence[str], dataset_dir: str) -> list[DatasetSource]:
-    """Find the data sets that are named as in training.
-
-    Raises:
-        MegatuneError: as `resolve_datasets`.
-    """
-    return resolve_datasets(names, dataset_dir, "sft")
 
 
 def answer_rows(

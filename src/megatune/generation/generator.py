@@ -12,9 +12,9 @@ from megatune.data.media.processor import spaced
 from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import check_writes, find_model
-from megatune.generation.options import GenerationOptions, Sampling, check_options
+from megatune.generation.options import GenerationOptions, check_options
 from megatune.generation.pictures import Picture, PromptPictures, check_placeholders, read_pictures
-from megatune.generation.prompt import Backend, IsStopped, OnText, Prompt, Reply
+from megatune.generation.prompt import Backend, OnText, Prompt, Reply
 from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
@@ -86,44 +86,28 @@ class Generator:
         source = str(adapters[-1] if adapters else folder)
         return cls(backend, tokenizer, options, source, pictures, chats=chats)
 
-    def answer(
-        self,
-        messages: Sequence[Message],
-        on_text: OnText | None = None,
-        sampling: Sampling | None = None,
-        is_stopped: IsStopped | None = None,
-    ) -> Reply:
+    def answer(self, messages: Sequence[Message], on_text: OnText | None = None) -> Reply:
         """Write the assistant's next message.
 
         Args:
             messages: the conversation so far; it ends with the user's message. The pictures are the first one's.
             on_text: gets the text piece by piece, as it is written.
-            sampling: in place of the options'.
-            is_stopped: asked after every token; True ends the answer there.
 
         Raises:
             MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context, or
                 the first one has not a tag for each picture.
         """
         prompt = self.chat_prompt(*self._shown(messages))
-        return self.backend.write(prompt, sampling or self.options, on_text, is_stopped)
+        return self.backend.write(prompt, self.options, on_text)
 
-    def complete(
-        self,
-        prompt: str,
-        on_text: OnText | None = None,
-        sampling: Sampling | None = None,
-        is_stopped: IsStopped | None = None,
-    ) -> Reply:
+    def complete(self, prompt: str, on_text: OnText | None = None) -> Reply:
         """Continue a text, without the chat template.
 
         Raises:
             MegatuneError: (DATA) the text is empty, fills the model's context, or has not a tag for each picture.
         """
         (message,), shown = self._shown([{"role": "user", "content": prompt}])
-        return self.backend.write(
-            self.text_prompt(message["content"], shown), sampling or self.options, on_text, is_stopped
-        )
+        return self.backend.write(self.text_prompt(message["content"], shown), self.options, on_text)
 
     def reply(self, prompt: str, on_text: OnText | None = None, history: Sequence[Message] = ()) -> Reply:
         """Complete a prompt, without the history, where the options say raw; else answer it."""

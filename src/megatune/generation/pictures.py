@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,12 +73,13 @@ class PromptPictures:
             MegatuneError: (DATA) the text has tags, and not as many as there are pictures.
         """
         tags = _TAG.findall(text)
-        findings = [
-            finding
-            for kind in ("image", "video")
-            if tags.count(kind)
-            for finding in self._unequal(kind, tags.count(kind))
-        ]
+        findings = []
+        for kind in [kind for kind in ("image", "video") if kind in tags]:
+            count, own = tags.count(kind), sum(each.kind == kind for each in self.pictures)
+            if count != own:
+                what = f"the prompt has {count} <{kind}> for {own} {kind}{'' if own == 1 else 's'}"
+                why, fix = f"each --{kind} takes the place of one", "give as many, or no tag at all"
+                findings.append(Finding(what, "--prompt", why, fix))
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
         waiting = {kind: iter([each for each in self.pictures if each.kind == kind]) for kind in set(tags)}
@@ -92,12 +92,6 @@ class PromptPictures:
 
         return front + _TAG.sub(placeholder, text), tuple(shown)
 
-    def _unequal(self, kind: str, tags: int) -> Iterator[Finding]:
-        pictures = sum(each.kind == kind for each in self.pictures)
-        if tags != pictures:
-            what = f"the prompt has {tags} <{kind}> for {pictures} {kind}{'' if pictures == 1 else 's'}"
-            yield Finding(what, "--prompt", f"each --{kind} takes the place of one", "give as many, or no tag at all")
-
 
 def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Picture, ...]) -> dict[str, torch.Tensor]:
     """Return what a prompt with pictures needs beside its tokens, as arguments of Transformers' generate.
@@ -107,26 +101,21 @@ def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Pic
         pictures: in the order of their tokens.
 
     Raises:
-        MegatuneError: (DATA) the prompt has tokens of pictures beside theirs.
+        ValueError: the prompt has tokens of pictures beside theirs; see `check_placeholders`.
     """
     if not pictures:
         return {}
-    _positions(vision, input_ids[0].numpy(), pictures)
     given = [(each.kind, each.measured.grid, each.measured.seconds_per_grid, each.pixels) for each in pictures]
     return picture_arguments(input_ids[0].numpy(), given, vision)
 
 
 def check_placeholders(vision: Vision, prompt: Prompt) -> None:
     """Refuse a prompt with pictures that has tokens of pictures beside theirs (DATA)."""
-    if prompt.pictures:
-        _positions(vision, np.array(prompt.token_ids), prompt.pictures)
-
-
-def _positions(vision: Vision, input_ids: np.ndarray, pictures: tuple[Picture, ...]) -> np.ndarray:
-    """Return the positions of a prompt's tokens: int64 [3, tokens]."""
-    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in pictures]
+    if not prompt.pictures:
+        return
+    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in prompt.pictures]
     try:
-        return rotary_position_ids(input_ids, grids, vision)
+        rotary_position_ids(np.array(prompt.token_ids), grids, vision)
     except ValueError as error:
         fix = "write <image> or <video> where each belongs in the text"
         finding = Finding("the prompt has more placeholders than images and videos", "--prompt", str(error), fix)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import IsStopped, OnText, cut_at_stop_word
@@ -14,25 +14,45 @@ from megatune.generation.prompt import IsStopped, OnText, cut_at_stop_word
 _TOKENS_OF_A_CHARACTER = 4  # at most: the bytes of its UTF-8
 
 
-class StopWords(StoppingCriteria):
-    """Ends an answer whose last token completes a stop word.
+def stop_ids(config: GenerationConfig) -> frozenset[int]:
+    """Return the ids of a model's own stop tokens."""
+    ids = config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+class Ending(StoppingCriteria):
+    """Ends an answer where its room ends, or whose last token completes a stop word; every answer as soon as somebody
+    says so.
+
+    Args:
+        rooms: tokens of each row's answer at most.
 
     Attributes:
         lengths: tokens of each answer that a stop word ended, by its row.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, num_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        rooms: Sequence[int],
+        num_prompt_tokens: int,
+        is_stopped: IsStopped | None,
+    ) -> None:
         self.lengths: dict[int, int] = {}
-        self._tokenizer, self._sampling, self._start = tokenizer, sampling, num_prompt_tokens
+        self._tokenizer, self._sampling, self._rooms = tokenizer, sampling, rooms
+        self._start, self._is_stopped = num_prompt_tokens, is_stopped
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return which rows have ended, given int64 input_ids [rows, tokens]."""
         length = input_ids.shape[1] - self._start
-        last = min(_window(self._sampling), length)
-        for row, ids in enumerate(input_ids[:, -last:].tolist()):
-            if row not in self.lengths and ends_with_stop_word(self._tokenizer, ids, self._sampling):
-                self.lengths[row] = length
-        ended = [row in self.lengths for row in range(len(input_ids))]
+        if self._sampling.stop_words:
+            last = min(_window(self._sampling), length)
+            for row, ids in enumerate(input_ids[:, -last:].tolist()):
+                if row not in self.lengths and ends_with_stop_word(self._tokenizer, ids, self._sampling):
+                    self.lengths[row] = length
+        stopped = self._is_stopped is not None and self._is_stopped()
+        ended = [stopped or row in self.lengths or room <= length for row, room in enumerate(self._rooms)]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
 
 
@@ -48,32 +68,6 @@ def _window(sampling: Sampling) -> int:
     The token before the word's first may share a character with it.
     """
     return _TOKENS_OF_A_CHARACTER * (max(map(len, sampling.stop_words)) + 1)
-
-
-class Full(StoppingCriteria):
-    """Ends each answer where its room ends.
-
-    Args:
-        rooms: tokens of each row's answer at most.
-    """
-
-    def __init__(self, rooms: Sequence[int], num_prompt_tokens: int) -> None:
-        self._rooms, self._start = torch.tensor(rooms), num_prompt_tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return which rows of int64 input_ids [rows, tokens] have ended."""
-        return (self._rooms <= input_ids.shape[1] - self._start).to(input_ids.device)
-
-
-class Stopped(StoppingCriteria):
-    """Ends every answer as soon as somebody says so."""
-
-    def __init__(self, is_stopped: IsStopped) -> None:
-        self._is_stopped = is_stopped
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return the same for all rows of int64 input_ids [rows, tokens]."""
-        return torch.full((len(input_ids),), self._is_stopped(), dtype=torch.bool, device=input_ids.device)
 
 
 class Stream(TextStreamer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from megatune.generation.inputs import has_tokenizer
 from megatune.generation.options import Sampling
 from megatune.generation.pictures import generate_inputs
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_stop_word
-from megatune.generation.stopping import Full, Stopped, StopWords, Stream
+from megatune.generation.stopping import Ending, Stream, stop_ids
 
 if TYPE_CHECKING:
     from megatune.encoders import Vision
@@ -130,12 +131,6 @@ class TransformersBackend:
     def close(self) -> None:
         """Nothing was taken but memory."""
 
-    def _room(self, prompt: Prompt, sampling: Sampling) -> int:
-        """Return the tokens of an answer at most."""
-        if self.context is None:
-            return sampling.max_new_tokens
-        return min(sampling.max_new_tokens, self.context - len(prompt.token_ids))
-
     def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -144,26 +139,25 @@ class TransformersBackend:
         is_stopped: IsStopped | None = None,
     ) -> list[Reply]:
         """Continue prompts side by side; pictures are of a prompt alone."""
-        rooms = [self._room(each, sampling) for each in prompts]
-        input_ids, attention_mask = _padded(prompts)
+        context = self.context or sys.maxsize
+        rooms = [min(sampling.max_new_tokens, context - len(each.token_ids)) for each in prompts]
+        input_ids, attention_mask = left_padded([each.token_ids for each in prompts])
         num_prompt_tokens = input_ids.shape[1]
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.vision is not None:
             inputs |= generate_inputs(self.vision, input_ids, prompts[0].pictures)
-        words = StopWords(self.tokenizer, sampling, num_prompt_tokens) if sampling.stop_words else None
-        criteria = [Full(rooms, num_prompt_tokens), *([words] if words else [])]
-        criteria += [Stopped(is_stopped)] if is_stopped else []
+        ending = Ending(self.tokenizer, sampling, rooms, num_prompt_tokens, is_stopped)
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         with torch.inference_mode():
             generated = self.model.generate(
                 max_new_tokens=max(rooms),
                 streamer=stream,
-                stopping_criteria=StoppingCriteriaList(criteria),
+                stopping_criteria=StoppingCriteriaList([ending]),
                 **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
                 **_arguments(sampling),
             )
-        lengths = words.lengths if words else {}
+        lengths = ending.lengths
         return [
             self._reply(ids[: min(lengths.get(row, room), room)], sampling, lengths.get(row, room + 1) <= room)
             for row, (ids, room) in enumerate(zip(generated[:, num_prompt_tokens:].tolist(), rooms, strict=True))
@@ -171,22 +165,20 @@ class TransformersBackend:
 
     def _reply(self, new_ids: list[int], sampling: Sampling, by_word: bool) -> Reply:
         """Make an answer of its tokens; what follows a stop token is padding."""
-        stop_ids = self.model.generation_config.eos_token_id
-        stop_ids = {stop_ids} if isinstance(stop_ids, int) else set(stop_ids or ())
-        end = next((index + 1 for index, each in enumerate(new_ids) if each in stop_ids), None)
+        stops = stop_ids(self.model.generation_config)
+        end = next((index + 1 for index, each in enumerate(new_ids) if each in stops), None)
         text, cut = cut_at_stop_word(self.tokenizer.decode(new_ids[:end], skip_special_tokens=True), sampling)
         return Reply(text, len(new_ids[:end]), stopped=end is not None or cut or by_word)
 
 
-def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 input_ids and attention_mask, both [prompts, tokens], padded on the left.
+def left_padded(prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 input_ids and attention_mask, both [prompts, tokens], of prompts' ids, padded on the left.
 
     A prompt is padded with its own first token: a repetition penalty reads padding, too, and changes nothing then.
     """
-    longest = max(len(each.token_ids) for each in prompts)
-    missing = [longest - len(each.token_ids) for each in prompts]
-    ids = [[each.token_ids[0]] * count + each.token_ids for each, count in zip(prompts, missing, strict=True)]
-    mask = [[0] * count + [1] * (longest - count) for count in missing]
+    longest = max(map(len, prompts))
+    ids = [each[:1] * (longest - len(each)) + each for each in prompts]
+    mask = [[0] * (longest - len(each)) + [1] * len(each) for each in prompts]
     return torch.tensor(ids), torch.tensor(mask)
 
 

@@ -31,7 +31,6 @@ class Vllm:
 
     Args:
         arguments: vLLM's own.
-        environment: variables that vLLM reads when it is imported; those that are set already stay.
 
     Attributes:
         engine: vLLM's.
@@ -41,9 +40,7 @@ class Vllm:
         MegatuneError: (UNAVAILABLE) what vLLM refuses the model, or this machine, with.
     """
 
-    def __init__(self, folder: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        for name, value in environment.items():
-            os.environ.setdefault(name, value)
+    def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -159,13 +156,23 @@ class VllmBackend:
         if adapters:
             config = json.loads((adapters[0] / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             given |= lora_arguments(int(config["r"]))
-        return cls(Vllm(folder, given, environment(on_gpu=None)), *adapters)
+        set_environment()
+        return cls(Vllm(folder, given), *adapters)
 
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
     ) -> Reply:
         """Continue one prompt; see `Backend.write`."""
-        id_, answer = self._begin(prompt, sampling)
+        return self._finished(*self._begin(prompt, sampling), on_text, is_stopped)
+
+    def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
+        """Continue prompts; see `Backend.write_all`."""
+        return [self._finished(*begun) for begun in [self._begin(prompt, sampling) for prompt in prompts]]
+
+    def _finished(
+        self, id_: str, answer: _Answer, on_text: OnText | None = None, is_stopped: IsStopped | None = None
+    ) -> Reply:
+        """Wait for an answer that was begun."""
         try:
             while True:
                 try:
@@ -185,17 +192,6 @@ class VllmBackend:
                     is_stopped = None
         finally:
             self._asked.put(partial(self._end, id_))
-
-    def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Continue prompts; see `Backend.write_all`."""
-        begun = [self._begin(prompt, sampling) for prompt in prompts]
-        return [self._reply(answer) for _, answer in begun]
-
-    def _reply(self, answer: _Answer) -> Reply:
-        while not isinstance(event := answer.events.get(), Reply):
-            if isinstance(event, BaseException):
-                raise event
-        return event
 
     def _begin(self, prompt: Prompt, sampling: Sampling) -> tuple[str, _Answer]:
         """Have the thread begin an answer; return its id, and what it is told of."""
@@ -256,14 +252,12 @@ class VllmBackend:
         if prompt.pictures:
             finding = Finding("images and videos are not supported with vLLM", fix="ask without")
             raise MegatuneError(finding, ExitCode.INPUT)
-        room, own = sampling.max_new_tokens, self._vllm.generation
-        if self.context is not None:
-            room = min(room, self.context - len(prompt.token_ids))
-        temperature = sampling.temperature
+        own, temperature = self._vllm.generation, sampling.temperature
+        room = self._vllm.engine.model_config.max_model_len - len(prompt.token_ids)
         if temperature is None:
             temperature = (own.temperature or 1.0) if own.do_sample else 0.0
         chosen = {
-            "max_tokens": room,
+            "max_tokens": min(sampling.max_new_tokens, room),
             "temperature": temperature,
             "repetition_penalty": sampling.repetition_penalty or own.repetition_penalty,
             "seed": sampling.seed,
@@ -276,11 +270,12 @@ class VllmBackend:
         return {name: value for name, value in chosen.items() if value is not None}
 
 
-def environment(*, on_gpu: bool | None) -> dict[str, str]:
-    """Return what vLLM reads when it is imported.
+def set_environment(*, on_gpu: bool | None = None, more: Mapping[str, str] | None = None) -> None:
+    """Set the variables that vLLM reads when it is imported; those that are set already stay.
 
     Args:
         on_gpu: whether it computes on a GPU; None: where torch sees one.
+        more: go before those that are chosen here.
     """
     if on_gpu is None:
         import torch
@@ -292,7 +287,9 @@ def environment(*, on_gpu: bool | None) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    return chosen if on_gpu else chosen | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    on_cpu = {} if on_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in (chosen | on_cpu | dict(more or {})).items():
+        os.environ.setdefault(name, value)
 
 
 def lora_arguments(rank: int) -> dict[str, Any]:

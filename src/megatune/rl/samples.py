@@ -72,6 +72,11 @@ class Request:
     versions: tuple[tuple[int, int], ...] = ()
     shown: Shown | None = None
 
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Tokens that are continued: of the prompt, and of the response so far, int64."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
 
 @dataclass(frozen=True, slots=True)
 class Response:

@@ -19,9 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatune.generation.endpoint.errors import ApiError
 from megatune.generation.endpoint.requests import Asked, read_chat, read_completion
-from megatune.generation.endpoint.responses import Answer, event
+from megatune.generation.endpoint.responses import Answer, ApiError, event
 from megatune.generation.endpoint.streams import Event, Events, Streams
 from megatune.generation.generator import Generator
 from megatune.generation.options import Sampling

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from megatune.generation.endpoint.errors import ApiError
+from megatune.generation.endpoint.responses import ApiError
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Backend, Prompt, Reply
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,9 +19,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.processes import rank_environment
 from megatune.launch.world import LOOPBACK, RankEnv
 from megatune.rl.cluster import session
-from megatune.rl.cluster.group import LOST, RoleGroup
-from megatune.rl.cluster.machine import visible_gpus
-from megatune.rl.cluster.role import ActorPlacement, RoleSpec, placements
+from megatune.rl.cluster.role import LOST, ActorPlacement, RoleGroup, RoleSpec, placements
 from megatune.rl.cluster.timeline import Timeline, new_timeline, write_timeline
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rewards.task import ray_scorer
@@ -31,11 +28,9 @@ if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
     from megatune.rl.cluster.watch import Actor
 
-HANG_SECONDS = 1800.0
 CALL_SECONDS = 3600.0
 START_SECONDS = 600.0
 STORE_BYTES = 2**30  # of objects in flight
-_PROBE_SECONDS = 120
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -49,8 +44,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         devices_per_node: devices of one machine.
         bytes_in_flight: of objects that are in transfer at once: a step's samples. This machine's object store gets
             room for them, as far as there is memory; what exceeds it goes to a disk.
-        hang_timeout: seconds between two beats of an actor at work after which it counts as hung, unless the beat
-            states a limit of its own.
         call_limit: seconds of a call that states no limit.
         timeline: gets a trace of what each process has done, at the end; None: nobody notes it.
 
@@ -66,7 +59,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         *,
         devices_per_node: int = 8,
         bytes_in_flight: int = STORE_BYTES,
-        hang_timeout: float = HANG_SECONDS,
         call_limit: float = CALL_SECONDS,
         timeline: Path | None = None,
     ) -> None:
@@ -97,7 +89,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._machines = self._placement.machines
             self._equipment = [machine.equipment() for machine in self._machines]
             self._gpus = self._name_gpus(used, joined)
-            self._watch = Watch(self._run_dir, self._machines, hang_timeout, self._services)
+            self._watch = Watch(self._run_dir, self._machines, self._services)
             self._own = RankContext(RankEnv(0, 0, 1, 1, LOOPBACK, 0, 0), self._run_dir, role="driver")
             self._count = itertools.count()
             self._ports: set[tuple[int, int]] = set()
@@ -123,7 +115,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         from megatune.rl.cluster.watch import Actor
 
-        ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
+        session.ensure_pythons([spec.py_executable for spec in specs if spec.py_executable])
         groups: dict[str, RoleGroup] = {}
         started: list[tuple[Actor, RoleSpec, tuple[str, int]]] = []
         for spec in specs:
@@ -240,29 +232,9 @@ def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int
         what = f"the run's devices are on {len(used)} machines, of {devices_per_node} devices each"
         fix = "start a Ray cluster on them (`ray start`), and set RAY_ADDRESS; or a device_mapping of one machine"
         raise MegatuneError(Finding(what, "device_mapping", "only this machine was given", fix), ExitCode.UNAVAILABLE)
-    gpus = len(visible_gpus())
+    gpus = len(session.visible_gpus())
     highest = max((device % devices_per_node for device in used[0]), default=0)
     if gpus and highest >= gpus:
         what, fix = f"device {highest} on a machine that shows {gpus} GPUs", f"devices from 0 to {gpus - 1}"
         raise MegatuneError(Finding(what, "device_mapping", "", fix), ExitCode.UNAVAILABLE)
     return min(gpus, max(1, len(used[0])))
-
-
-def ensure_pythons(executables: Collection[str]) -> None:
-    """Refuse other Pythons in which Ray's processes would not start, or would not understand this one.
-
-    Raises:
-        MegatuneError: UNAVAILABLE, with all of them.
-    """
-    findings = []
-    for executable in sorted(set(executables)):
-        command = [executable, "-c", session.PYTHON_QUESTION]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            findings.append(Finding(f"py_executable {executable} does not run", why=str(error)))
-            continue
-        if finding := session.python_mismatch(executable, done.stdout.strip()):
-            findings.append(finding)
-    if findings:
-        raise MegatuneError(findings, ExitCode.UNAVAILABLE)

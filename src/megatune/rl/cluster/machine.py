@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 
 from megatune.launch.context import Beat, log_path, read_beat
-from megatune.launch.devices import OomKills, count_gpus
+from megatune.launch.devices import OomKills
 from megatune.launch.processes import process_state
 from megatune.launch.report import DUMP_SECONDS, RankActivity, main_stack
 from megatune.launch.world import find_free_port
+from megatune.rl.cluster.session import visible_gpus
 
 _CRASH_REASON_BYTES = 20_000
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
@@ -122,10 +123,3 @@ def _family(pid: int) -> list[psutil.Process]:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
     return []
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    number = count_gpus()
-    return tuple(each.strip() for each in named.split(",")[:number]) if named else tuple(map(str, range(number)))

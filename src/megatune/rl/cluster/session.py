@@ -11,9 +11,10 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import psutil
 import megatune
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import environment, log_path
-from megatune.launch.devices import free_memory
+from megatune.launch.devices import count_gpus, free_memory
 from megatune.launch.report import process_state
 from megatune.rl.cluster.reaper import reaper
 
@@ -31,6 +32,8 @@ _SOCKET_PATH = "/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store
 _MOST_SOCKET_BYTES = 107
 _LEAST_STORE, _MOST_STORE = 256 * 2**20, 64 * 2**30
 
+_PROBE_SECONDS = 120  # that another Python may take to answer
+_VERSIONS = "import sys, ray; print(f'{sys.version_info.major}.{sys.version_info.minor} {ray.__version__}')"
 _ATTEMPTS = 4  # its node gives its own Python processes 15 s to start, too few where others use the machine
 
 _SWITCHES = {
@@ -57,6 +60,38 @@ def ensure_ray_installed() -> None:
     if importlib.util.find_spec("ray") is None:
         what = "reinforcement learning needs the package ray, which is not installed"
         raise MegatuneError(Finding(what, fix="pip install 'megatune[rl]'"), ExitCode.UNAVAILABLE)
+
+
+def ensure_pythons(executables: Collection[str]) -> None:
+    """Refuse other Pythons in which Ray's processes would not start, or would not understand this one.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, with all of them.
+    """
+    import ray
+
+    own = f"{sys.version_info.major}.{sys.version_info.minor} {ray.__version__}"
+    findings = []
+    for executable in sorted(set(executables)):
+        command = [executable, "-c", _VERSIONS]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            findings.append(Finding(f"py_executable {executable} does not run", why=str(error)))
+            continue
+        if (found := done.stdout.strip()) != own:
+            has = f"has {found or 'no Ray'}, and this Python {own} (versions of Python and Ray)"
+            why, fix = "Ray's processes must be of one version", f"pip install ray=={ray.__version__} there"
+            findings.append(Finding(f"py_executable {executable} {has}", "", why, fix))
+    if findings:
+        raise MegatuneError(findings, ExitCode.UNAVAILABLE)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = count_gpus()
+    return tuple(each.strip() for each in named.split(",")[:number]) if named else tuple(map(str, range(number)))
 
 
 def store_bytes(in_flight: int) -> int:
@@ -232,17 +267,3 @@ def _notices_to(log: Path) -> Iterator[None]:
 def _token() -> str:
     """A secret of this process: Ray keeps the first one that it is given."""
     return secrets.token_hex(32)
-
-
-def python_mismatch(executable: str, answer: str) -> Finding | None:
-    """Return why actors can't run with another Python, given what it answers to `PYTHON_QUESTION`; None if they can."""
-    import ray
-
-    own = f"{sys.version_info.major}.{sys.version_info.minor} {ray.__version__}"
-    if answer == own:
-        return None
-    what = f"py_executable {executable} has {answer or 'no Ray'}, and this Python {own} (versions of Python and Ray)"
-    return Finding(what, "", "Ray's processes must be of one version", f"pip install ray=={ray.__version__} there")
-
-
-PYTHON_QUESTION = "import sys, ray; print(f'{sys.version_info.major}.{sys.version_info.minor} {ray.__version__}')"

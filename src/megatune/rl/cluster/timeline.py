@@ -1,4 +1,5 @@
-"""When each process of a run did what, as a trace of Chrome's, which Perfetto opens.
+"""Where the time of a run goes: the seconds of a step by phase; and when each process did what, as a trace of Chrome's,
+which Perfetto opens.
 
 Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
@@ -9,9 +10,40 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+class Phases:
+    """Seconds of a step by phase.
+
+    Args:
+        note: told each phase as it begins.
+    """
+
+    def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._note = note
+        self._began = time.monotonic()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the seconds inside."""
+        began = time.monotonic()
+        self._note(name)
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
+
+    @property
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._began
+
 
 _FOLDER = "timeline"
 

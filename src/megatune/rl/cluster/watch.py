@@ -22,12 +22,12 @@ from megatune.launch.processes import FROZEN_SECONDS, LOOK_SECONDS, POLL_SECONDS
 from megatune.launch.report import RankActivity, process_state
 from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
-from megatune.rl.cluster.group import LOST
 from megatune.rl.cluster.machine import Machine
-from megatune.rl.cluster.role import ActorPlacement
+from megatune.rl.cluster.role import LOST, ActorPlacement
 
 T = TypeVar("T")
 
+HANG_SECONDS = 1800.0  # between two beats of an actor at work, unless the beat states a limit of its own
 STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
 
 
@@ -93,20 +93,16 @@ class Watch:
 
     Args:
         machines: by number.
-        hang_timeout: seconds between two beats of an actor at work.
         services: Ray's own processes that this run has started, by name.
 
     Attributes:
         place: phase and step of the run, once it says so.
     """
 
-    def __init__(
-        self, run_dir: Path, machines: Sequence[Machine], hang_timeout: float, services: Mapping[str, int]
-    ) -> None:
+    def __init__(self, run_dir: Path, machines: Sequence[Machine], services: Mapping[str, int]) -> None:
         self.actors: list[Actor] = []
         self.place: report.Place | None = None
-        self._services = services
-        self._run_dir, self._machines, self._hang_timeout = run_dir, machines, hang_timeout
+        self._run_dir, self._machines, self._services = run_dir, machines, services
         self._calls: dict[Call, None] = {}
         self._failed: dict[Actor, Failure] = {}
         self._runner = asyncio.Runner()
@@ -266,7 +262,7 @@ class Watch:
         now = time.monotonic()
         for actor in self._at_work():
             beat_limit = actor.state.beat.limit if actor.state.beat else None
-            limit = self._hang_timeout if beat_limit is None else beat_limit
+            limit = HANG_SECONDS if beat_limit is None else beat_limit
             # One that had nothing to do may have been stopped for long.
             stopped = actor.stopped is not None and now - max(actor.stopped, actor.state.progressed) > STOPPED_SECONDS
             if stopped or now - actor.state.progressed > limit:

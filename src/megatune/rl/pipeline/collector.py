@@ -1,9 +1,10 @@
-"""Which groups are under way, and which of them a step trains on."""
+"""Which groups are under way, which of them a step trains on, and which problem comes next."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatune.config.rl.rollout import GroupFilter
+from megatune.data.order import epoch_order
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pipeline.group_files import group_from, group_record
-from megatune.rl.pipeline.groups import Group
+from megatune.rl.pipeline.groups import Group, group_from, group_record
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem
 
@@ -29,7 +30,6 @@ class _Domain:
         quota: groups of a step.
         next_index: of the problem that comes next.
         ready: scored, in the order that they came.
-        dropped: indices of groups that the filter has dropped, since the last step.
     """
 
     name: str
@@ -39,11 +39,10 @@ class _Domain:
     next_index: int = 0
     under_way: dict[int, Group] = field(default_factory=dict)
     ready: list[Group] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
     begun: int = 0  # at this index the step's problems begin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taken:
     """What a step trains on.
 
@@ -54,10 +53,10 @@ class Taken:
         num_stale: groups that were sampled again, as they were too old.
     """
 
-    groups: list[Group]
-    num_dropped: int
-    num_stale: int
-    dropped_scores: Sequence[float] = ()
+    groups: list[Group] = field(default_factory=list)
+    num_dropped: int = 0
+    num_stale: int = 0
+    dropped_scores: list[float] = field(default_factory=list)
 
 
 class Collector:
@@ -97,8 +96,7 @@ class Collector:
         }
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the group
         self._ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        self._num_dropped = self._num_stale = 0
-        self._dropped_scores: list[float] = []
+        self._next = Taken()  # what the next step trains on, as far as it is known
 
     async def take(self) -> Taken:
         """Wait for the groups of a step, and return them.
@@ -117,19 +115,17 @@ class Collector:
             for task in self._tasks.values():
                 task.cancel()
             self._tasks = {}
-        groups: list[Group] = []
+        result, self._next = self._next, Taken()
         for domain in self._domains.values():
             chosen = self._chosen(domain)
-            groups += chosen
+            result.groups += chosen
             taken = {group.number for group in chosen}
             domain.ready = [group for group in domain.ready if group.number not in taken]
             if not self._most_stale:  # the next step begins behind its last problem
                 domain.under_way, domain.ready, domain.next_index = {}, [], chosen[-1].index + 1
-            domain.dropped, domain.begun = set(), domain.next_index
+            domain.begun = domain.next_index
             if self._ratio:
                 self._fill(domain)
-        result = Taken(groups, self._num_dropped, self._num_stale, self._dropped_scores)
-        self._num_dropped, self._num_stale, self._dropped_scores = 0, 0, []
         return result
 
     async def pause(self) -> None:
@@ -151,7 +147,7 @@ class Collector:
                 if (task := self._tasks.pop(group.number, None)) is not None:
                     task.cancel()
             domain.under_way |= {group.index: group.again() for group in stale}
-            self._num_stale += len(stale)
+            self._next.num_stale += len(stale)
 
     def state(self, routing: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return what a resume needs, as JSON has it; nothing is sampled.
@@ -162,7 +158,6 @@ class Collector:
         return {
             name: {
                 "next_index": domain.next_index,
-                "dropped": sorted(domain.dropped),
                 "begun": domain.begun,
                 "under_way": [group_record(group, routing) for group in domain.under_way.values()],
                 "ready": [group_record(group, routing) for group in domain.ready],
@@ -176,7 +171,6 @@ class Collector:
             if (content := state.get(name)) is None:
                 continue
             domain.next_index, domain.begun = content["next_index"], content["begun"]
-            domain.dropped = set(content["dropped"])
             under_way, ready = (
                 [group_from(each, self._problem_at(name, each["index"]), routing) for each in content[kind]]
                 for kind in ("under_way", "ready")
@@ -190,7 +184,7 @@ class Collector:
             not self._most_stale and self._is_enough(domain)
         ):
             if domain.next_index - domain.begun >= _MOST_RESAMPLING * ahead:
-                raise _nothing_passes(domain, self._num_dropped)
+                raise _nothing_passes(domain, self._next.num_dropped)
             index = domain.next_index
             problem = self._problem_at(domain.name, index)
             number = index * len(self._domains) + domain.place
@@ -213,9 +207,8 @@ class Collector:
         if passes(domain.filter, group):
             domain.ready.append(group)
         else:
-            domain.dropped.add(group.index)
-            self._num_dropped += 1
-            self._dropped_scores += group.scores.tolist()
+            self._next.num_dropped += 1
+            self._next.dropped_scores += group.scores.tolist()
         self._fill(domain)
 
     def _is_enough(self, domain: _Domain) -> bool:
@@ -253,3 +246,27 @@ def _nothing_passes(domain: _Domain, dropped: int) -> MegatuneError:
     why = "rewards of a group are all alike, or always beyond the thresholds: nothing can be learnt from them"
     fix = "begin with a model that solves some of the problems, choose easier ones, or widen the filter"
     return MegatuneError(Finding(what, "", why, fix), ExitCode.DATA)
+
+
+class ProblemOrder:
+    """The problems of each domain in its own order: every problem once an epoch, shuffled anew. It is a pure
+    function of (seed, domain, place), so that a run that is resumed continues exactly.
+
+    Args:
+        problems: by domain.
+    """
+
+    def __init__(self, problems: Mapping[str, Sequence[Problem]], seed: int) -> None:
+        self._problems, self._seed = problems, seed
+        self._orders: dict[str, tuple[int, Sequence[int]]] = {}
+
+    def at(self, domain: str, place: int) -> Problem:
+        """Return the problem at a place of a domain, over all epochs."""
+        problems = self._problems[domain]
+        epoch, within = divmod(place, len(problems))
+        known, order = self._orders.get(domain, (-1, ()))
+        if known != epoch:
+            # Domains of the same size get orders of their own.
+            order = epoch_order(len(problems), self._seed ^ zlib.crc32(domain.encode()), epoch).tolist()
+            self._orders[domain] = epoch, order
+        return problems[order[within]]

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.pipeline.collector import Collector, Taken
-from megatune.rl.pipeline.dumps import dump_samples, record_step, replay_step
-from megatune.rl.pipeline.groups import Sampling
+from megatune.rl.cluster.timeline import Phases
+from megatune.rl.pipeline.collector import Collector, ProblemOrder, Taken
+from megatune.rl.pipeline.files import Progress, dump_samples, record_step, replay_step
 from megatune.rl.pipeline.learn import Learner
-from megatune.rl.pipeline.phases import Phases
-from megatune.rl.pipeline.progress import Progress
-from megatune.rl.pipeline.report import Reports, tell_failures
-from megatune.rl.pipeline.sampler import Sampler
+from megatune.rl.pipeline.report import Reports, tell_failures, validation_metrics
+from megatune.rl.pipeline.sampler import MakeSampler, sample_all
 from megatune.rl.pipeline.startup import Roles
-from megatune.rl.pipeline.turns import Extend
-from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.pipeline.weights import Weights
-from megatune.rl.problem_order import ProblemOrder
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import EvalReport
@@ -37,8 +31,7 @@ class Driver:
     """Runs the steps.
 
     Attributes:
-        decode: ids -> text, without special tokens.
-        extend: writes what an environment observes.
+        sampler: makes what samples and scores.
         progress: how far the run has come; changed by every step.
         note: told each phase as it begins, and the step, counted from 1.
     """
@@ -48,9 +41,7 @@ class Driver:
     weights: Weights
     learner: Learner
     pool: RewardPool
-    decode: Callable[[Sequence[int]], str]
-    extend: Extend
-    stop_token_ids: tuple[int, ...]
+    sampler: MakeSampler
     problems: Problems
     validation: Problems | None
     reports: Reports
@@ -61,10 +52,10 @@ class Driver:
     _synced: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        run, rollout, infer = self.settings.run, self.settings.rollout, self.settings.actor_infer
+        run, rollout = self.settings.run, self.settings.rollout
         order = ProblemOrder(self.problems.by_domain, run.seed)
         self._collector = Collector(
-            self._sampler(infer.generating_args, rollout.max_response_length, "train"),
+            self.sampler(self.settings.actor_infer.generating_args, "train"),
             order.at,
             self.settings.data.prompts_of_domains(rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
@@ -119,7 +110,7 @@ class Driver:
                         self._validate(step)
             with phases("rollout"):
                 taken = self.roles.engines.run(self._collector.take())
-        learned = self.learner.learn(taken.groups, step, step + 1, phases)
+        learned = self.learner.learn(taken.groups, step, phases)
         self._keep(step, taken)
         self.progress.step = step + 1
         self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
@@ -162,7 +153,7 @@ class Driver:
     def _replayed(self, step: int) -> Taken:
         """Read what was recorded of a step."""
         by_id = {(domain, each.id): each for domain, own in self.problems.by_domain.items() for each in own}
-        return Taken(replay_step(Path(self.settings.run.rollout_mock.dump_dir), step + 1, by_id), 0, 0)
+        return Taken(replay_step(Path(self.settings.run.rollout_mock.dump_dir), step + 1, by_id))
 
     def _keep(self, step: int, taken: Taken) -> None:
         """Write rollouts where that is asked for."""
@@ -172,17 +163,12 @@ class Driver:
         if run.rollout_mock.records:
             record_step(Path(run.rollout_mock.dump_dir), step + 1, taken.groups)
 
-    def _sampler(self, generating: Generating, length: int, kind: str) -> Sampler:
-        sampling = Sampling(generating, self.settings.run.seed, length, kind, self.stop_token_ids)
-        return Sampler(self.roles.engines, self.pool, sampling, self.decode, self.extend)
-
     def _validate(self, step: int) -> None:
         assert self.validation is not None
         assert self.settings.validation is not None
-        began, rollout, generating = time.monotonic(), self.settings.rollout, self.settings.validation.generating_args
-        sampler = self._sampler(generating, rollout.val_max_response_length, "eval")
-        size = max(1, generating.num_return_sequences)
-        groups = self.roles.engines.run(sample_all(self.validation.all(), sampler, size))
+        began, generating = time.monotonic(), self.settings.validation.generating_args
+        sampler = self.sampler(generating, "eval")
+        groups = self.roles.engines.run(sample_all(self.validation.all(), sampler, generating))
         report = EvalReport(
             step=step,
             epoch=None,
@@ -190,7 +176,7 @@ class Driver:
             perplexity=None,
             num_tokens=sum(len(sample.response.response_ids) for group in groups for sample in group.samples),
             seconds=time.monotonic() - began,
-            metrics=validation_metrics(groups, generating),
+            metrics=validation_metrics(groups),
         )
         self.reports.callbacks.on_evaluate(report)
         tell_failures(groups, "count as wrong")
@@ -200,8 +186,8 @@ class Driver:
         num_tokens = sum(len(sample.response.response_ids) for group in taken.groups for sample in group.samples)
         found = {"rollout_tokens_per_second": num_tokens / max(phases.seconds["rollout"], 1e-9), **sync}
         for domain, counts in self.pool.counts.items():
-            if counts.errors or counts.timeouts:
-                found |= {f"errors/{domain}": float(counts.errors), f"timeouts/{domain}": float(counts.timeouts)}
+            if counts:
+                found |= {f"{kind}/{domain}": float(counts[kind]) for kind in ("errors", "timeouts")}
         return found
 
     def _save(self) -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
-from megatune.data.encode import load_tokenizer
-from megatune.data.tokenizer_files import stop_tokens
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.pipeline.dumps import dump_samples
-from megatune.rl.pipeline.groups import Group, Sampling
-from megatune.rl.pipeline.report import tell_failures
+from megatune.rl.pipeline.files import dump_samples
+from megatune.rl.pipeline.groups import Group
+from megatune.rl.pipeline.report import tell_failures, validation_metrics
 from megatune.rl.pipeline.run import read_validation
-from megatune.rl.pipeline.sampler import Sampler
+from megatune.rl.pipeline.sampler import sample_all, sampler_maker
 from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
-from megatune.rl.pipeline.turns import turn_writer
-from megatune.rl.pipeline.validation import sample_all, validation_metrics
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.training.storage.files import write_atomically, writing
 
@@ -46,28 +41,22 @@ def evaluate(settings: RLSettings, model: str) -> int:
         raise MegatuneError(Finding("validation is missing", why="it has the problems", fix=fix), ExitCode.SETTINGS)
     source, asked = _folder(model), settings.validation.generating_args
     settings = with_own_weights(settings, source)
-    tokenizer = load_tokenizer(source)
     problems = read_validation(settings, source)
     assert problems is not None
     folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    rollout, run = settings.rollout, settings.run
-    stops = stop_tokens(source, tokenizer.eos_token_id)
     print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
     devices = {device for role in samplers(settings) for device in role.devices}
     found: dict[str, dict[str, float]] = {}
-    per_node, limit = run.num_gpus_per_node, run.rpc_timeout
+    per_node, limit = settings.run.num_gpus_per_node, settings.run.rpc_timeout
     with Cluster(folder / "launch", devices, devices_per_node=per_node, call_limit=limit) as cluster:
         pool, (engines, judges) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        extend = turn_writer(settings, tokenizer)
+        make = sampler_maker(settings, engines, pool, source)
         for name, generating in _ways(asked).items():
-            sampling = Sampling(generating, run.seed, rollout.val_max_response_length, "eval", stops)
-            sampler, size = Sampler(engines, pool, sampling, decode, extend), max(1, generating.num_return_sequences)
-            groups = engines.run(sample_all(problems.all(), sampler, size))
-            found[name] = validation_metrics(groups, generating)
+            groups = engines.run(sample_all(problems.all(), make(generating, "eval"), generating))
+            found[name] = validation_metrics(groups)
             print(_line(name, found[name], groups), flush=True)
             tell_failures(groups, "count as wrong")
             with writing(folder):

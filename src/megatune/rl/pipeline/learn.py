@@ -12,8 +12,8 @@ import numpy as np
 from megatune.config.rl.settings import RLSettings
 from megatune.objectives.policy.prepare import AlgorithmState, Prepared, prepare
 from megatune.objectives.policy.samples import StepSamples
+from megatune.rl.cluster.timeline import Phases
 from megatune.rl.pipeline.groups import Group
-from megatune.rl.pipeline.phases import Phases
 from megatune.rl.pipeline.roles import PARTS, DeviceScheduler, ModelGroup
 from megatune.rl.problems import DIFFICULTY
 from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, is_inlier, mismatch_of
@@ -56,22 +56,21 @@ class Learner:
         self._settings, self._scheduler = settings, scheduler
         self._policy, self._reference, self._critic, self._teachers = policy, reference, critic, teachers
         self.state = AlgorithmState(settings.algorithm)
-        self.temperature = settings.sampling_temperature
         precision = settings.actor_train.settings.precision
         dtypes = {settings.actor_infer.dtype, "bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32"}
         self.dtype = next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in dtypes)
 
-    def learn(self, groups: Sequence[Group], step: int, version: int, phases: Phases) -> Learned:
+    def learn(self, groups: Sequence[Group], step: int, phases: Phases) -> Learned:
         """Train on a step's samples.
 
         Args:
-            version: of the weights, before this step's updates.
+            step: counted from 0; the weights before its updates are of version step + 1.
 
         Raises:
-            MegatuneError: NOT_FINITE, where the rollout engine has other weights than this version, or gradients are
+            MegatuneError: NOT_FINITE, where the rollout engine has other weights than that version, or gradients are
                 not finite.
         """
-        samples = [sample for group in groups for sample in group.samples]
+        samples, version = [sample for group in groups for sample in group.samples], step + 1
         rollouts = rollouts_of(samples)
         known = self._known(samples, rollouts, phases)
         fresh = [sampled_by(sample.response, version) for sample in samples]
@@ -80,7 +79,8 @@ class Learner:
             prepared = self._prepared(samples, rollouts, known, fresh)
         if not prepared.num_tokens:
             return Learned(None, mismatch, prepared.metrics, why_nothing(prepared.metrics, len(samples)))
-        full = replace(rollouts, per_token={**rollouts.per_token, **prepared.per_token, **_of_tokens(known)})
+        of_tokens = {name: values for name, values in known.items() if name != "teachers"}
+        full = replace(rollouts, per_token={**rollouts.per_token, **prepared.per_token, **of_tokens})
         metrics, trained, skipped = dict(prepared.metrics), None, "the critic warms up (critic_warmup)"
         if self._critic is not None:
             with phases("critic"):
@@ -95,8 +95,11 @@ class Learner:
 
     def log_probs(self, rollouts: Rollouts) -> list[np.ndarray]:
         """Compute the policy's log-probabilities, of the weights as they are."""
-        self._scheduler.compute(self._policy, "weights")
-        return self._policy.ask("log_probs", rollouts, self.temperature)
+        return self._ask(self._policy, "log_probs", rollouts)
+
+    def _ask(self, model: ModelGroup, method: str, rollouts: Rollouts) -> list[np.ndarray]:
+        self._scheduler.compute(model, "weights")
+        return model.ask(method, rollouts)
 
     def save(self, model: ModelGroup, step: int, beside: Mapping[str, bytes] | None = None) -> Path:
         """Save a checkpoint of a model that is trained, and return where it is."""
@@ -110,11 +113,9 @@ class Learner:
         if algorithm.enable_reference:
             with phases("reference"):
                 if self._reference is not None:
-                    self._scheduler.compute(self._reference, "weights")
-                    found = self._reference.ask("log_probs", rollouts, self.temperature)
+                    found = self._ask(self._reference, "log_probs", rollouts)
                 else:
-                    self._scheduler.compute(self._policy, "weights")
-                    found = self._policy.ask("reference_log_probs", rollouts, self.temperature)
+                    found = self._ask(self._policy, "reference_log_probs", rollouts)
                 known["reference_log_probs"] = found
         if self._teachers:
             with phases("teachers"):
@@ -124,8 +125,7 @@ class Learner:
                 known["old_log_probs"] = self.log_probs(rollouts)
         if self._critic is not None:
             with phases("values"):
-                self._scheduler.compute(self._critic, "weights")
-                known["values"] = self._critic.ask("values", rollouts)
+                known["values"] = self._ask(self._critic, "values", rollouts)
         return known
 
     def _taught(self, teacher: ModelGroup, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -134,9 +134,8 @@ class Learner:
         places = [place for place, sample in enumerate(samples) if not tags or sample.problem.tag in tags]
         found = [np.zeros(0, np.float32) for _ in samples]
         if places:
-            self._scheduler.compute(teacher, "weights")
             own = rollouts_of([samples[place] for place in places])
-            for place, values in zip(places, teacher.ask("log_probs", own, self.temperature), strict=True):
+            for place, values in zip(places, self._ask(teacher, "log_probs", own), strict=True):
                 found[place] = values
         return found
 
@@ -172,7 +171,6 @@ class Learner:
         self, samples: Sequence[Sample], rollouts: Rollouts, known: Mapping[str, Any], fresh: list[np.ndarray]
     ) -> Prepared:
         """Compute advantages, masks and weights; outliers of the mismatch are masked."""
-        coefs = {name: group.role.opd_kl_coef for name, group in self._teachers.items()}
         algorithm, longest = self._settings.algorithm, self._settings.rollout.max_response_length
         difficulty = None
         if algorithm.difficulty_loss_weight:
@@ -188,6 +186,7 @@ class Learner:
             rollout_log_probs=rollouts.per_token["rollout_log_probs"],
             **known,
         )
+        coefs = {name: group.role.opd_kl_coef for name, group in self._teachers.items()}
         given = {name: coef for name, coef in coefs.items() if coef is not None}
         prepared = prepare(step, algorithm, self.state, given)
         if "old_log_probs" in known:
@@ -209,15 +208,13 @@ def why_nothing(metrics: Mapping[str, float], samples: int) -> str:
 
 def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
     """Return samples as the trainer takes them."""
-    routing = [sample.response.routing for sample in samples]
+    routing = [sample.response.routing for sample in samples if sample.response.routing is not None]
     return Rollouts(
         [np.concatenate([sample.problem.prompt_ids, sample.response.response_ids]) for sample in samples],
         [len(sample.problem.prompt_ids) for sample in samples],
         {"rollout_log_probs": [sample.response.log_probs[sample.response.sampled] for sample in samples]},
         {"scores": np.array([sample.score for sample in samples], np.float32)},
-        None
-        if not routing or any(each is None for each in routing)
-        else [each for each in routing if each is not None],
+        routing if routing and len(routing) == len(samples) else None,
         [sample.response.observed for sample in samples] if any(each.response.observed for each in samples) else [],
         [sample.problem.shown for sample in samples] if any(each.problem.shown for each in samples) else [],
     )
@@ -235,7 +232,3 @@ def sampled_by(response: Response, version: int) -> np.ndarray:
         if own == version:
             found[first:stop] = response.log_probs[first:stop]
     return found[response.sampled]
-
-
-def _of_tokens(known: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
-    return {name: values for name, values in known.items() if name != "teachers"}

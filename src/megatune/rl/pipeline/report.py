@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,10 @@ from megatune.architecture import Architecture
 from megatune.config.rl.settings import UNSCORED, RLSettings
 from megatune.plan.flops import train_flops
 from megatune.progress import say
+from megatune.rl.cluster.timeline import Phases
 from megatune.rl.pipeline.collector import Taken
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.learn import Learned
-from megatune.rl.pipeline.phases import Phases
-from megatune.rl.pipeline.validation import is_correct
 from megatune.rl.samples import Sample
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import Callback, Shown, StepReport
@@ -171,38 +171,70 @@ def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
     """
     samples = [sample for group in taken.groups for sample in group.samples]
     lengths = [len(sample.response.response_ids) for sample in samples]
-    by_domain: dict[str, list[float]] = defaultdict(list)
-    rewards: dict[str, list[float]] = defaultdict(list)
     scored = [sample for sample in samples if sample.has_score]
-    for sample in scored:
-        by_domain[sample.problem.domain].append(is_correct(sample.details))
-        rewards[sample.problem.domain].append(sample.score)
-    several = {}
-    if len(by_domain) > 1:
-        several = {f"accuracy/{name}": float(np.mean(values)) for name, values in by_domain.items()}
-        several |= {f"reward/{name}": float(np.mean(values)) for name, values in rewards.items()}
     everyone = [*(sample.score for sample in scored), *taken.dropped_scores]
     lags = [version - own for group in taken.groups if (own := group.oldest_version) is not None]
     return {
-        "reward": _mean([sample.score for sample in scored]),
+        "reward": _mean(sample.score for sample in scored),
         **({"reward_unfiltered": _mean(everyone)} if taken.num_dropped else {}),
         "reward_std": float(np.std([sample.score for sample in scored])) if scored else 0.0,
-        "accuracy": _mean([is_correct(sample.details) for sample in scored]),
-        **several,
-        "response_length": float(np.mean(lengths)),
+        "accuracy": _mean(is_correct(sample.details) for sample in scored),
+        **_by_name("accuracy", [(sample.problem.domain, is_correct(sample.details)) for sample in scored]),
+        **_by_name("reward", [(sample.problem.domain, sample.score) for sample in scored]),
+        "response_length": _mean(lengths),
         "response_length_max": float(max(lengths)),
-        "prompt_length": float(np.mean([len(group.problem.prompt_ids) for group in taken.groups])),
-        "truncated": float(np.mean([sample.response.finish == "length" for sample in samples])),
+        "prompt_length": _mean(len(group.problem.prompt_ids) for group in taken.groups),
+        "truncated": _mean(sample.response.finish == "length" for sample in samples),
         "reward_errors": float(len(samples) - len(scored)),
-        "zero_std_groups": float(np.mean([len({*group.scores}) < 2 for group in taken.groups])),
+        "zero_std_groups": _mean(len({*group.scores}) < 2 for group in taken.groups),
         "groups_dropped": float(taken.num_dropped),
         "groups_regenerated": float(taken.num_stale),
-        "staleness": float(np.mean(lags)) if lags else 0.0,
+        "staleness": _mean(lags),
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return means over all samples, and by domain and tag where there are several; pass@k for powers of 2, without
+    bias (arXiv:2107.03374)."""
+    samples = [sample for group in groups for sample in group.samples]
+    found = {
+        "reward": _mean(sample.score for sample in samples),
+        "accuracy": _mean(is_correct(sample.details) for sample in samples),
+        "response_length": _mean(len(sample.response.response_ids) for sample in samples),
+        "reward_errors": float(sum(not sample.has_score for sample in samples)),
+        "truncated": _mean(sample.response.finish == "length" for sample in samples),
+    }
+    for k in (2**power for power in range(1, groups[0].size.bit_length())):
+        found[f"pass@{k}"] = _mean(pass_at_k(group, k) for group in groups)
+    for kind in ("domain", "tag"):
+        found |= _by_name("accuracy", [(getattr(each.problem, kind), is_correct(each.details)) for each in samples])
+    return found
+
+
+def pass_at_k(group: Group, k: int) -> float:
+    """Return the chance that any of k samples of a group is right: 1 - C(n - c, k) / C(n, k)."""
+    size, correct = group.size, sum(is_correct(sample.details) > 0 for sample in group.samples)
+    return 1.0 - math.comb(size - correct, k) / math.comb(size, k)
+
+
+def is_correct(details: Mapping[str, object]) -> float:
+    """Return what a reward says of an answer: 1 right, 0 wrong."""
+    value = details.get("correct", 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean; 0 of nothing."""
+    found = [*values]
+    return float(np.mean(found)) if found else 0.0
+
+
+def _by_name(metric: str, values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of each name as METRIC/NAME, where there are several."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, value in values:
+        by_name[name].append(value)
+    return {f"{metric}/{name}": _mean(own) for name, own in by_name.items()} if len(by_name) > 1 else {}
 
 
 def _shortened(text: str) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.errors import MegatuneError
-from megatune.rl.cluster.group import RoleGroup
+from megatune.rl.cluster.role import RoleGroup
 from megatune.rl.rollout.engine import Memory
 from megatune.rl.samples import Request, Response, Rollouts
+from megatune.rl.worker.batching import merged
 from megatune.rl.worker.model import Ready
-from megatune.rl.worker.rows import merged
 
 _CLOSE_SECONDS = 30.0
 _WAITING = 2  # requests given to an engine for each that it samples
@@ -45,9 +45,9 @@ class ModelGroup:
         self._held = set(PARTS)
         return self.ready
 
-    def ask(self, method: str, rollouts: Rollouts, *args: object) -> list[np.ndarray]:
+    def ask(self, method: str, rollouts: Rollouts) -> list[np.ndarray]:
         """Ask for values of the responses' tokens: fp32 [r] of each sample."""
-        return merged(self.call(method, rollouts, *args), rollouts)
+        return merged(self.call(method, rollouts), rollouts)
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Call a method of all ranks, and return their answers."""

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning, from its settings to the final model."""
+"""A run of reinforcement learning from its settings to the final model, and what it says of itself before it starts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatune.config.rl.settings import RLSettings
+from megatune.config.rl.rollout import PromptData
+from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.data.encode import load_tokenizer
-from megatune.data.tokenizer_files import stop_tokens
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.launch.torchrun import handle_stops
@@ -21,15 +20,15 @@ from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pictures import check_pictures, vision_of
 from megatune.rl.pipeline.driver import Driver
+from megatune.rl.pipeline.files import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.learn import Learner
-from megatune.rl.pipeline.lines import start_lines
-from megatune.rl.pipeline.progress import Progress, fixed_of, read_progress
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
+from megatune.rl.pipeline.sampler import sampler_maker
 from megatune.rl.pipeline.startup import Roles, check_resume, devices_of, load_roles, start_roles, with_folders
-from megatune.rl.pipeline.turns import turn_writer
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
+from megatune.rl.rewards.code.sandbox import best_isolation
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.rl.rewards.pool import RewardPool
 from megatune.training.callbacks.base import TrainSummary
@@ -39,7 +38,7 @@ from megatune.training.storage.files import OutputLock, write_atomically, writin
 from megatune.training.storage.store import clean_partials, finalize_model
 from megatune.training.trackers import check_installed
 
-_BYTES_OF_A_TOKEN = 64  # its number, log-probabilities, advantage, return, value, masks and weights
+_BYTES_OF_A_TOKEN = 64  # in transfer: its number, log-probabilities, advantage, return, value, masks and weights
 
 
 def start(settings: RLSettings, run_yaml: str) -> int:
@@ -71,7 +70,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
             output_dir / "launch",
             devices_of(settings),
             devices_per_node=run.num_gpus_per_node,
-            bytes_in_flight=_bytes_in_flight(settings),
+            bytes_in_flight=settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN,
             call_limit=run.rpc_timeout,
             timeline=output_dir / "profile" / "timeline.json" if run.profiler_timeline else None,
         ) as cluster:
@@ -95,7 +94,7 @@ def drive(
         source: the folder of the policy that the run began with.
         stop_requested, note: see `Driver`.
     """
-    output_dir, tokenizer = Path(settings.run.output_dir), load_tokenizer(source)
+    output_dir = Path(settings.run.output_dir)
     pool.clients |= judge_clients(settings, roles.judges)
     scheduler = DeviceScheduler(roles.engines, roles.models, list(roles.judges.values()))
     checkpoint, notes = load_roles(roles, scheduler, settings)
@@ -109,9 +108,7 @@ def drive(
         weights=Weights(settings, scheduler, roles.policy, roles.engines),
         learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
         pool=pool,
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
-        extend=turn_writer(settings, tokenizer),
-        stop_token_ids=stop_tokens(source, tokenizer.eos_token_id),
+        sampler=sampler_maker(settings, roles.engines, pool, source),
         problems=problems,
         validation=validation,
         reports=reports,
@@ -135,11 +132,6 @@ def drive(
     return ExitCode.DONE
 
 
-def _bytes_in_flight(settings: RLSettings) -> int:
-    """Return how large the objects are that are in transfer at once: a step's samples."""
-    return settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN
-
-
 def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     """Run the steps, and tell the callbacks of the beginning and of any end."""
     run, began = settings.run, time.monotonic()
@@ -158,12 +150,9 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
 
 def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None]:
     """Read the problems of training and of validation, whose prompts are made for the model of a folder."""
-    tokenizer = load_tokenizer(source)
     rollout, needs_difficulty = settings.rollout, settings.algorithm.difficulty_loss_weight
     filtered: dict[str, Any] = {"dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
-    filtered |= {**_templates(settings), "vision": vision_of(source, tokenizer, settings.data)}
-    found = read_problems(settings.data, settings.rewards, tokenizer, rollout.prompt_length, **filtered)
-    check_pictures(settings, found.all())
+    found = _problems(settings, source, settings.data, rollout.prompt_length, **filtered)
     return found, read_validation(settings, source)
 
 
@@ -179,15 +168,17 @@ def read_validation(settings: RLSettings, source: Path) -> Problems | None:
     rollout, validation = settings.rollout, settings.validation
     if validation is None:
         return None
-    length, tokenizer = rollout.val_prompt_length or rollout.prompt_length, load_tokenizer(source)
-    options = {**_templates(settings), "vision": vision_of(source, tokenizer, validation.data_args)}
-    found = read_problems(validation.data_args, settings.rewards, tokenizer, length, **options)
+    return _problems(settings, source, validation.data_args, rollout.val_prompt_length or rollout.prompt_length)
+
+
+def _problems(settings: RLSettings, source: Path, data: PromptData, length: int, **rows: Any) -> Problems:
+    """Read problems, whose prompts have at most so many tokens; `rows` is for `read_problems`."""
+    tokenizer, rollout = load_tokenizer(source), settings.rollout
+    rows |= {"template": rollout.global_template, "tag_to_template": rollout.tag_to_template}
+    vision = vision_of(source, tokenizer, data)
+    found = read_problems(data, settings.rewards, tokenizer, length, vision=vision, **rows)
     check_pictures(settings, found.all())
     return found
-
-
-def _templates(settings: RLSettings) -> dict[str, Any]:
-    return {"template": settings.rollout.global_template, "tag_to_template": settings.rollout.tag_to_template}
 
 
 @contextmanager
@@ -210,3 +201,61 @@ def asked_to_stop(stop_file: Path) -> Iterator[Any]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def start_lines(settings: RLSettings) -> list[str]:
+    """Return lines on the roles, on a step, and on what log-probabilities are those of."""
+    generating, rollout, infer = settings.actor_infer.generating_args, settings.rollout, settings.actor_infer
+    models = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
+    ahead = rollout.async_generation_ratio
+    turns = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
+    step = f"{rollout.rollout_batch_size} prompts x {rollout.num_return_sequences_in_group} responses"
+    return [
+        f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
+        *(_line(role) for role in models if role is not None),
+        f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {_ranges(infer.devices)}",
+        *(
+            f"role       rewards.{name}: {reward_line(role)}"
+            for name, role in settings.rewards.items()
+            if name != UNSCORED
+        ),
+        f"sampling   temperature {generating.temperature:g}, top_p {generating.top_p:g}, top_k {generating.top_k}"
+        + _truncation(settings),
+    ]
+
+
+def reward_line(role: RewardRole) -> str:
+    """Say what scores a domain, and what programs of a model can do on this machine."""
+    name = f"{role.kind} {role.function}" if role.function else role.kind
+    said = f"{name}, {role.workers} processes"
+    if role.kind != "code_sandbox" or role.arguments.get("use_local") is False:
+        return said
+    return f"{said}; programs run here: {best_isolation().text} (docs/rl-rewards.md: no security boundary)"
+
+
+def _truncation(settings: RLSettings) -> str:
+    """Say what becomes of tokens that top_p and top_k leave out."""
+    generating, algorithm = settings.actor_infer.generating_args, settings.algorithm
+    said = "; log-probabilities are at this temperature"
+    if generating.top_p >= 1 and generating.top_k <= 0:
+        return said
+    corrected = algorithm.train_infer_correction.corrects
+    bounded = "train_infer_correction bounds" if corrected else "nothing bounds (train_infer_correction would)"
+    return f"{said}, before top_p and top_k on both sides; {bounded} what sampling leaves out"
+
+
+def _line(role: ModelRole) -> str:
+    parallel = role.settings.parallel
+    layout = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
+    return f"role       {role.name}: megatron, {layout}, on devices {_ranges(role.devices)}"
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"."""
+    parts: list[list[int]] = []
+    for device in sorted(devices):
+        if parts and device == parts[-1][-1] + 1:
+            parts[-1].append(device)
+        else:
+            parts.append([device])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -19,8 +19,7 @@ from megatune.families.weights import all_shapes
 from megatune.generation.vllm import lora_arguments
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.cluster.group import RoleGroup
-from megatune.rl.cluster.role import RoleSpec
+from megatune.rl.cluster.role import RoleGroup, RoleSpec
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
@@ -29,9 +28,9 @@ from megatune.training.storage.store import checkpoint_step, list_checkpoints
 # What actors build, by the names of their roles; of those that are not trained all the same.
 _WORKERS = {
     "actor_train": "megatune.rl.worker.policy:PolicyWorker",
-    "critic": "megatune.rl.worker.value:ValueWorker",
+    "critic": "megatune.rl.worker.training:ValueWorker",
 }
-_FROZEN = "megatune.rl.worker.reference:ReferenceWorker"
+_FROZEN = "megatune.rl.worker.model:ReferenceWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
     is_judge = role is not settings.actor_infer
     return RoleSpec(
         name=role.name,
-        target="megatune.rl.rollout.load:engine_server",
+        target="megatune.rl.rollout.server:engine_server",
         arguments={
             "role": role,
             "seed": settings.run.seed,
@@ -246,8 +245,7 @@ def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -
     for model in roles.models:
         if model.ready is None:
             scheduler.load(model)
-    said = [line for model in roles.models if model.ready is not None for line in model.ready.notes]
-    return checkpoint, [*notes, *said]
+    return checkpoint, notes
 
 
 def check_resume(settings: RLSettings) -> None:

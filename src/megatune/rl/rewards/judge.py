@@ -11,15 +11,15 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from megatune.config.rl.rollout import Generating
 from megatune.data.text_scores import END_OF_THINK
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.http import post_json
+from megatune.rl.rewards.answer import Answer, RewardError, Verdict, post_json
 
 # Asks the judging model: messages as of OpenAI's API -> what it says.
 Ask = Callable[[list[dict[str, str]]], Awaitable[str]]
@@ -82,7 +82,7 @@ class Judge:
         judge_model_name: str | None = None,
         judge_api_url: str | None = None,
         judge_api_key: str | None = None,
-        generating: Any = None,
+        generating: Generating | None = None,
         ask: Ask | None = None,
     ) -> None:
         self._prompt = _prompt(judge_prompt)
@@ -134,14 +134,14 @@ def _prompt(given: str | None) -> str:
 
 
 class _Api:
-    """An API as OpenAI's; `generating` has config.rl.settings.Generating's names, as an object or a mapping."""
+    """An API as OpenAI's."""
 
-    def __init__(self, url: str, model: str, key: str, generating: Any) -> None:
+    def __init__(self, url: str, model: str, key: str, generating: Generating | None) -> None:
         self._url = url if url.endswith("/chat/completions") else f"{url.rstrip('/')}/chat/completions"
         self._model, self._headers = model, {"Authorization": f"Bearer {key}"} if key else {}
         names = {"temperature": "temperature", "top_p": "top_p", "max_new_tokens": "max_tokens"}
-        values = {name: _value(generating, name) for name in names}
-        self._options = {names[name]: value for name, value in values.items() if value is not None}
+        values = {theirs: getattr(generating, ours, None) for ours, theirs in names.items()}
+        self._options = {name: value for name, value in values.items() if value is not None}
 
     async def __call__(self, messages: list[dict[str, str]]) -> str:
         message = {"model": self._model, "messages": messages, **self._options}
@@ -169,7 +169,3 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     if isinstance(result := await asyncio.shield(asyncio.wrap_future(found)), BaseException):
         raise result
     return result
-
-
-def _value(generating: Any, name: str) -> Any:
-    return generating.get(name) if isinstance(generating, Mapping) else getattr(generating, name, None)

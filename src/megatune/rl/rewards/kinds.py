@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.named import named
 from megatune.config.rl.settings import UNSCORED
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.environments.play import BUILT_IN, Environment, Play
+from megatune.rl.environments import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "math_rule": Kind("math_rule:MathRule", limit=20.0, library="math_verify"),
+    "math_rule": Kind("rules:MathRule", limit=20.0, library="math_verify"),
     "code_sandbox": Kind("code.reward:CodeSandbox", limit=400.0, columns=("test_cases",)),
-    "multiple_choice": Kind("choice:MultipleChoice"),
-    "crossthinkqa": Kind("choice:CrossThinkQA"),
-    "general_val": Kind("choice:GeneralValidation"),
-    "general_rule": Kind("instructions.reward:GeneralRule"),
-    "format": Kind("shape:Format", columns=()),
-    "length": Kind("shape:Length", columns=()),
+    "multiple_choice": Kind("rules:MultipleChoice"),
+    "crossthinkqa": Kind("rules:CrossThinkQA"),
+    "general_val": Kind("rules:GeneralValidation"),
+    "general_rule": Kind("instructions:GeneralRule"),
+    "format": Kind("rules:Format", columns=()),
+    "length": Kind("rules:Length", columns=()),
     "llm_judge": Kind("judge:Judge", limit=600.0, columns=()),
     "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),

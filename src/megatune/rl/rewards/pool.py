@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,19 +27,6 @@ FAILURES_IN_A_ROW = 64  # of one domain: then it is the reward that is broken, a
 
 
 @dataclass(slots=True)
-class DomainCounts:
-    """What became of the samples of one domain, since the start of the run.
-
-    Attributes:
-        errors: without a score because the reward raised, its process died, or it could not be had.
-        timeouts: without a score because the reward took too long.
-    """
-
-    errors: int = 0
-    timeouts: int = 0
-
-
-@dataclass(slots=True)
 class _Domain:
     """How the samples of one domain are scored, and how many at a time.
 
@@ -48,6 +35,8 @@ class _Domain:
         most: answers that a place takes at once.
         waiting: with what gets their replies.
         serving: places that are taken.
+        counts: of samples without a score since the start of the run: "errors", where the reward raised, its process
+            died or it could not be had, and "timeouts", where it took too long.
     """
 
     score: Callable[[Sequence[Answer]], Awaitable[list[dict[str, Any]]]]
@@ -56,7 +45,7 @@ class _Domain:
     waiting: deque[tuple[Answer, asyncio.Future[dict[str, Any]]]] = field(default_factory=deque)
     serving: set[asyncio.Task[None]] = field(default_factory=set)
     failures_in_a_row: int = 0
-    counts: DomainCounts = field(default_factory=DomainCounts)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def dispatch(self) -> None:
         """Let free places take what waits: fewer at once as less is left, so that all of them end together."""
@@ -133,8 +122,8 @@ class RewardPool:
             self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE)
 
     @property
-    def counts(self) -> dict[str, DomainCounts]:
-        """By domain."""
+    def counts(self) -> dict[str, Counter[str]]:
+        """Samples without a score, by domain: how many are "errors", and how many "timeouts"."""
         return {name: domain.counts for name, domain in self._domains.items()}
 
     async def score(self, sample: Sample) -> None:
@@ -162,8 +151,7 @@ class RewardPool:
             return
         sample.score, sample.details = 0.0, {"correct": 0.0, "error": failure}
         domain.failures_in_a_row += 1
-        domain.counts.timeouts += bool(reply.get("timeout"))
-        domain.counts.errors += not reply.get("timeout")
+        domain.counts["timeouts" if reply.get("timeout") else "errors"] += 1
         if domain.failures_in_a_row >= FAILURES_IN_A_ROW:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)

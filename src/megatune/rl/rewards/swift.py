@@ -20,8 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.text import repeated_share
+from megatune.rl.rewards.answer import Answer, RewardError, Verdict, repeated_share
 
 _OF_SOLUTION = ("accuracy", "cosine")
 _FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"

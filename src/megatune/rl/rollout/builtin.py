@@ -26,17 +26,22 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
 from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.generation.options import Sampling
-from megatune.generation.stopping import ends_with_stop_word
-from megatune.generation.transformers_backend import load_pretrained, load_tokenizer
+from megatune.generation.stopping import ends_with_stop_word, stop_ids
+from megatune.generation.transformers_backend import left_padded, load_pretrained, load_tokenizer
 from megatune.rl.pictures import model_arguments, position_shift
-from megatune.rl.rollout.engine import INSTRUCTION_TOKENS, Memory, RolloutEngine, Sampled, cannot_sample
-from megatune.rl.rollout.routing import Recorder
-from megatune.rl.rollout.sampling import sample, uniforms
-from megatune.rl.rollout.updates import checkpoint_shapes
+from megatune.rl.rollout.engine import (
+    DTYPES,
+    INSTRUCTION_TOKENS,
+    Memory,
+    RolloutEngine,
+    Sampled,
+    cannot_sample,
+    checkpoint_shapes,
+)
+from megatune.rl.rollout.sampling import Recorder, sample, uniforms
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import Parcel, Receiver, Route
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROMPT_TOKENS = 8192  # of prompts that are computed together
 
 
@@ -57,7 +62,7 @@ class _Row(Sampled):
     @property
     def ids(self) -> list[int]:
         """Tokens of the prompt and the response so far."""
-        return [*self.request.prompt_ids.tolist(), *self.request.response_ids.tolist(), *self.tokens]
+        return [*self.request.token_ids.tolist(), *self.tokens]
 
     @property
     def num_response_tokens(self) -> int:
@@ -75,7 +80,7 @@ class _Row(Sampled):
         return np.array(self.ids).tobytes() + b"".join(blake2b(each.packed).digest() for each in shown)
 
 
-class BuiltinEngine(RolloutEngine[_Row]):
+class BuiltinEngine(RolloutEngine):
     """See `RolloutEngine`.
 
     Args:
@@ -104,9 +109,8 @@ class BuiltinEngine(RolloutEngine[_Row]):
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
         self._token_bytes, self._cache_bytes = bytes_of_a_token(model), cache_bytes
         self._device = model.device
+        self._stops = stop_ids(model.generation_config)
         self._never = never_sampled(model, tokenizer).to(self._device)
-        stops = model.generation_config.eos_token_id
-        self._stops = frozenset([stops] if isinstance(stops, int) else stops or ())
         self._recorder = Recorder(model) if return_routing else None
         self._receiver = Receiver(Route("file"), 0, self._device)
         self._arrived: dict[str, Tensor] = {}
@@ -127,13 +131,11 @@ class BuiltinEngine(RolloutEngine[_Row]):
         shapes = checkpoint_shapes(folder)
         return cls(model, tokenizer, shapes, max_running=max_running, cache_bytes=room, return_routing=returns)
 
-    def _begin(self, request: Request) -> _Row:
-        ids = np.concatenate([request.prompt_ids, request.response_ids])
+    def _start(self, request: Request) -> Sampled:
         drawn = uniforms(request.seed, request.max_new_tokens).tolist()
-        return _Row(request, self.version, drawn=drawn, shift=position_shift(ids, request.shown))
-
-    def _start(self, sampled: _Row) -> None:
-        self._waiting.append(sampled)
+        shift = position_shift(request.token_ids, request.shown)
+        self._waiting.append(_Row(request, self.version, drawn=drawn, shift=shift))
+        return self._waiting[-1]
 
     @torch.inference_mode()
     def _advance(self) -> None:
@@ -168,21 +170,20 @@ class BuiltinEngine(RolloutEngine[_Row]):
 
     def _prompt_logits(self, batch: list[_Row]) -> Tensor:
         """Compute the tokens of new rows, add them to the cache, and return logits [rows, v] of their next tokens."""
-        number = {each.key: place for place, each in enumerate({each.key: each for each in batch}.values())}
-        firsts = list({each.key: each for each in batch}.values())
-        ids = [each.ids for each in firsts]
-        width, device = max(map(len, ids)), self._device
-        mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in ids], device=device)
-        padded = torch.tensor([each[:1] * (width - len(each)) + each for each in ids], device=device)
+        keys = [each.key for each in batch]
+        firsts = dict(zip(keys, batch, strict=True))
+        number = {key: place for place, key in enumerate(firsts)}
+        padded, mask = (each.to(self._device) for each in left_padded([each.ids for each in firsts.values()]))
         given: dict[str, Tensor] = {"position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)}
-        if (shown := firsts[0].request.shown) is not None:
-            given |= {key: each.to(device) for key, each in model_arguments(np.array(ids[0]), shown).items()}
+        if (shown := batch[0].request.shown) is not None:  # of a row alone
+            images = model_arguments(np.array(batch[0].ids), shown)
+            given |= {name: each.to(self._device) for name, each in images.items()}
         cache = DynamicCache()
         logits = self._forward(padded, mask, cache, **given)
-        chosen = torch.tensor([number[each.key] for each in batch], device=device)
+        chosen = torch.tensor([number[key] for key in keys], device=self._device)
         self._record(batch, [len(each.ids) for each in batch], chosen.tolist())
         self._rows += batch
-        width = max(width, self._mask.shape[1])
+        width = max(mask.shape[1], self._mask.shape[1])
         self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask[chosen], width, 1)])
         for place, new in enumerate(cache.layers):
             new.batch_select_indices(chosen)
@@ -310,15 +311,13 @@ def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     """Return ids that are not text: padding, placeholders of pictures, and rows of the embedding that the tokenizer
     does not know."""
     config = model.config.get_text_config()
-    size = config.vocab_size
-    stops = model.generation_config.eos_token_id
-    stops = {stops} if isinstance(stops, int) else set(stops or ())
-    ids = set() if tokenizer is None else set(range(min(len(tokenizer), size), size))
-    padding = tokenizer.pad_token_id if tokenizer is not None else None
-    places = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
-    for each in (padding, config.pad_token_id, *places):
-        if each is not None and 0 <= each < size and each not in stops:
-            ids.add(each)
+    marks = {config.pad_token_id, *(getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))}
+    unknown = range(0)
+    if tokenizer is not None:
+        marks.add(tokenizer.pad_token_id)
+        unknown = range(len(tokenizer), config.vocab_size)
+    marks -= {None, *stop_ids(model.generation_config)}
+    ids = {*unknown, *(each for each in marks if 0 <= each < config.vocab_size)}
     return torch.tensor(sorted(ids), dtype=torch.int64)
 
 

@@ -1,23 +1,32 @@
-"""What the pipeline calls of an engine that samples responses, and what all engines share: requests in flight, and
-updates of their weights that are complete or an error."""
+"""What the pipeline calls of an engine that samples responses, and what engines share: requests in flight, and updates
+of their weights that are complete or an error; those of other projects also their version and their arguments."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeAlias, TypeVar, cast
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
+from safetensors import safe_open
 
-from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rollout.updates import Update
+from megatune.config.rl.settings import InferRole
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
+from megatune.families import FAMILIES, load_architecture, read_config
+from megatune.families.forms import find_form
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import LostPeerError, Parcel, Route
 
 INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
 
 Memory: TypeAlias = Literal["weights", "cache"]
+# What vLLM and SGLang call dtypes, and the parts of an engine's memory.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MEMORY_TAGS: Mapping[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
+_SHOWN = 3  # of what is wrong with an update
 
 
 @dataclass(slots=True)
@@ -56,10 +65,7 @@ class Sampled:
         )
 
 
-T = TypeVar("T", bound=Sampled)
-
-
-class RolloutEngine(ABC, Generic[T]):
+class RolloutEngine(ABC):
     """One engine, in one process (or the first of several); any number of requests is in flight at once. One thread
     uses it, that of an `EngineServer`.
 
@@ -72,7 +78,7 @@ class RolloutEngine(ABC, Generic[T]):
         self._shapes = shapes
         self._version: int | None = 0 if has_weights else None
         self._update: Update | None = None
-        self._sampled: dict[str, T] = {}  # by request in flight
+        self._sampled: dict[str, Sampled] = {}  # by request in flight
         self._finished: list[Response] = []
 
     @property
@@ -89,19 +95,13 @@ class RolloutEngine(ABC, Generic[T]):
         """
         self._check_ready()
         for request in requests:
-            sampled = self._begin(request)
             if len(request.response_ids) >= request.max_new_tokens:
-                self._finished.append(sampled.response("length"))
+                self._finished.append(Sampled(request, self.version).response("length"))
             else:
-                self._sampled[request.id] = sampled
-                self._start(sampled)
-
-    def _begin(self, request: Request) -> T:
-        """Return what holds a request in flight: of engines that need no more than all of them, this."""
-        return cast(T, Sampled(request, self.version))
+                self._sampled[request.id] = self._start(request)
 
     @abstractmethod
-    def _start(self, sampled: T) -> None:
+    def _start(self, request: Request) -> Sampled:
         """Hand a request to the engine, which continues after the prompt and what the response has."""
 
     def step(self) -> list[Response]:
@@ -184,7 +184,7 @@ class RolloutEngine(ABC, Generic[T]):
     def wake(self, *parts: Memory) -> None:
         """Take parts of the memory again that are asleep; none means all. It samples once it has both."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most have nothing to end)
         """End what it has started, and remove what it has left; nothing is called after it."""
 
     def _check_ready(self) -> None:
@@ -195,3 +195,113 @@ class RolloutEngine(ABC, Generic[T]):
 def cannot_sample(why: str) -> MegatuneError:
     """Return the refusal of an engine that is not ready."""
     return MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+
+
+@dataclass(slots=True)
+class Update:
+    """What has come of an update.
+
+    Attributes:
+        num_tensors: how many are to come.
+        expected: shapes by name.
+    """
+
+    version: int
+    num_tensors: int
+    expected: Mapping[str, tuple[int, ...]]
+    _received: set[str] = field(default_factory=set)
+    _problems: list[str] = field(default_factory=list)
+
+    def accept(self, name: str, shape: Iterable[int]) -> bool:
+        """Note a tensor; return whether it belongs to the model."""
+        expected = self.expected.get(name)
+        if expected is None:
+            self._problems.append(f"{name} is not of this model")
+        elif tuple(shape) != expected:
+            self._problems.append(f"{name} is {list(shape)}, and {list(expected)} in this model")
+        elif name in self._received:
+            self._problems.append(f"{name} arrived twice")
+        else:
+            self._received.add(name)
+            return True
+        return False
+
+    def problem(self, version: int) -> MegatuneError | None:
+        """Return what is wrong with an update that is not complete (INTERNAL)."""
+        problems = list(self._problems)
+        if version != self.version:
+            problems.append(f"version {version} is to be used, and version {self.version} arrived")
+        if missing := [name for name in self.expected if name not in self._received]:
+            problems.append(f"{len(missing)} of {len(self.expected)} tensors did not arrive: {_named(missing)}")
+        if len(self._received) != self.num_tensors:
+            problems.append(
+                f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's arrived"
+            )
+        if not problems:
+            return None
+        what = f"the update to version {self.version} of the weights is incomplete"
+        why = "; ".join([*problems[:_SHOWN], *(["…"] if len(problems) > _SHOWN else [])])
+        fix = "the engine's weights have no version now: resume the run from its last checkpoint"
+        return MegatuneError(Finding(what, "actor_infer", why, fix), ExitCode.INTERNAL)
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a checkpoint's tensors by name, as `bridge.export` streams them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    architecture = load_architecture(folder)
+    family = FAMILIES[architecture.model_type]
+    weights = family.weight_map(architecture)
+    version = str(read_config(folder).get("transformers_version") or "")
+    form = find_form(family.forms, weights, architecture, shapes.keys(), shapes.__getitem__, version)
+    return form.all_shapes(weights, architecture)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
+
+
+def check_version(engine: str, packages: Sequence[str], tested: str, role: InferRole) -> None:
+    """Refuse another version of an engine than the one that is known.
+
+    Args:
+        packages: that have the engine, as an index names them.
+        tested: how the version begins: "0.32".
+
+    Raises:
+        MegatuneError: UNAVAILABLE.
+    """
+    fix = f"pip install '{packages[0]}~={tested}.0' into the environment that py_executable of {role.name} names"
+    found = next((each for name in packages if (each := _version_of(name)) is not None), None)
+    if found is None:
+        what, why = f"{engine} is not installed", f"this environment has no package {' or '.join(packages)}"
+        raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
+    if found != tested and not found.startswith(f"{tested}."):
+        what = f"{engine} {found} is installed"
+        why = f"weights are updated as {tested} takes them, and another version may load them wrongly without an error"
+        raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_arguments(engine: str, given: Mapping[str, object], known: Collection[str], role: InferRole) -> None:
+    """Refuse arguments that an engine does not have.
+
+    Raises:
+        MegatuneError: SETTINGS, with a finding for each.
+    """
+    findings = []
+    for key in given:
+        if key not in known:
+            fix = did_you_mean(key, known, "leave it out")
+            where = f"{role.name}.strategy_args.strategy_config"
+            findings.append(Finding(f"{engine} has no argument {key}", where, "", fix))
+    if findings:
+        raise MegatuneError(findings, ExitCode.SETTINGS)

@@ -1,4 +1,4 @@
-"""One token for each of many responses, each by a random number of its own.
+"""What the built-in engine takes of a pass: a token for each response, by a random number of its own, and the experts.
 
 A response's random numbers are a function of its seed and of the token's index, so that it is the same whatever is
 sampled at the same time, and continues as it would have where it was stopped.
@@ -9,11 +9,15 @@ Legend: n rows, v vocabulary, c rows with top_k or top_p.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.samples import Request
 
 _BELOW_ONE = 1 - 1e-12
@@ -77,3 +81,37 @@ def _cut(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     shares = ranked.softmax(-1)
     ranked[:, 1:].masked_fill_((shares.cumsum(-1) - shares >= limits[:, None])[:, 1:], -torch.inf)
     return torch.empty_like(logits).scatter_(-1, ids, ranked)
+
+
+class Recorder:
+    """Keeps the choices of the last forward pass.
+
+    Raises:
+        MegatuneError: INPUT, where the model has no experts.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layers: Any = model.get_decoder().layers
+        self._num_layers, self._chosen = len(layers), dict[int, Tensor]()
+        found = False
+        for number, layer in enumerate(layers):
+            for module in layer.modules():
+                # Of every family, the module that has all experts' matrices in one parameter.
+                if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
+                    module.register_forward_pre_hook(partial(self._keep, number))
+                    found = True
+        if not found:
+            why = f"{model.config.model_type} has no experts"
+            finding = Finding("router_replay has nothing to replay", "actor_train", why, "remove router_replay")
+            raise MegatuneError(finding, ExitCode.INPUT)
+
+    def _keep(self, layer: int, module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """Take the experts [tokens, k] of (tokens, experts, their weights), with which a layer's experts are called."""
+        self._chosen[layer] = arguments[1]
+
+    def take(self, rows: int) -> np.ndarray:
+        """Return experts by token: int16 [rows, tokens, layers, k], -1 in layers that have none."""
+        some = next(iter(self._chosen.values()))
+        nowhere = torch.full_like(some, -1)
+        found = torch.stack([self._chosen.get(layer, nowhere) for layer in range(self._num_layers)], 1)
+        return found.view(rows, -1, *found.shape[1:]).to(torch.int16).cpu().numpy()

@@ -1,4 +1,5 @@
-"""A rollout engine that runs by itself: calls come from any thread, and one thread of its own does them all."""
+"""A rollout engine, made as the settings say, that runs by itself: calls come from any thread, and one thread of its
+own does them all."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatune.config.rl.settings import InferRole
 from megatune.launch.context import RankContext
 from megatune.rl.rollout.engine import RolloutEngine
 from megatune.rl.samples import Request, Response
@@ -133,3 +135,39 @@ class EngineServer:
         self._call_of = {}
         for call in calls.values():
             call.answer.set_exception(error)
+
+
+def engine_server(context: RankContext, role: InferRole, seed: int, max_running: int, length: int) -> EngineServer:
+    """Run an engine in this process; see `load_engine`.
+
+    Args:
+        length: tokens of a prompt and its response at most.
+    """
+    # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
+    own = {"seed": seed + context.rank, "max_running": max_running, "context": length}
+    return EngineServer(context, lambda: load_engine(role, **own))
+
+
+def load_engine(role: InferRole, *, seed: int, max_running: int, context: int) -> RolloutEngine:
+    """Load the engine of a role in this process, with the weights of its model's folder (version 0).
+
+    Args:
+        seed: of the engine; a response depends on its request's alone.
+        max_running: responses that are sampled at once.
+        context: tokens of a prompt and its response at most.
+
+    Raises:
+        MegatuneError: UNAVAILABLE, where the engine is not installed or is of another version; INPUT, where the model
+            cannot be loaded.
+    """
+    if role.engine == "vllm":
+        from megatune.rl.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine.load(role, seed=seed, max_running=max_running, context=context)
+    if role.engine == "sglang":
+        from megatune.rl.rollout.sglang_engine import SglangEngine
+
+        return SglangEngine.load(role, seed=seed, max_running=max_running, context=context)
+    from megatune.rl.rollout.builtin import BuiltinEngine
+
+    return BuiltinEngine.load(role, max_running=max_running, context=context)

@@ -21,9 +21,16 @@ from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.generation.vllm import starting
-from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
-from megatune.rl.rollout.external import DTYPES, MEMORY_TAGS, check_arguments, check_version
-from megatune.rl.rollout.updates import checkpoint_shapes
+from megatune.rl.rollout.engine import (
+    DTYPES,
+    MEMORY_TAGS,
+    Memory,
+    RolloutEngine,
+    Sampled,
+    check_arguments,
+    check_version,
+    checkpoint_shapes,
+)
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import Parcel, Receiver, Route
 
@@ -35,7 +42,7 @@ _MOMENT = 0.1  # seconds that `step` samples for
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
-class SglangEngine(RolloutEngine[Sampled]):
+class SglangEngine(RolloutEngine):
     """See `RolloutEngine`.
 
     Args:
@@ -96,17 +103,16 @@ class SglangEngine(RolloutEngine[Sampled]):
             num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
-    def _start(self, sampled: Sampled) -> None:
-        request = sampled.request
-        tokens = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
+    def _start(self, request: Request) -> Sampled:
         asked = self._engine.async_generate(
-            input_ids=tokens,
+            input_ids=request.token_ids.tolist(),
             sampling_params=self._params(request),
             return_logprob=True,
             return_routed_experts=self._num_layers is not None,
             rid=request.id,
         )
         self._tasks[request.id] = self._engine.loop.create_task(asked)
+        return Sampled(request, self.version)
 
     def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)
@@ -145,11 +151,10 @@ class SglangEngine(RolloutEngine[Sampled]):
         finish: Literal["stop", "length", "abort"] = kind
         experts = answer.get("routed_experts")
         if self._num_layers is None or experts is None:
-            return sampled.response(finish, known=True)
-        request = sampled.request
-        tokens = len(request.prompt_ids) + len(request.response_ids) + len(sampled.tokens) - 1
+            return sampled.response(finish)
+        tokens = len(sampled.request.token_ids) + len(sampled.tokens) - 1
         chosen = np.frombuffer(base64.b64decode(experts), np.int32).reshape(tokens, self._num_layers, -1)
-        return sampled.response(finish, known=True, experts=chosen)
+        return sampled.response(finish, experts=chosen)
 
     def abort(self) -> list[Response]:
         """End all requests; see `RolloutEngine.abort`."""

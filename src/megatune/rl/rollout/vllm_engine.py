@@ -15,16 +15,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from megatune.config.rl.settings import InferRole, SentAdapter
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import WEIGHTS_FILE
-from megatune.generation.vllm import Vllm, environment, lora_request
-from megatune.rl.rollout.engine import Memory, RolloutEngine, Sampled
-from megatune.rl.rollout.external import DTYPES, MEMORY_TAGS, check_arguments, check_version
-from megatune.rl.rollout.updates import checkpoint_shapes
+from megatune.generation.vllm import Vllm, lora_request, set_environment
+from megatune.rl.rollout.engine import (
+    DTYPES,
+    MEMORY_TAGS,
+    Memory,
+    RolloutEngine,
+    Sampled,
+    check_arguments,
+    check_version,
+    checkpoint_shapes,
+)
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import LostPeerError, Parcel, Route
 
@@ -35,7 +40,7 @@ _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
 _NEVER = -100.0  # a logit bias
 
 
-class VllmEngine(RolloutEngine[Sampled]):
+class VllmEngine(RolloutEngine):
     """See `RolloutEngine`.
 
     Args:
@@ -69,9 +74,7 @@ class VllmEngine(RolloutEngine[Sampled]):
         """Start vLLM in this process; see `load_engine`."""
         check_version("vLLM", _PACKAGES, TESTED, role)
         on_gpu = bool(role.devices_per_engine and os.environ.get("CUDA_VISIBLE_DEVICES"))
-        variables = environment(on_gpu=on_gpu) | role.system_envs
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
+        set_environment(on_gpu=on_gpu, more=role.system_envs)
         from vllm import EngineArgs
         from vllm.platforms import current_platform
 
@@ -95,7 +98,7 @@ class VllmEngine(RolloutEngine[Sampled]):
         shards = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
         # Ray has placed this process already.
         arguments["distributed_executor_backend"] = "uni" if shards == 1 else "mp"
-        vllm = Vllm(folder, arguments, variables)
+        vllm = Vllm(folder, arguments)
         padding = vllm.config.pad_token_id
         return cls(
             vllm,
@@ -107,10 +110,9 @@ class VllmEngine(RolloutEngine[Sampled]):
             adapter=role.adapter,
         )
 
-    def _start(self, sampled: Sampled) -> None:
-        request = sampled.request
-        tokens = np.concatenate([request.prompt_ids, request.response_ids]).tolist()
-        self._vllm.add(request.id, tokens, self._params(request), self._lora)
+    def _start(self, request: Request) -> Sampled:
+        self._vllm.add(request.id, request.token_ids.tolist(), self._params(request), self._lora)
+        return Sampled(request, self.version)
 
     def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)

@@ -1,5 +1,5 @@
 """What every role with a model of our engine does on a rank: join the others, compute forward, move between device and
-host."""
+host; and the roles that do no more than that: the reference, and teachers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from megatune.bridge.assemble import Assembly, LoadedModel
+from megatune.bridge.assemble import Assembly, LoadedModel, load_model
 from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED
 from megatune.data.batches import Batch, Collator, Share
 from megatune.engine import device, groups
+from megatune.engine.groups import build
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
 from megatune.engine.step import evaluating, token_log_probs
@@ -26,9 +27,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker import rows
-from megatune.rl.worker.batching import Sharing
-from megatune.rl.worker.rows import Answer
+from megatune.rl.worker.batching import Answer, Sharing, answer, batches
 from megatune.training.agreement import model_on_node
 
 # Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
@@ -45,13 +44,11 @@ class Ready:
     Attributes:
         data_parallel_size: ranks that get different samples.
         num_tensors: that `weights` gives; 0 where it gives none.
-        notes: lines that a user should see.
         on_gpu: whether its device is a GPU.
     """
 
     data_parallel_size: int
     num_tensors: int = 0
-    notes: tuple[str, ...] = ()
     on_gpu: bool = False
 
 
@@ -97,17 +94,14 @@ class ModelWorker(ABC):
             MegatuneError: INPUT, SETTINGS: what cannot be used.
         """
 
-    def log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
-        """Compute log-probabilities of the responses' tokens, of the weights as they are.
+    def log_probs(self, rollouts: Rollouts, phase: str = "log-probs") -> Answer:
+        """Compute log-probabilities of the responses' tokens, of the weights as they are, at the temperature of
+        sampling.
 
         Args:
-            temperature: that logits are divided by; None for that of sampling.
+            phase: that the heartbeats have.
         """
-        return self._log_probs("log-probs", rollouts, temperature)
-
-    def _log_probs(self, phase: str, rollouts: Rollouts, temperature: float | None) -> Answer:
-        temperature = self.rl.sampling_temperature if temperature is None else temperature
-        return self._forward(phase, rollouts, partial(token_log_probs, temperature=temperature))
+        return self._forward(phase, rollouts, partial(token_log_probs, temperature=self.rl.sampling_temperature))
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.
@@ -130,18 +124,14 @@ class ModelWorker(ABC):
         self.context.beat("onload", self.step)
         return self._offload.move_in(parts or PARTS)
 
-    def leave(self) -> None:
-        """Take the groups down, so that the process can end."""
-        groups.leave()
-
     def _source(self, resumed: Path | None = None) -> tuple[Path, Settings]:
         """Find the model's own folder, and settings with what its adapters say of them. Collective."""
         source = model_on_node(self.context, self.settings, None, resumed)
         finetuning = as_adapter(self.settings.finetuning, load_architecture(source, self.settings.run.stage))
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
-    def _ready(self, num_tensors: int = 0, notes: Sequence[str] = ()) -> Ready:
-        return Ready(self.loaded.place.dp_size, num_tensors, tuple(notes), device.current().type == "cuda")
+    def _ready(self, num_tensors: int = 0) -> Ready:
+        return Ready(self.loaded.place.dp_size, num_tensors, device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.away]
@@ -186,7 +176,7 @@ class ModelWorker(ABC):
         collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
         same_length = place.pp_size > 1
         decodes = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
-        found = rows.batches(
+        found = batches(
             rollouts,
             shares,
             place.dp_rank,
@@ -217,10 +207,22 @@ class ModelWorker(ABC):
                 values = compute(self.loaded.model, batches[part])
                 if place.tp_rank == place.cp_rank == 0:
                     for samples, batch, own in zip(mine[part], batches[part], values, strict=False):
-                        found |= rows.answer(rollouts, samples, batch, own)
+                        found |= answer(rollouts, samples, batch, own)
         return found
 
 
 def offload_of(loaded: LoadedModel) -> Offload:
     """Return what moves a model, with its optimizer if it has one."""
     return Offload(loaded.model, loaded.optimizer if isinstance(loaded, Assembly) else None)
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of a role with strategy "megatron" that only runs forward. See `ModelWorker`."""
+
+    def load(self, checkpoint: str | None = None) -> Ready:
+        self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
+        source, self.settings = self._source()
+        place = build(self.settings.parallel, seed=self.settings.run.seed, timeout=self.settings.run.ddp_timeout)
+        self.loaded = load_model(source, self.settings, place, trained=False)
+        self._offload = offload_of(self.loaded)
+        return self._ready()

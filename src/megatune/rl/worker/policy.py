@@ -19,8 +19,8 @@ from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import OLD, ROLLOUT, PolicyObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
+from megatune.rl.worker.batching import Answer, answer
 from megatune.rl.worker.model import Ready
-from megatune.rl.worker.rows import Answer, answer
 from megatune.rl.worker.training import Trained, TrainedWorker
 from megatune.training.train_step import StepResult
 
@@ -87,11 +87,11 @@ class PolicyWorker(TrainedWorker):
         for each in groups.gather(found if place.tp_rank == place.cp_rank == 0 else Answer()):
             self._first |= each
 
-    def reference_log_probs(self, rollouts: Rollouts, temperature: float | None = None) -> Answer:
+    def reference_log_probs(self, rollouts: Rollouts) -> Answer:
         """Compute those of the model without its adapters: the reference of a run that trains adapters."""
         assert self.settings.finetuning.finetuning_type == "lora", "without adapters a reference is a model of its own"
         with without_adapters(self.loaded.model):
-            return self._log_probs("reference log-probs", rollouts, temperature)
+            return self.log_probs(rollouts, "reference log-probs")
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what `weights` gives."""

@@ -1,4 +1,4 @@
-"""Roles that are trained: updates, and checkpoints as those of any run."""
+"""Roles that are trained: updates, and checkpoints as those of any run; the critic is one that adds little to that."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megatune.config.settings import with_settings
 from megatune.data.batches import Batch
 from megatune.engine import device
 from megatune.engine.groups import build
-from megatune.engine.step import Objective, StepTotals
+from megatune.engine.step import Objective, StepTotals, token_scores
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.objectives.policy.objective import ValueObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.batching import mini_batches
+from megatune.rl.worker.batching import Answer, mini_batches
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import check_continues, load_checkpoint
@@ -227,3 +228,16 @@ def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
         memory_gib=device.peak_memory_bytes() / 2**30,
         metrics=totals.metrics,
     )
+
+
+class ValueWorker(TrainedWorker):
+    """One rank of critic; the stage of its settings is rm. See `ModelWorker`."""
+
+    token_extras = ValueObjective.token_extras
+
+    def objective(self, num_samples: int) -> ValueObjective:
+        return ValueObjective(self.rl.algorithm.value_clip)
+
+    def values(self, rollouts: Rollouts) -> Answer:
+        """Compute the value of the state before each token of the responses: where its log-probability is computed."""
+        return self._forward("values", rollouts, token_scores)

@@ -10,19 +10,30 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from megatune.rl.rewards.answer import Answer, RewardError, Verdict
-from megatune.rl.rewards.code.compare import OTHER_OUTPUT, same_output, same_value
-from megatune.rl.rewards.code.extract import Program, find_program, of_text, read_text
-from megatune.rl.rewards.code.remote import HttpSandbox
+from megatune.rl.rewards.answer import Answer, RewardError, Verdict, post_json
+from megatune.rl.rewards.code.program import (
+    OTHER_OUTPUT,
+    Program,
+    find_program,
+    of_text,
+    read_text,
+    same_output,
+    same_value,
+)
 from megatune.rl.rewards.code.sandbox import PRELUDE, Job, Sandbox
 
 CASE_SECONDS = 20.0
 SECONDS = 360.0  # for all cases of a row
 FUNCTION_TESTS = ("assert", "pytest", "check_based")
+_WITH_TESTS = (*FUNCTION_TESTS, "text")
+_HTTP_SECONDS, _HTTP_REQUESTS = 30, 8  # of a case, and at once
 
 Case = Mapping[str, Any]
 
@@ -74,7 +85,7 @@ def read_cases(row: Mapping[str, Any], kind: str) -> list[Case]:
             raise RewardError(f"test_cases is not valid JSON: {error}") from error
     if not isinstance(cases, Sequence) or not cases:
         raise RewardError("the row has no test_cases")
-    keys = ("assert_code",) if kind in (*FUNCTION_TESTS, "text") else ("stdin", "expected_stdout")
+    keys = ("assert_code",) if kind in _WITH_TESTS else ("stdin", "expected_stdout")
     read = [{"assert_code": case} if isinstance(case, str) else case for case in cases]
     missing = sorted({key for case in read for key in keys if key not in case})
     if missing:
@@ -89,7 +100,7 @@ def run_cases(program: str, kind: str, function: str, cases: Sequence[Case]) -> 
     """
     until, number = time.monotonic() + SECONDS, 0
     for imports, own in itertools.groupby(cases, key=lambda case: str(case.get("import_prefix") or "")):
-        is_test = kind in (*FUNCTION_TESTS, "text")
+        is_test = kind in _WITH_TESTS
         prelude = PRELUDE + imports if is_test else PRELUDE
         text = f"response = {program}" if kind == "text" else program
         with Sandbox(Job(text, prelude, "" if is_test else function), seconds=CASE_SECONDS) as sandbox:
@@ -104,14 +115,10 @@ def run_cases(program: str, kind: str, function: str, cases: Sequence[Case]) -> 
 
 
 def _run_case(sandbox: Sandbox, kind: str, function: str, case: Case, seconds: float) -> str:
-    if kind == "text":
-        return sandbox.test(of_text(str(case["assert_code"])), seconds).failure
-    if kind in FUNCTION_TESTS:
-        test = str(case["assert_code"])
+    if kind in _WITH_TESTS:
+        test = _test(kind, case)
         if "pytest" in test and importlib.util.find_spec("pytest") is None:
             raise RewardError("the tests of this row need pytest, which is not installed")
-        if kind == "check_based":
-            test += f"\ncheck({case.get('entry_point') or 'candidate'})\n"
         return sandbox.test(test, seconds).failure
     if not function:
         outcome = sandbox.read(_text(case["stdin"]), seconds)
@@ -127,5 +134,100 @@ def _run_case(sandbox: Sandbox, kind: str, function: str, case: Case, seconds: f
     return "" if right else outcome.failure or OTHER_OUTPUT
 
 
+def _test(kind: str, case: Case) -> str:
+    """Return the code that tests a program, or a text."""
+    test = str(case["assert_code"])
+    if kind == "text":
+        return of_text(test)
+    return f"{test}\ncheck({case.get('entry_point') or 'candidate'})\n" if kind == "check_based" else test
+
+
 def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# Calls the function with each line of stdin as an argument and prints the result.
+_CALL = """
+import json, sys
+_given = [json.loads(_line) for _line in sys.stdin.read().split("\\n")]
+_owner = globals().get("Solution")
+print(json.dumps((getattr(_owner(), {name!r}) if _owner else {name})(*_given)))
+"""
+# Calls the functions that test, and prints a mark at the end.
+_TESTS = """
+for _name in [_name for _name in globals() if _name.startswith("test")]:
+    if callable(globals()[_name]):
+        globals()[_name]()
+print()
+print({mark!r})
+"""
+
+
+class HttpSandbox:
+    """Runs programs in any language at a URL: the interface of SandboxFusion's /run_code, as ROLL uses it.
+
+    Asked: {code, language, stdin, compile_timeout, run_timeout}. Answered: {status: Success | Failed | SandboxError,
+    message, run_result: {stdout, stderr, return_code}}.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def run(self, program: Program, kind: str, function: str, cases: Sequence[Case]) -> tuple[str, int]:
+        """Run a program on all its tests; return why the first that failed did, "" where none did, and how many passed.
+
+        Raises:
+            RewardError: the sandbox cannot be had, or says that it failed itself.
+        """
+        with ThreadPoolExecutor(_HTTP_REQUESTS) as pool:
+            failures = list(pool.map(lambda case: self._failure(program, kind, function, case), cases))
+        return next(filter(None, failures), ""), failures.count("")
+
+    def _failure(self, program: Program, kind: str, function: str, case: Case) -> str:
+        asked = _asked(program, kind, function, case)
+        message = {"code": asked.code, "language": asked.language, "stdin": asked.stdin,
+                   "compile_timeout": _HTTP_SECONDS, "run_timeout": _HTTP_SECONDS}  # fmt: skip
+        reply = post_json(self._url, message, timeout=3 * _HTTP_SECONDS)
+        status = reply.get("status") if isinstance(reply, dict) else None
+        if status not in ("Success", "Failed"):
+            said = reply.get("message") if isinstance(reply, dict) else reply
+            raise RewardError(f"{self._url}: {status}: {str(said)[:200]}")
+        result = reply.get("run_result") or {}
+        if status == "Failed":
+            error = str(result.get("stderr") or reply.get("message") or "").strip().splitlines()
+            return error[-1] if error else f"ended with code {result.get('return_code')}"
+        printed = str(result.get("stdout") or "").strip()
+        if asked.mark:
+            return "" if printed.endswith(asked.mark) else "it ended before its tests did"
+        return "" if asked.expected is None or same_output(printed, asked.expected) else OTHER_OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and what the program should print: all of it, or a mark at the end."""
+
+    code: str
+    language: str
+    stdin: str = ""
+    expected: str | None = None
+    mark: str = ""
+
+
+def _asked(program: Program, kind: str, function: str, case: Case) -> _Asked:
+    python = program.language == "python"
+    if "assert_code" not in case:
+        code = program.text + (_CALL.format(name=function) if function else "")
+        stdin, expected = _text(case["stdin"]), _text(case["expected_stdout"])
+        return _Asked(PRELUDE + code if python else code, program.language, stdin, expected)
+    if kind == "text":
+        return _marked(f"response = {program.text}\n{_test(kind, case)}\n")
+    code = f"{case.get('import_prefix') or ''}\n{program.text}\n{_test(kind, case)}\n"
+    if not python:
+        return _Asked(code, program.language)
+    return _Asked(PRELUDE + code, "pytest") if kind == "pytest" else _marked(code)
+
+
+def _marked(code: str) -> _Asked:
+    """Let a program print a mark after its tests: one that exits before them must not pass."""
+    mark = secrets.token_hex(16)
+    return _Asked(PRELUDE + code + _TESTS.format(mark=mark), "python", mark=mark)

@@ -1,4 +1,10 @@
-"""One function for each instruction: the text of a response and the row's arguments -> whether it was kept.
+"""Instructions whose keeping a program can check: IFEval's, by the names that the public training data gives them.
+
+general_rule is 1 where a response keeps the instruction of its row, less up to 0.5 for what it repeats. ROLL scores a
+row by the row before it where its tag is not ifeval, and breaks where one row names no check; here the tag does not
+matter, and a row without a check is an error of its own.
+
+A check is a function for each instruction: the text of a response and the row's arguments -> whether it was kept.
 
 Names and arguments are those of the public data (func_name and its fields, N as n). ROLL's own checks differ where they
 are at fault: verify_keyword_frequency counts all words, validate_choice takes a part of an option, also no text at all,
@@ -9,11 +15,14 @@ count for validate_end, validate_quotation and validate_json_format.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from megatune.rl.rewards.answer import RewardError
+from megatune.data.text_scores import END_OF_THINK
+from megatune.rl.rewards.answer import REPETITION_PENALTY, Answer, RewardError, Verdict, repeated_share
 
 Check = Callable[..., bool]
 
@@ -185,3 +194,35 @@ def validate_no_commas(text: str) -> bool:
 CHECKS: dict[str, Check] = {
     name: value for name, value in dict(globals()).items() if name.startswith(("verify_", "validate_"))
 }
+
+
+class GeneralRule:
+    """The column ground_truth is an object, or JSON of one: func_name, and the check's arguments."""
+
+    def __call__(self, answer: Answer) -> Verdict:
+        kept = float(is_kept(answer.text.rpartition(END_OF_THINK)[2].lstrip("\n"), answer.row.get("ground_truth")))
+        repetition = repeated_share(answer.text)
+        return Verdict(kept - REPETITION_PENALTY * repetition, kept, {"repetition": repetition})
+
+
+def is_kept(text: str, rule: object) -> bool:
+    """Tell whether a text keeps a rule, as the column ground_truth gives it.
+
+    Raises:
+        RewardError: the rule names no check, or lacks an argument of its.
+    """
+    try:
+        rule = json.loads(rule) if isinstance(rule, str) else rule
+    except ValueError as error:
+        raise RewardError(f"ground_truth is not valid JSON: {error}") from error
+    if not isinstance(rule, Mapping) or rule.get("func_name") not in CHECKS:
+        name = rule.get("func_name") if isinstance(rule, Mapping) else rule
+        raise RewardError(f"ground_truth names no check: {str(name)[:60]!r}; one of {', '.join(CHECKS)}")
+    check = CHECKS[rule["func_name"]]
+    given: dict[str, Any] = {}
+    for name in list(inspect.signature(check).parameters)[1:]:
+        key = "N" if name == "n" else name
+        if rule.get(key) is None:
+            raise RewardError(f"{rule['func_name']} lacks {key}")
+        given[name] = rule[key]
+    return check(text, **given)

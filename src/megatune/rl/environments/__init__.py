@@ -1,1 +1,0 @@
-"""What answers a turn of the model, so that a response has several."""
