@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_run import LIMIT
+from torch.distributed import c10d_logger
 
+from megatune.engine import collectives
 from megatune.errors import ExitCode
-from megatune.launch import devices
+from megatune.launch import devices, report
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -217,3 +220,8 @@ def test_a_real_all_reduce_that_breaks_off(launch, how, code, text):
     assert ended == code
     assert "rank 1 on host" in stderr
     assert text in stderr
+
+
+def test_what_wraps_collectives_is_left_out_of_where_a_rank_hangs():
+    for module in (collectives, c10d_logger, contextlib):
+        assert report._WRAPPERS.search(f"all_reduce ({module.__file__}:12)")
