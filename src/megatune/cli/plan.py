@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from megatune.cli.command import Command
 from megatune.config.options import Given
 from megatune.errors import ExitCode, Finding
 from megatune.plan.options import PlanOptions
+from megatune.processes import without_collector
 
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
@@ -84,11 +84,8 @@ def run(verb: str, words: Sequence[str]) -> int:
     if options.price:
         given.findings.append(Finding("--price without several kinds of GPUs", fix="--gpu KIND,KIND or --gpu any"))
     question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
-    gc.disable()  # a search makes many objects and hardly a cycle: collecting would take a tenth of its time
-    try:
+    with without_collector():
         found = answer(question)
-    finally:
-        gc.enable()
     if options.json_:
         from megatune.plan.pages.whole import document
 
@@ -130,11 +127,8 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
         asked = replace(given, options=options.model_copy(update={"gpu": kind}), findings=[*given.findings])
         return QuestionReader(asked, count_gpus, this_machine, rows_of=rows_of).question()
 
-    gc.disable()
-    try:
+    with without_collector():
         found = offers(kinds, ask, prices)
-    finally:
-        gc.enable()
     if options.json_:
         print(document(found))
     else:
