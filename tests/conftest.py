@@ -112,7 +112,11 @@ def _save_random_model(folder: Path, model_type: str, max_shard_size: str, sizes
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    """Threads of processes that share few cores wait for each other: references take six times as long."""
+    import torch
+
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

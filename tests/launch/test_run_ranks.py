@@ -34,14 +34,14 @@ def test_output_of_rank_0_reaches_the_terminal_and_that_of_others_their_logs(lau
     assert [rank["last_beat"]["phase"] for rank in report["ranks"]] == ["exit", "exit"]
 
 
-def test_optional_libraries_that_no_rank_uses_are_not_imported_with_its_target(monkeypatch, tmp_path):
-    for name in ("bitsandbytes", "sklearn"):  # which Transformers and peft import where they are installed
+def test_libraries_that_few_ranks_use_are_not_imported_with_a_target(monkeypatch, tmp_path):
+    for name in ("bitsandbytes", "peft", "scipy", "sklearn"):  # which libraries import where they are installed
         monkeypatch.delitem(sys.modules, name, raising=False)
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / "looks.py").write_text(
         "from importlib.util import find_spec\n"
-        "FOUND = [name for name in ('bitsandbytes', 'sklearn', 'torch') if find_spec(name)]\n"
+        "FOUND = [name for name in ('bitsandbytes', 'peft', 'scipy', 'sklearn', 'torch') if find_spec(name)]\n"
         "def found(): return FOUND"
     )
     monkeypatch.syspath_prepend(tmp_path)
