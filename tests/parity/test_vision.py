@@ -210,7 +210,7 @@ ALL_CHOSEN = {"qwen3_5_moe": {"num_experts_per_tok": 8}}
 BATCHES = {"qwen3_5_moe": 4, "internvl": 4, "gemma3": 4}
 
 
-@pytest.mark.extended("qwen2_vl", "qwen2_5_vl")
+@pytest.mark.extended("qwen2_vl", "qwen2_5_vl", "internvl", "qwen3_5_moe")
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
     """As the proof of text models, tests/parity/test_parity.py."""
