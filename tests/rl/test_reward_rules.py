@@ -75,9 +75,16 @@ def test_math_rule_compares_values(text: str, truth: object, score: float) -> No
     assert (verdict.score, verdict.correct) == (score, score)
 
 
+@pytest.mark.parametrize("power", ["10^{10^{10}}", "2^{2^{2^{2^{2^2}}}}", "2^{-10^{10}}", r"\frac{(10^9)!}{3}"])
+def test_a_number_too_large_to_compute_is_a_wrong_answer(power: str) -> None:
+    """And no timeout; the same one is right."""
+    for text, truth, score in ((power, "7", 0), ("7", power, 0), (power.replace("^", " ^ "), power, 1)):
+        assert judged(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == score
+
+
 def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SECONDS", 1)
-    said = judged(MathRule(), answer(r"\boxed{9^{9^{9^{9}}}}", "3"))
+    said = judged(MathRule(), answer(r"\boxed{(1+x)^{100000}}", "3"))
     assert said["timeout"]
     assert "imeout" in said["error"]
 

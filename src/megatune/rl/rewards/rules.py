@@ -16,6 +16,7 @@ response: computed rightly here.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatune.rl.rewards.answer import REPETITION_PENALTY, Answer, RewardError, 
 
 FORMAT = r"^<think>.*?</think>.*?<answer>.*?</answer>$"
 SECONDS = 5  # for each of parsing and comparing; math-verify's alarm works in a main thread only
+MOST_BITS = 2.0**20  # of the numbers in an expression that sympy compares within a second
 SHORT, LONG = 100, 400  # tokens: shorter responses than LONG are penalised by response_length_penalty_coef
 
 # Scores by (the letter is right, it is in \\boxed{}).
@@ -74,16 +76,40 @@ def is_equal(truth: str, boxed: str | None, text: str) -> bool:
     mode = "first_match" if boxed is not None else "no_fallback"
     golds = parse(_math(truth), parsing_timeout=SECONDS)
     found = parse(_math(boxed) if boxed is not None else text, fallback_mode=mode, parsing_timeout=SECONDS)
-    return any(_is_equal(gold, each) for gold in golds for each in found)
+    return any(has_equal_value(gold, each) for gold in golds for each in found)
 
 
-def _is_equal(gold: object, found: object) -> bool:
+def has_equal_value(gold: Any, found: Any) -> bool:
+    """Compare two expressions that math-verify has parsed; numbers too large to compute, as they are written.
+
+    Raises:
+        TimeoutException: of math-verify, no subclass of Exception.
+    """
     from math_verify import verify
 
     try:
+        if max(num_bits(gold), num_bits(found)) > MOST_BITS:
+            return bool(gold == found)
         return bool(verify(gold, found, timeout_seconds=SECONDS, raise_on_error=True))
     except Exception:  # sympy cannot compare what was written: a wrong answer
         return False
+
+
+def num_bits(expression: Any) -> float:
+    """Return about how many bits the numbers of an expression have once its powers and factorials are computed, which
+    this does not do; inf for more than a float can say."""
+    import sympy  # type: ignore[import-untyped]
+
+    if isinstance(expression, sympy.Rational):
+        return float(int(expression.p).bit_length() + int(expression.q).bit_length())
+    parts = [num_bits(part) for part in getattr(expression, "args", ())]
+    bits = sum(parts)
+    if isinstance(expression, sympy.Pow | sympy.factorial) and bits <= MOST_BITS:
+        last = expression.args[-1]
+        bits = parts[0] * max(1.0, abs(float(last.n()))) if last.is_number and last.is_real else bits
+    elif bits > MOST_BITS:
+        bits = math.inf
+    return bits
 
 
 def _math(text: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict, repeated_share
+from megatune.rl.rewards.rules import has_equal_value
 
 _OF_SOLUTION = ("accuracy", "cosine")
 _FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"
@@ -38,7 +39,7 @@ def needs_solution(names: Collection[str]) -> bool:
 
 def accuracy(answer: Answer) -> float:
     """1 where math-verify finds the solution in the response, in <answer> where it has that, else 0."""
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse
 
     solution, text = str(_solution(answer)), _tagged(answer.text)
     truth = _tagged(solution)
@@ -52,10 +53,7 @@ def accuracy(answer: Answer) -> float:
         rules = replace(usual.normalization_config, nits=False, malformed_operators=False, boxed=True)
         latex = replace(usual, normalization_config=rules, boxed_match_priority=0, try_extract_without_anchor=False)
         found = parse(answer.text, extraction_config=[latex], extraction_mode="first_match")
-    try:
-        return float(verify(golds, found))
-    except Exception:  # sympy cannot compare what was written: a wrong answer
-        return 0.0
+    return float(any(has_equal_value(gold, each) for gold in golds for each in found))
 
 
 def cosine(answer: Answer, args: SimpleNamespace) -> float:
