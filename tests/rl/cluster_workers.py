@@ -1,4 +1,5 @@
-"""Objects that actors of the tests are made of."""
+"""Objects that actors of the tests are made of. Only those that send or take weights import torch, which takes longer
+than all else that an actor does at its start."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatune.launch.context import RankContext
 from megatune.rl.rollout.server import EngineServer
-from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatune.rl.transport import Parcel, Route
 
 
 def server(context: RankContext, start: int = 0) -> EngineServer:
@@ -71,6 +74,8 @@ class Worker:
         self.sizes, self.fail_at = sizes, fail_at
 
     def _weights(self) -> Iterator[dict[str, torch.Tensor]]:
+        import torch
+
         for index, size in enumerate(self.sizes):
             self.context.beat("weights", index)
             if index == self.fail_at:
@@ -78,6 +83,10 @@ class Worker:
             yield {f"w{index}": torch.full((size, 2), index + 0.5, dtype=torch.bfloat16), f"n{index}": torch.tensor(3)}
 
     def open_route(self, route: Route) -> Route:
+        import torch
+
+        from megatune.rl.transport import Sender
+
         self.sender = Sender(route, torch.device("cpu"))
         return self.sender.open(self.context.master_addr) if self.context.rank == 0 else route
 
@@ -97,6 +106,8 @@ class Worker:
         list(self._weights())
 
     def broadcast_weights(self) -> bool:
+        from megatune.rl.transport import LostPeerError
+
         try:
             self.sender.broadcast()
         except LostPeerError:
@@ -109,6 +120,10 @@ class Worker:
     def connect(self, route: Route, first: int) -> None:
         if self.doomed and self.is_early:
             os.kill(os.getpid(), self.doomed)
+        import torch
+
+        from megatune.rl.transport import Receiver
+
         self.receiver = Receiver(route, first, torch.device("cpu"))
 
     def begin_update(self, version: int, num_tensors: int) -> None:
@@ -119,6 +134,8 @@ class Worker:
         self.doomed, self.is_early = signum, is_early
 
     def update(self, parcel: Parcel) -> bool:
+        from megatune.rl.transport import LostPeerError
+
         time.sleep(0.01 * self.context.rank)
         if self.doomed and len(self.taken) == 4:
             os.kill(os.getpid(), self.doomed)

@@ -236,12 +236,12 @@ def _curve(output: Path) -> list[tuple[float, ...]]:
 def test_a_run_of_turns_trains_what_was_sampled_and_resumes_exactly(pool, model, tmp_path):
     """Log-probabilities of trainer and engine are compared at every token that was sampled: max_log_prob_gap."""
     whole, parts, ahead = (tmp_path / name for name in ("whole", "parts", "ahead"))
-    pool.run(1, run, _settings(model, whole, 4, 0.0), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, whole, 3, 0.0), model, limit=LIMIT)
     pool.run(1, run, _settings(model, parts, 1, 0.0), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 4, 0.0, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, parts, 3, 0.0, resume_from_checkpoint=True), model, limit=LIMIT)
     assert _curve(parts) == _curve(whole)
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    pool.run(1, run, _settings(model, ahead, 3, 1.0), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, ahead, 2, 1.0), model, limit=LIMIT)
     for folder in (whole, ahead):
         lines = [json.loads(line) for path in folder.glob("dump/*.jsonl") for line in path.read_text().splitlines()]
         several = [line for line in lines if line["reward/turns"] > 1]
@@ -261,12 +261,12 @@ def test_the_example_of_a_game_runs(pool, tmp_path):
         "rollout_dump_dir": tmp_path / "dump",
         "actor_train.data_args.file_name": f"[{rows}]",
         "validation.data_args.file_name": f"[{rows}]",
-        "max_steps": 2,
+        "max_steps": 1,
         "logging_steps": 1,
     }
     asked = read_roll(EXAMPLE, [f"{key}={value}" for key, value in changed.items()]).require_valid()
     pool.run(1, run_file, asked, limit=LIMIT)
-    lines = [json.loads(line) for line in (tmp_path / "dump/step-000002.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "dump/step-000001.jsonl").read_text().splitlines()]
     assert len(lines) == 256
     # A model of random weights seldom writes a digit and its end; those that do are answered.
     several = [line for line in lines if line["reward/turns"] > 1]

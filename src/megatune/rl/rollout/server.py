@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatune.config.rl.settings import InferRole
 from megatune.launch.context import RankContext
-from megatune.rl.rollout.engine import RolloutEngine
-from megatune.rl.samples import Request, Response
+
+if TYPE_CHECKING:
+    from megatune.config.rl.settings import InferRole
+    from megatune.rl.rollout.engine import RolloutEngine
+    from megatune.rl.samples import Request, Response
 
 
 @dataclass(slots=True)
